@@ -1,0 +1,50 @@
+"""Attention Free Transformer for the Hugging Face ecosystem. Importing it makes the Auto classes know AFT."""
+
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.utils import is_torchvision_available
+
+from ._version import __version__
+from .configuration_aft import AFTConfig
+from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from .modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+
+
+def _register() -> None:
+    """Make `from_pretrained` of the Auto classes, and so `pipeline`, resolve `model_type` "aft"."""
+    AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
+    AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
+    AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
+    AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
+    AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
+    processors = {"pil": ViTImageProcessorPil}
+    if is_torchvision_available():
+        from transformers import ViTImageProcessor
+
+        processors["torchvision"] = ViTImageProcessor
+    AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
+
+
+_register()
+
+__all__ = [
+    "AFTAlibi",
+    "AFTConfig",
+    "AFTConv",
+    "AFTForCausalLM",
+    "AFTForImageClassification",
+    "AFTFull",
+    "AFTLocal",
+    "AFTModel",
+    "AFTPreTrainedModel",
+    "AFTSimple",
+    "__version__",
+]

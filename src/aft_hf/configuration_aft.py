@@ -1,0 +1,283 @@
+"""AFT model configuration."""
+
+from functools import wraps
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+
+
+AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
+
+# The fast forms of mixing_aft.py by name. "auto" takes the one that fits type, shape and mask.
+MIXING_IMPLEMENTATIONS = ("auto", "reference", "dense", "chunked", "convolution")
+
+
+def _raise_value_errors(cls):
+    """Let the constructor raise what a user expects of a wrong argument: a ValueError with nothing but the message."""
+    init = cls.__init__
+
+    @wraps(init)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except StrictDataclassError as error:
+            raise ValueError(f"AFTConfig: {error.__cause__ or error}") from error
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_raise_value_errors
+@strict
+class AFTConfig(PreTrainedConfig):
+    r"""
+    Configuration of an Attention Free Transformer (Zhai et al., 2021, arXiv 2105.14103). The defaults are the paper's
+    best character-level model: AFT-local-32 with 24 layers of width 256, for 1024 bytes.
+
+    Args:
+        modality (`str`, defaults to `"text"`):
+            `"text"` (a causal model of tokens) or `"image"` (a bidirectional model of patches).
+        aft_type (`str` or `list[str]`, defaults to `"local"`):
+            `"full"`, `"local"`, `"simple"`, `"conv"` or `"alibi"` (text only), or a list with one of them per layer.
+        hidden_size (`int`, defaults to 256): Width d of the model.
+        num_hidden_layers (`int`, defaults to 24): Number of blocks.
+        intermediate_size (`int`, *optional*): Width of the MLPs; 4 `hidden_size` by default.
+        hidden_act (`str`, defaults to `"gelu"`): Activation of the MLPs.
+        layer_norm_eps (`float`, defaults to 1e-5): Epsilon of the layer norms.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of new weight matrices.
+        hidden_dropout_prob (`float`, defaults to 0.0): Dropout of the embeddings and of each residual branch.
+        drop_path_rate (`float`, defaults to 0.0):
+            Stochastic depth of the last block; rises linearly from 0 at the first one.
+        qkv_bias (`bool`, defaults to `True`): Whether query, key and value projections have biases.
+        use_output_projection (`bool`, defaults to `True`): Whether mixers end in an output projection.
+        num_heads (`int`, defaults to 1):
+            Number h of position-bias heads; head i owns features [i d/h, (i+1) d/h).
+        position_bias_dim (`int`, *optional*, defaults to 256):
+            Rank d' of the factorized biases of `full` and `local` (Eq. 7); `None` for one unfactorized table.
+        position_bias_init_std (`float`, defaults to 0.1):
+            Standard deviation of new position biases (of their factors); the paper's N(0, 10^-2) read as variance.
+        local_window_size (`int`, defaults to 32): Window s of `local` (Eq. 4): learned biases for |t - t'| < s.
+        conv_kernel_size (`int`, defaults to 11):
+            Kernel s of `conv` (Eq. 6): s x s with s odd for images, lags 0 .. s-1 for text.
+        position_bias_reparameterized (`bool`, defaults to `True`):
+            Whether the kernels of `conv` are standardized and rescaled (Eq. 8).
+        global_connectivity (`bool`, defaults to `True`):
+            Whether positions outside the window count with w = 0; `False` hides them (w = -inf).
+        query_activation (`str`, defaults to `"sigmoid"`): Activation of the query.
+        use_query (`bool`, defaults to `True`): Whether outputs are gated by the query at all.
+        position_bias_entropy_weight (`float`, defaults to 0.0):
+            Weight of the entropy of the kernels of `conv` (Eq. 9) in the loss; the paper takes 0.001.
+        position_bias_selection (`str`, *optional*):
+            `"gumbel"`: each head of `conv` learns one position (Eq. 10), by Gumbel softmax in training and the
+            arg-max at inference.
+        gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
+        mixing_implementation (`str`, defaults to `"auto"`):
+            Form of the AFT operation: `"auto"`, `"reference"` (slow, visibly Eq. 2), `"dense"`, `"chunked"` or
+            `"convolution"`.
+        vocab_size (`int`, defaults to 256): Number of tokens (text).
+        max_position_embeddings (`int`, defaults to 1024):
+            Longest text, where position embeddings or a table of biases (`full`, `local`) set a limit.
+        tie_word_embeddings (`bool`, defaults to `False`): Whether the head shares the weights of the embeddings.
+        use_cache (`bool`, defaults to `True`): Whether text models return their state for generation.
+        use_position_embeddings (`bool`, *optional*):
+            By default, whether any layer is `full`, `local` or `simple`.
+        use_cls_token (`bool`, *optional*): Images only; by default, whether no layer is `conv`.
+        pooling (`str`, *optional*): Images only; `"cls"` where there is a class token, else `"mean"`.
+        image_size (`int` or `(int, int)`, defaults to 224): Image size in pixels (rows, columns).
+        patch_size (`int` or `(int, int)`, defaults to 16): Patch size in pixels (rows, columns).
+        num_channels (`int`, defaults to 3): Channels of the images.
+
+    Raises:
+        ValueError: a field of the wrong type or value, or fields that make no sense together; the message names the
+            field, the value and what is allowed.
+
+    Example:
+
+    ```python
+    >>> from aft_hf import AFTConfig, AFTForImageClassification
+
+    >>> config = AFTConfig(
+    ...     modality="image", aft_type="conv", hidden_size=384, num_hidden_layers=12, num_heads=16, num_labels=1000
+    ... )
+    >>> model = AFTForImageClassification(config)  # AFT-conv small 11/16 of the paper
+    ```
+    """
+
+    model_type = "aft"
+    keys_to_ignore_at_inference = ["past_key_values", "position_bias_entropy"]
+
+    modality: str = "text"
+    aft_type: str | list[str] = "local"
+    hidden_size: int = 256
+    num_hidden_layers: int = 24
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout_prob: float | int = 0.0
+    drop_path_rate: float | int = 0.0
+    qkv_bias: bool = True
+    use_output_projection: bool = True
+    num_heads: int = 1
+    position_bias_dim: int | None = 256
+    position_bias_init_std: float | int = 0.1
+    local_window_size: int = 32
+    conv_kernel_size: int = 11
+    position_bias_reparameterized: bool = True
+    global_connectivity: bool = True
+    query_activation: str = "sigmoid"
+    use_query: bool = True
+    position_bias_entropy_weight: float | int = 0.0
+    position_bias_selection: str | None = None
+    gumbel_temperature: float | int = 0.5
+    mixing_implementation: str = "auto"
+    vocab_size: int = 256
+    max_position_embeddings: int = 1024
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    use_position_embeddings: bool | None = None
+    use_cls_token: bool | None = None
+    pooling: str | None = None
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    num_channels: int = 3
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        types = set(self.layer_aft_types)
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.use_position_embeddings is None:
+            self.use_position_embeddings = bool(types & {"full", "local", "simple"})
+        if self.use_cls_token is None:
+            self.use_cls_token = self.modality == "image" and "conv" not in types
+        if self.pooling is None and self.modality == "image":
+            self.pooling = "cls" if self.use_cls_token else "mean"
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_aft_types(self) -> list[str]:
+        """The AFT type of each layer."""
+        return [self.aft_type] * self.num_hidden_layers if isinstance(self.aft_type, str) else list(self.aft_type)
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Rows and columns of patches of an image of `image_size`."""
+        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
+        return height // patch_height, width // patch_width
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the learned tables cover: `max_position_embeddings`, or patches and class token."""
+        if self.modality == "text":
+            return self.max_position_embeddings
+        rows, columns = self.grid_size
+        return rows * columns + self.use_cls_token
+
+    # Class validators of `@strict`: each runs after construction and again before saving.
+
+    def validate_choices(self) -> None:
+        _require_one_of("modality", self.modality, ("text", "image"))
+        for aft_type in self.layer_aft_types:
+            _require_one_of("aft_type", aft_type, AFT_TYPES)
+        _require_one_of("hidden_act", self.hidden_act, ACT2FN)
+        _require_one_of("query_activation", self.query_activation, ACT2FN)
+        _require_one_of("position_bias_selection", self.position_bias_selection, (None, "gumbel"))
+        _require_one_of("mixing_implementation", self.mixing_implementation, MIXING_IMPLEMENTATIONS)
+        _require_one_of("pooling", self.pooling, ("cls", "mean") if self.modality == "image" else (None,))
+
+    def validate_sizes(self) -> None:
+        positive = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "local_window_size"]
+        positive += ["conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels"]
+        positive += ["layer_norm_eps", "gumbel_temperature"]
+        if self.position_bias_dim is not None:
+            positive.append("position_bias_dim")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("hidden_dropout_prob", "drop_path_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    def validate_layers(self) -> None:
+        types = self.layer_aft_types
+        if len(types) != self.num_hidden_layers:
+            raise ValueError(
+                f"aft_type lists {len(types)} types for num_hidden_layers={self.num_hidden_layers}: "
+                "give one type per layer, or one name for all of them"
+            )
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
+                "each head owns hidden_size / num_heads features"
+            )
+        if self.position_bias_selection == "gumbel" and set(types) != {"conv"}:
+            raise ValueError(
+                f'position_bias_selection="gumbel" selects a position of a kernel and needs aft_type="conv" in all '
+                f"layers, got {self.aft_type!r}"
+            )
+        if self.position_bias_entropy_weight > 0 and "conv" not in types:
+            raise ValueError(
+                f"position_bias_entropy_weight={self.position_bias_entropy_weight} regularizes the kernels of "
+                f'aft_type="conv", got aft_type={self.aft_type!r}; set it to 0'
+            )
+
+    def validate_text(self) -> None:
+        if self.modality == "text" and self.use_cls_token:
+            raise ValueError('use_cls_token=True needs modality="image"')
+
+    def validate_image(self) -> None:
+        if self.modality != "image":
+            return
+        for name in ("image_size", "patch_size"):
+            if len(pair(getattr(self, name))) != 2 or min(pair(getattr(self, name))) <= 0:
+                raise ValueError(f"{name} must be a size or (rows, columns), all > 0, got {getattr(self, name)}")
+        for size, patch in zip(pair(self.image_size), pair(self.patch_size)):
+            if size % patch:
+                raise ValueError(
+                    f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}: "
+                    "images are cut into whole patches"
+                )
+        types = self.layer_aft_types
+        if "alibi" in types:
+            raise ValueError('aft_type="alibi" is causal and needs modality="text", got modality="image"')
+        if self.pooling == "cls" and not self.use_cls_token:
+            raise ValueError('pooling="cls" needs use_cls_token=True; without a class token use pooling="mean"')
+        if "conv" in types:
+            self._validate_image_kernel()
+
+    def _validate_image_kernel(self) -> None:
+        if self.use_cls_token:
+            raise ValueError(
+                'use_cls_token=True does not go with aft_type="conv": a class token has no place on the grid'
+            )
+        if self.conv_kernel_size % 2 == 0:
+            raise ValueError(f"conv_kernel_size={self.conv_kernel_size} must be odd for images: a kernel has a centre")
+        largest = 2 * max(self.grid_size) - 1
+        if self.conv_kernel_size > largest:
+            raise ValueError(
+                f"conv_kernel_size={self.conv_kernel_size} is larger than sense allows: two patches of a "
+                f"{self.grid_size[0]} x {self.grid_size[1]} grid are never further apart than a kernel of "
+                f"{largest} reaches"
+            )
+
+
+def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
+    """A size given once for both sides as (rows, columns)."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _require_one_of(field: str, value: Any, allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
+
+
+__all__ = ["AFTConfig"]

@@ -1,0 +1,432 @@
+"""PyTorch AFT models: embeddings, blocks, the backbone and two heads.
+
+Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm Transformer blocks with an AFT mixer in
+place of self-attention, causal over tokens or bidirectional over patches of an image.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+)
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_aft import AFTConfig, pair
+from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+
+
+class AFTTextEmbeddings(nn.Module):
+    """Token embeddings, and learned embeddings of the positions where the config asks for them."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings = None
+        if config.use_position_embeddings:
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        if self.position_embeddings is not None:
+            length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
+            if length > limit:
+                raise ValueError(f"a text of {length} tokens is longer than max_position_embeddings={limit}")
+            if attention_mask is None:
+                positions = torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
+            else:
+                # Padding does not count, so a padded row equals the row alone.
+                positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+            inputs_embeds = inputs_embeds + self.position_embeddings(positions)
+        return self.dropout(inputs_embeds)
+
+
+class AFTImageEmbeddings(nn.Module):
+    """Patches to tokens; a class token and learned position embeddings where the config asks for them."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.patch_size, self.num_channels = pair(config.patch_size), config.num_channels
+        self.image_size = pair(config.image_size)
+        self.patch_embeddings = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.use_cls_token else None
+        self.position_embeddings = None
+        if config.use_position_embeddings:
+            self.position_embeddings = nn.Parameter(torch.zeros(1, config.max_positions, config.hidden_size))
+        # Mixers and embeddings with tables know one grid; AFT-conv alone takes any.
+        self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        self._check_size(pixel_values)
+        patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
+        grid_size = (patches.shape[2], patches.shape[3])
+        embeddings = patches.flatten(2).transpose(1, 2)
+        if self.cls_token is not None:
+            embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
+        if self.position_embeddings is not None:
+            embeddings = embeddings + self.position_embeddings
+        return self.dropout(embeddings), grid_size
+
+    def _check_size(self, pixel_values: torch.Tensor) -> None:
+        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
+            raise ValueError(
+                f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
+            )
+        size = tuple(pixel_values.shape[2:])
+        if self.fixed_size and size != self.image_size:
+            raise ValueError(
+                f"images of {size[0]} x {size[1]} pixels do not match image_size={self.image_size[0]} x "
+                f"{self.image_size[1]}, for which this model has learned positions"
+            )
+        if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
+            raise ValueError(
+                f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {self.patch_size[0]} x "
+                f"{self.patch_size[1]}: both sides must be multiples of the patch size"
+            )
+
+
+def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
+    """The mixer of one layer as the config describes it."""
+    aft_type = config.layer_aft_types[layer_idx]
+    options = {
+        "causal": config.modality == "text",
+        "qkv_bias": config.qkv_bias,
+        "use_query": config.use_query,
+        "query_activation": config.query_activation,
+        "use_output_projection": config.use_output_projection,
+        "global_connectivity": config.global_connectivity,
+        "implementation": config.mixing_implementation,
+        "num_heads": config.num_heads,
+    }
+    table = {
+        "max_positions": config.max_positions,
+        "position_bias_dim": config.position_bias_dim,
+        "position_bias_init_std": config.position_bias_init_std,
+    }
+    if aft_type == "full":
+        return AFTFull(config.hidden_size, **table, **options)
+    if aft_type == "local":
+        return AFTLocal(config.hidden_size, window_size=config.local_window_size, **table, **options)
+    if aft_type == "conv":
+        return AFTConv(
+            config.hidden_size,
+            kernel_size=config.conv_kernel_size,
+            spatial_dims=2 if config.modality == "image" else 1,
+            reparameterized=config.position_bias_reparameterized,
+            selection=config.position_bias_selection,
+            gumbel_temperature=config.gumbel_temperature,
+            position_bias_init_std=config.position_bias_init_std,
+            **options,
+        )
+    return {"simple": AFTSimple, "alibi": AFTAlibi}[aft_type](config.hidden_size, **options)
+
+
+class AFTMLP(nn.Module):
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class AFTDropPath(nn.Module):
+    """Stochastic depth: drops the residual branch of whole samples, and scales up what stays."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        if self.rate == 0.0 or not self.training:
+            return branch
+        keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
+        return branch * keep.to(branch.dtype) / (1.0 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:.3f}"
+
+
+class AFTLayer(GradientCheckpointingLayer):
+    """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: AFTConfig, layer_idx: int):
+        super().__init__()
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mixer = build_mixer(config, layer_idx)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = AFTMLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = AFTDropPath(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        grid_size: tuple[int, int] | None = None,
+        output_attentions: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        mixed = self.mixer(
+            self.layernorm_before(hidden_states),
+            attention_mask=attention_mask,
+            grid_size=grid_size,
+            output_attentions=output_attentions,
+        )
+        mixed = mixed[0] if output_attentions else mixed
+        hidden_states = hidden_states + self.drop_path(self.dropout(mixed))
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + self.drop_path(self.dropout(branch))
+
+
+class AFTPreTrainedModel(PreTrainedModel):
+    """Initialization, and what an AFT offers the library: checkpointing, splitting, recorded outputs."""
+
+    config: AFTConfig
+    config_class = AFTConfig
+    base_model_prefix = "aft"
+    input_modalities = ("text", "image")
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AFTTextEmbeddings", "AFTImageEmbeddings", "AFTLayer"]
+    _can_record_outputs = {
+        "hidden_states": AFTLayer,
+        "attentions": OutputRecorder(AFTMixer, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, AFTMixer):
+            module.reset_position_bias()
+        elif isinstance(module, AFTImageEmbeddings):
+            for parameter in (module.cls_token, module.position_embeddings):
+                if parameter is not None:
+                    init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+
+
+class AFTModel(AFTPreTrainedModel):
+    """The backbone: embeddings of tokens or patches, the blocks, a final layer norm."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.is_text = config.modality == "text"
+        self.main_input_name = "input_ids" if self.is_text else "pixel_values"
+        self.embeddings = AFTTextEmbeddings(config) if self.is_text else AFTImageEmbeddings(config)
+        self.layers = nn.ModuleList([AFTLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings if self.is_text else self.embeddings.patch_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        setattr(self.embeddings, "word_embeddings" if self.is_text else "patch_embeddings", value)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast | BaseModelOutputWithPooling:
+        r"""
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): Tokens of a text model.
+            attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`):
+                0 for padding, on any side: a padded row equals the row alone. Or boolean of shape
+                `(batch_size or 1, sequence_length, sequence_length)`, False where a position must not look.
+            inputs_embeds (`torch.Tensor` of shape `(batch_size, sequence_length, hidden_size)`):
+                Embedded tokens, in place of `input_ids`.
+            pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
+                Images of an image model. With `conv` layers alone, any sides that are multiples of the patch size.
+
+        Returns:
+            For text `BaseModelOutputWithPast`. For images `BaseModelOutputWithPooling`, `pooler_output` being the
+            class token or the mean of the patches. `attentions`, on request, are the implicit attention of the
+            paper's Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)` per layer.
+
+        Raises:
+            ValueError: inputs of another modality or shape, or longer than the learned positions.
+        """
+        kwargs["output_attentions"] = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        if self.is_text:
+            return self._forward_text(input_ids, attention_mask, inputs_embeds, **kwargs)
+        if pixel_values is None:
+            raise ValueError('a model with modality="image" needs pixel_values')
+        hidden_states, grid_size = self.embeddings(pixel_values.to(self.embeddings.patch_embeddings.weight.dtype))
+        hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+        pooled = hidden_states[:, 0] if self.config.pooling == "cls" else hidden_states.mean(1)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def _forward_text(self, input_ids, attention_mask, inputs_embeds, **kwargs) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, and not both')
+        if inputs_embeds is None:
+            inputs_embeds = self.embeddings.word_embeddings(input_ids)
+        padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        hidden_states = self.embeddings(inputs_embeds, padding_mask)
+        return BaseModelOutputWithPast(last_hidden_state=self._run_layers(hidden_states, attention_mask, **kwargs))
+
+    def _run_layers(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, **kwargs)
+        return self.layernorm(hidden_states)
+
+    def position_bias_entropy(self) -> torch.Tensor | None:
+        """Eq. 9 summed over layers (nats); None unless `position_bias_entropy_weight` asks for it."""
+        if self.config.position_bias_entropy_weight == 0:
+            return None
+        return sum(layer.mixer.position_bias_entropy() for layer in self.layers if isinstance(layer.mixer, AFTConv))
+
+
+@dataclass
+class AFTCausalLMOutput(CausalLMOutputWithPast):
+    r"""
+    position_bias_entropy (`torch.Tensor` of shape `(1,)`, *optional*):
+        Entropy of the position biases (Eq. 9, nats), which `loss` includes with `position_bias_entropy_weight`.
+    """
+
+    position_bias_entropy: torch.Tensor | None = None
+
+
+@dataclass
+class AFTImageClassifierOutput(ImageClassifierOutput):
+    r"""
+    position_bias_entropy (`torch.Tensor` of shape `(1,)`, *optional*):
+        Entropy of the position biases (Eq. 9, nats), which `loss` includes with `position_bias_entropy_weight`.
+    """
+
+    position_bias_entropy: torch.Tensor | None = None
+
+
+class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
+    """AFT with a language modeling head."""
+
+    input_modalities = ("text",)
+    _tied_weights_keys = {"lm_head.weight": "aft.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "text")
+        super().__init__(config)
+        self.aft = AFTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> AFTCausalLMOutput:
+        r"""
+        Args:
+            input_ids, attention_mask, inputs_embeds: As for `AFTModel`.
+            labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
+                The tokens themselves, shifted inside the model; -100 is ignored.
+            logits_to_keep (`int` or `torch.Tensor`): The last positions (0: all) or the indices to compute logits of.
+        """
+        outputs: BaseModelOutputWithPast = self.aft(
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)
+        entropy, loss = self.aft.position_bias_entropy(), None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = _with_entropy(loss, entropy, self.config)
+        return AFTCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            position_bias_entropy=entropy,
+        )
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        """Every step runs over the whole prefix."""
+        if inputs_embeds is not None and input_ids.shape[1] > 0:
+            inputs_embeds = torch.cat([inputs_embeds, self.get_input_embeddings()(input_ids)], 1)
+        inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        keep = ("logits_to_keep", "output_attentions", "output_hidden_states", "return_dict")
+        return inputs | {"attention_mask": attention_mask} | {k: kwargs[k] for k in keep if k in kwargs}
+
+
+class AFTForImageClassification(AFTPreTrainedModel):
+    """AFT with a linear classifier on the pooled patches or class token."""
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "image")
+        super().__init__(config)
+        self.aft = AFTModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> AFTImageClassifierOutput:
+        r"""
+        Args:
+            pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`): As for `AFTModel`.
+            labels (`torch.Tensor`):
+                `(batch_size,)` classes, or what `config.problem_type` takes: floats for a regression,
+                `(batch_size, num_labels)` floats for several labels per image.
+        """
+        outputs: BaseModelOutputWithPooling = self.aft(pixel_values=pixel_values, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        entropy, loss = self.aft.position_bias_entropy(), None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            loss = _with_entropy(loss, entropy, self.config)
+        return AFTImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            position_bias_entropy=entropy,
+        )
+
+
+def _require_modality(model: PreTrainedModel, config: AFTConfig, modality: str) -> None:
+    if config.modality != modality:
+        raise ValueError(f'{type(model).__name__} needs a config with modality="{modality}", got "{config.modality}"')
+
+
+def _with_entropy(loss: torch.Tensor, entropy: torch.Tensor | None, config: AFTConfig) -> torch.Tensor:
+    """Eq. 9: the entropy of the position biases added to the loss of the task."""
+    return loss if entropy is None else loss + config.position_bias_entropy_weight * entropy
+
+
+__all__ = ["AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]
