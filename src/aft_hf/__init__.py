@@ -14,6 +14,8 @@ from transformers.utils import is_torchvision_available
 
 from ._version import __version__
 from .configuration_aft import AFTConfig
+from .conversion import convert_deit
+from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 
@@ -47,4 +49,6 @@ __all__ = [
     "AFTPreTrainedModel",
     "AFTSimple",
     "__version__",
+    "build_byte_tokenizer",
+    "convert_deit",
 ]

@@ -236,7 +236,7 @@ class AFTMixer(nn.Module):
         return chunked_mixing(keys, values, own_bias, previous_bias, chunk_size=size)
 
     def _chunk_bias(self, chunks: int, size: int, device: torch.device) -> torch.Tensor:
-        """w from each chunk to the chunk before it and to itself: (h, n, C, 2 C), n = 1 where it is the same for all."""
+        """w from each chunk to the one before it and to itself: (h, n, C, 2 C), n = 1 where all chunks share it."""
         starts = torch.arange(1 if self.relative else chunks, device=device) * size
         queries = starts[:, None] + torch.arange(size, device=device)
         keys = starts[:, None] + torch.arange(-size, size, device=device)

@@ -15,6 +15,7 @@ the block of one product they may span about 75 (the range of float32's exponent
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class ScaledSums(NamedTuple):
         """The same sums with `exponent` added to every K + w."""
         return self._replace(maximum=self.maximum + exponent)
 
-    def map(self, function) -> "ScaledSums":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ScaledSums":
         """`function` applied to each of the three tensors."""
         return ScaledSums(*map(function, self))
 
@@ -110,14 +111,17 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | N
     sums = single_sums(key, value, own_bias)
     half = 1
     while half < key.shape[-3]:
-        pairs = (-1, 2, half)
-        left_key, left_value = (x.unflatten(-3, pairs).select(-4, 0) for x in (key, value))
-        from_left = block_sums(left_key, left_value, _left_of_right(bias, half))
-        left, right = (sums.map(lambda x, i=i: x.unflatten(-3, pairs).select(-4, i)) for i in (0, 1))
-        right = right.merge(from_left)
+        left_key, left_value = _halves(key, half)[0], _halves(value, half)[0]
+        left, right = (ScaledSums(*part) for part in zip(*(_halves(x, half) for x in sums)))
+        right = right.merge(block_sums(left_key, left_value, _left_of_right(bias, half)))
         sums = ScaledSums(*(torch.stack(pair, -4).flatten(-5, -3) for pair in zip(left, right)))
         half *= 2
     return sums
+
+
+def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The left and right halves, each (..., T / 2 half, half, B, c), of all blocks of 2 half positions."""
+    return x.unflatten(-3, (-1, 2, half)).unbind(-4)
 
 
 def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:

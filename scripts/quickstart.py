@@ -1,0 +1,303 @@
+"""The quickstart: both main jobs of aft-hf from nothing to a saved, reloaded model, on small real data, offline.
+
+    python scripts/quickstart.py image    # a ViT, converted to AFT-conv and fine-tuned on real images
+    python scripts/quickstart.py text     # a byte-level AFT language model
+
+`make quickstart` and `make quickstart-text` install what is needed first.
+"""
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    pipeline,
+    set_seed,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
+from aft_hf.analysis import plot_position_biases
+from aft_hf.conversion import save_converted
+from aft_hf.training import build_optimizer
+
+
+app = typer.Typer(add_completion=False, help=__doc__)
+console = Console()
+
+IMAGE_SIZE, LARGER_SIZE, PATCH_SIZE = 32, 40, 4
+
+
+# ----------------------------------------------------------------------------------------------------------- images
+
+
+@app.command()
+def image(
+    source: Annotated[str | None, typer.Option(help="A ViT or DeiT to convert instead of training one.")] = None,
+    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/quickstart"),
+    short: Annotated[
+        bool, typer.Option("--short", help="Few epochs: all the way, but no accuracy to speak of.")
+    ] = False,
+) -> None:
+    """Convert a ViT to AFT-conv and fine-tune it on scikit-learn's 1,797 handwritten digits."""
+    started = time.perf_counter()
+    set_seed(0)
+    train, test = _digits()
+    processor = ViTImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+
+    teacher = None
+    if source is None:
+        console.rule("1. A ViT, trained from nothing")
+        teacher = ViTForImageClassification(_vit_config())
+        _fine_tune(teacher, _pixels(train, processor), epochs=2 if short else 25, out=out)
+        source = str(out / "vit")
+        teacher.save_pretrained(source)
+        processor.save_pretrained(source)
+
+    console.rule("2. Converted to AFT-conv")
+    converted_path = out / "aft-conv"
+    converted, report = save_converted(source, converted_path, overwrite=True, kernel_size=7, num_heads=12)
+    console.print(report.summary())
+    processor = AutoImageProcessor.from_pretrained(converted_path)
+    size = (
+        converted.config.image_size if isinstance(converted.config.image_size, int) else converted.config.image_size[0]
+    )
+    larger = size * LARGER_SIZE // IMAGE_SIZE
+    labels = {"id2label": _vit_config().id2label, "label2id": _vit_config().label2id}
+    converted = AutoModelForImageClassification.from_pretrained(converted_path, **labels, ignore_mismatched_sizes=True)
+
+    console.rule("3. Fine-tuned, and the same from random weights")
+    pixels, budget = _pixels(train, processor), {"epochs": 1 if short else 6, "out": out}
+    _fine_tune(converted, pixels, **budget)
+    converted.save_pretrained(converted_path)
+    scratch = AutoModelForImageClassification.from_config(converted.config)
+    _fine_tune(scratch, pixels, **budget)
+    scratch_path = out / "aft-conv-scratch"
+    scratch.save_pretrained(scratch_path)
+    processor.save_pretrained(scratch_path)
+    picture = out / "position_biases.png"
+    plot_position_biases(converted, picture)
+
+    console.rule("4. On held-out images")
+    table = Table(title=f"{len(test)} held-out digits")
+    for column in ("model", "parameters", f"accuracy, {size} px", f"accuracy, {larger} px", "images/s", "saved in"):
+        table.add_column(column, justify="left" if column in ("model", "saved in") else "right", overflow="fold")
+    rows = [
+        ("AFT-conv, from the ViT", converted, converted_path),
+        ("AFT-conv, random", scratch, out / "aft-conv-scratch"),
+    ]
+    if teacher is not None:
+        rows.insert(0, ("ViT, the source", teacher, Path(source)))
+    sizes = [_pixels(test, processor), _pixels(test, processor, larger)]
+    for name, model, path in rows:
+        (accuracy, speed), (accuracy_larger, _) = (_evaluate(model, data) for data in sizes)
+        parameters = f"{model.num_parameters() / 1e6:.2f} M"
+        table.add_row(name, parameters, f"{accuracy:.1%}", f"{accuracy_larger:.1%}", f"{speed:.0f}", str(path))
+    console.print(table)
+    console.print(f"Learned position biases: {picture}")
+
+    console.rule("5. Loaded again in a new process")
+    expected, _ = _evaluate(converted, sizes[0])
+    subprocess.run([sys.executable, __file__, "check-image", str(converted_path), str(expected)], check=True)
+    console.print(f"Done in {time.perf_counter() - started:.0f} s.")
+
+
+@app.command(hidden=True)
+def check_image(path: Path, expected: float) -> None:
+    """Load a saved classifier through the Auto classes and `pipeline`, and hold it to its accuracy."""
+    _, test = _digits()
+    model = AutoModelForImageClassification.from_pretrained(path)
+    accuracy, _ = _evaluate(model, _pixels(test, AutoImageProcessor.from_pretrained(path)))
+    if abs(accuracy - expected) > 1e-6:
+        raise typer.Exit(f"the reloaded model has accuracy {accuracy}, not {expected}")
+    answer = pipeline("image-classification", model=str(path))(test[0][0])[0]
+    console.print(f"{type(model).__name__} from {path}: accuracy {accuracy:.1%}, as before")
+    console.print(f"pipeline: a {test[0][1]} is taken for a {answer['label']!r} (score {answer['score']:.2f})")
+
+
+def _digits() -> tuple[list[tuple[Image.Image, int]], list[tuple[Image.Image, int]]]:
+    """Training and held-out pairs of an 8 x 8 image and its digit, split as scikit-learn does."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    images = [Image.fromarray((pixels * 255 / 16).astype(np.uint8)).convert("RGB") for pixels in digits.images]
+    pairs = list(zip(images, digits.target.tolist()))
+    train, test = train_test_split(pairs, test_size=0.25, random_state=0, stratify=digits.target)
+    return train, test
+
+
+def _vit_config() -> ViTConfig:
+    """A ViT small enough for minutes on two cores."""
+    return ViTConfig(
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+        hidden_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        intermediate_size=384,
+        id2label={digit: str(digit) for digit in range(10)},
+        label2id={str(digit): digit for digit in range(10)},
+    )
+
+
+def _pixels(pairs, processor, size: int | None = None) -> list[dict[str, torch.Tensor]]:
+    """What Trainer takes: the images as the processor makes them (at another size, if given), and their labels."""
+    options = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
+    pixels = processor([picture for picture, _ in pairs], return_tensors="pt", **options)["pixel_values"]
+    return [{"pixel_values": image, "labels": label} for image, (_, label) in zip(pixels, pairs)]
+
+
+def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) -> None:
+    # Position biases start at 0 and have far to go in few steps.
+    optimizer = build_optimizer(model, 1e-3, weight_decay=0.05, position_bias_scale=20.0)
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=32,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        logging_steps=1.0 / epochs,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+    )
+    Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train()
+
+
+@torch.inference_mode()
+def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple[float, float]:
+    """Accuracy, and images per second (median over batches)."""
+    model.eval()
+    # Position embeddings of a ViT have to be stretched for another image size; AFT-conv has none.
+    options = {"interpolate_pos_encoding": True} if isinstance(model, ViTForImageClassification) else {}
+    correct, seconds = 0, []
+    for start in range(0, len(data), batch_size):
+        batch = data[start : start + batch_size]
+        pixels = torch.stack([row["pixel_values"] for row in batch])
+        began = time.perf_counter()
+        predictions = model(pixel_values=pixels, **options).logits.argmax(-1)
+        seconds.append((time.perf_counter() - began) / len(batch))
+        correct += sum(p == row["labels"] for p, row in zip(predictions.tolist(), batch))
+    return correct / len(data), 1 / float(np.median(seconds))
+
+
+# ------------------------------------------------------------------------------------------------------------- text
+
+
+@app.command()
+def text(
+    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/quickstart-text"),
+    short: Annotated[bool, typer.Option("--short", help="Few steps: all the way, but no text to speak of.")] = False,
+) -> None:
+    """Train AFT-local on the documentation that Python ships (465 kB), a byte at a time."""
+    started = time.perf_counter()
+    set_seed(0)
+    length = 256
+    train, test = _documentation()
+    config = AFTConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        max_position_embeddings=length,
+        position_bias_dim=64,
+        local_window_size=32,
+    )
+    model = AFTForCausalLM(config)
+
+    console.rule("1. Trained on the documentation of Python")
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        max_steps=20 if short else 400,
+        per_device_train_batch_size=32,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        weight_decay=0.1,
+        logging_steps=0.1,
+        save_strategy="no",
+        report_to="none",
+        dataloader_pin_memory=False,
+        seed=0,
+    )
+    Trainer(model, arguments, train_dataset=_Windows(train, length)).train()
+    model.save_pretrained(out)
+    build_byte_tokenizer(model_max_length=length).save_pretrained(out)
+
+    console.rule("2. On the held-out tenth")
+    bits = _bits_per_byte(model, test, length)
+    table = Table("model", "parameters", "bits per byte", "saved in")
+    table.add_row("AFT-local-32", f"{model.num_parameters() / 1e6:.2f} M", f"{bits:.3f}", str(out))
+    console.print(table)
+
+    console.rule("3. Loaded again in a new process")
+    subprocess.run([sys.executable, __file__, "check-text", str(out), str(bits)], check=True)
+    console.print(f"Done in {time.perf_counter() - started:.0f} s.")
+
+
+@app.command(hidden=True)
+def check_text(path: Path, expected: float) -> None:
+    """Load a saved language model through the Auto classes, hold it to its bits per byte, and let it write."""
+    set_seed(0)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    _, test = _documentation()
+    bits = _bits_per_byte(model, test, model.config.max_position_embeddings)
+    if abs(bits - expected) > 1e-5:
+        raise typer.Exit(f"the reloaded model has {bits} bits per byte, not {expected}")
+    console.print(f"{type(model).__name__} from {path}: {bits:.3f} bits per byte, as before. A sample:\n")
+    prompt = tokenizer("The ", return_tensors="pt")
+    sample = model.generate(**prompt, max_new_tokens=200, do_sample=True, temperature=0.7)
+    console.print(tokenizer.decode(sample[0]), markup=False, highlight=False, style="cyan")
+
+
+def _documentation() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to train on and the last tenth, held out."""
+    from pydoc_data.topics import topics
+
+    data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    return tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
+
+
+class _Windows(torch.utils.data.Dataset):
+    """All overlapping windows of a text at half a window's stride."""
+
+    def __init__(self, tokens: torch.Tensor, length: int):
+        self.windows = tokens.unfold(0, length, length // 2)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.windows[index], "labels": self.windows[index]}
+
+
+@torch.inference_mode()
+def _bits_per_byte(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> float:
+    """Mean code length of every byte but the first of each window; windows do not overlap."""
+    model.eval()
+    windows = tokens[: len(tokens) // length * length].view(-1, length)
+    losses = [model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in windows.split(32)]
+    return sum(losses) / len(windows) / math.log(2)
+
+
+if __name__ == "__main__":
+    app()

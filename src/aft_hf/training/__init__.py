@@ -1,0 +1,6 @@
+"""Training AFT models."""
+
+from .optimization import build_optimizer
+
+
+__all__ = ["build_optimizer"]

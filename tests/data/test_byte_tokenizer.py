@@ -1,0 +1,66 @@
+"""The byte tokenizer: ids are bytes, nothing is lost, and AutoTokenizer loads it."""
+
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from aft_hf import build_byte_tokenizer
+
+
+TEXTS = [
+    "",
+    " ",
+    "plain",
+    "  two  spaces ",
+    "Grüße\r\n\tan alle",
+    "日本語 \U0001f389\U0001f469\u200d\U0001f467",
+    "foo's 'll <s> \u2028 \x00\x7f",
+    "\u017f\u0301",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_byte_tokenizer()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_the_bytes_of_utf8_and_decode_to_the_text(tokenizer, text):
+    ids = tokenizer(text).input_ids
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_any_unicode_text_survives(tokenizer):
+    source = random.Random(0)
+    for _ in range(200):
+        points = [source.choice([source.randrange(256), source.randrange(0xD800), source.randrange(0xE000, 0x110000)])]
+        points += [source.randrange(0x250) for _ in range(30)]
+        text = "".join(map(chr, points))
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_every_byte_has_its_own_id(tokenizer):
+    assert len(tokenizer) == 256
+    assert tokenizer.decode(list(range(32, 127))) == "".join(map(chr, range(32, 127)))
+
+
+def test_special_tokens_follow_the_bytes_in_a_fixed_order():
+    tokenizer = build_byte_tokenizer(pad_token="<pad>", bos_token="<s>", additional_special_tokens=["<img>"])
+    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (256, 257)
+    assert tokenizer("<s>a<img>").input_ids == [256, 97, 258]
+    assert tokenizer(["abc", "a"], padding=True).input_ids == [[97, 98, 99], [97, 257, 257]]
+
+
+def test_a_special_token_of_an_unknown_role_is_refused():
+    with pytest.raises(ValueError, match="end_token"):
+        build_byte_tokenizer(end_token="<e>")
+
+
+def test_autotokenizer_loads_it_from_what_was_saved(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert loaded(text).input_ids == list(text.encode())
+        assert loaded.decode(loaded(text).input_ids) == text

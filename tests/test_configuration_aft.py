@@ -1,0 +1,276 @@
+"""AFTConfig: the defaults of the design, what is derived from them, every validator, and the way to disk and back."""
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+from aft_hf import AFTConfig
+
+
+IMAGE = {"modality": "image", "aft_type": "full"}
+IMAGE_CONV = {"modality": "image", "aft_type": "conv"}
+
+DEFAULTS = {
+    "modality": "text",
+    "aft_type": "local",
+    "hidden_size": 256,
+    "num_hidden_layers": 24,
+    "intermediate_size": 1024,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "initializer_range": 0.02,
+    "hidden_dropout_prob": 0.0,
+    "drop_path_rate": 0.0,
+    "qkv_bias": True,
+    "use_output_projection": True,
+    "num_heads": 1,
+    "position_bias_dim": 256,
+    "position_bias_init_std": 0.1,
+    "local_window_size": 32,
+    "conv_kernel_size": 11,
+    "position_bias_reparameterized": True,
+    "global_connectivity": True,
+    "query_activation": "sigmoid",
+    "use_query": True,
+    "position_bias_entropy_weight": 0.0,
+    "position_bias_selection": None,
+    "gumbel_temperature": 0.5,
+    "mixing_implementation": "auto",
+    "vocab_size": 256,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "use_position_embeddings": True,
+    "use_cls_token": False,
+    "pooling": None,
+    "image_size": 224,
+    "patch_size": 16,
+    "num_channels": 3,
+    "num_labels": 2,
+}
+
+
+@pytest.mark.parametrize(("field", "value"), DEFAULTS.items(), ids=DEFAULTS)
+def test_the_default_is_that_of_the_design(field, value):
+    assert getattr(AFTConfig(), field) == value
+
+
+def test_the_model_type_is_aft():
+    assert AFTConfig.model_type == "aft"
+
+
+@pytest.mark.parametrize(
+    ("aft_type", "positions"),
+    (
+        ("full", True),
+        ("local", True),
+        ("simple", True),
+        ("conv", False),
+        ("alibi", False),
+        (["conv", "alibi"], False),
+        (["conv", "simple"], True),
+    ),
+    ids=str,
+)
+def test_text_has_position_embeddings_where_a_layer_needs_them(aft_type, positions):
+    config = AFTConfig(aft_type=aft_type, num_hidden_layers=2)
+    assert config.use_position_embeddings is positions
+    assert config.use_cls_token is False
+    assert config.pooling is None
+
+
+@pytest.mark.parametrize(
+    ("aft_type", "positions", "cls_token", "pooling"),
+    (
+        ("full", True, True, "cls"),
+        ("local", True, True, "cls"),
+        ("simple", True, True, "cls"),
+        ("conv", False, False, "mean"),
+        (["full", "conv"], True, False, "mean"),
+    ),
+    ids=str,
+)
+def test_images_have_positions_class_token_and_pooling_by_type(aft_type, positions, cls_token, pooling):
+    config = AFTConfig(modality="image", aft_type=aft_type, num_hidden_layers=2)
+    assert config.use_position_embeddings is positions
+    assert config.use_cls_token is cls_token
+    assert config.pooling == pooling
+
+
+def test_what_is_given_is_not_derived():
+    config = AFTConfig(**IMAGE, intermediate_size=7, use_position_embeddings=False, use_cls_token=True, pooling="mean")
+    assert config.intermediate_size == 7
+    assert config.use_position_embeddings is False
+    assert config.use_cls_token is True
+    assert config.pooling == "mean"
+
+
+def test_images_without_a_class_token_pool_by_mean():
+    assert AFTConfig(**IMAGE, use_cls_token=False).pooling == "mean"
+
+
+def test_the_intermediate_size_is_four_times_the_hidden_size():
+    assert AFTConfig(hidden_size=48).intermediate_size == 192
+
+
+@pytest.mark.parametrize("cls_token", (False, True))
+def test_the_grid_is_rows_and_columns_of_patches(cls_token):
+    config = AFTConfig(**IMAGE, image_size=(32, 48), patch_size=(8, 16), use_cls_token=cls_token)
+    assert config.grid_size == (4, 3)
+    assert config.max_positions == 12 + cls_token
+
+
+def test_text_covers_max_position_embeddings():
+    assert AFTConfig(max_position_embeddings=77).max_positions == 77
+
+
+def test_one_aft_type_is_that_of_every_layer():
+    assert AFTConfig(aft_type="simple", num_hidden_layers=3).layer_aft_types == ["simple"] * 3
+
+
+def test_a_list_of_aft_types_is_one_per_layer():
+    types = ["full", "local", "simple", "conv", "alibi"]
+    assert AFTConfig(aft_type=types, num_hidden_layers=5).layer_aft_types == types
+
+
+# Arguments, and what the message must name: the field and the value that is wrong.
+INVALID = {
+    "type of a size": ({"hidden_size": "a"}, ("hidden_size", "'a'")),
+    "type of a switch": ({"use_query": "yes"}, ("use_query", "'yes'")),
+    "type of a rate": ({"drop_path_rate": "0.1"}, ("drop_path_rate", "'0.1'")),
+    "type of the number of layers": ({"num_hidden_layers": 2.5}, ("num_hidden_layers", "2.5")),
+    "type of the types": ({"aft_type": 3}, ("aft_type", "3")),
+    "unknown modality": ({"modality": "audio"}, ("modality", "'audio'", "'text'", "'image'")),
+    "unknown type": ({"aft_type": "linear"}, ("aft_type", "'linear'", "'full'", "'alibi'")),
+    "unknown type in a list": ({"aft_type": ["full", "linear"], "num_hidden_layers": 2}, ("aft_type", "'linear'")),
+    "unknown activation": ({"hidden_act": "gelo"}, ("hidden_act", "'gelo'")),
+    "unknown activation of the query": ({"query_activation": "gelo"}, ("query_activation", "'gelo'")),
+    "unknown selection": ({"position_bias_selection": "top"}, ("position_bias_selection", "'top'", "'gumbel'")),
+    "unknown implementation": (
+        {"mixing_implementation": "flash"},
+        ("mixing_implementation", "'flash'", "'reference'"),
+    ),
+    "unknown pooling": ({**IMAGE, "pooling": "max"}, ("pooling", "'max'", "'cls'", "'mean'")),
+    "pooling of text": ({"pooling": "mean"}, ("pooling", "'mean'")),
+    "list too short": (
+        {"aft_type": ["full", "conv"], "num_hidden_layers": 3},
+        ("aft_type", "2", "num_hidden_layers=3"),
+    ),
+    "empty list": ({"aft_type": [], "num_hidden_layers": 3}, ("aft_type", "0", "num_hidden_layers=3")),
+    "heads": ({"num_heads": 3}, ("num_heads=3", "hidden_size=256")),
+    "gumbel without conv": (
+        {"position_bias_selection": "gumbel"},
+        ("position_bias_selection", "gumbel", "aft_type", "local"),
+    ),
+    "gumbel with another type": (
+        {"position_bias_selection": "gumbel", "aft_type": ["conv", "full"], "num_hidden_layers": 2},
+        ("position_bias_selection", "aft_type", "full"),
+    ),
+    "entropy without conv": (
+        {"position_bias_entropy_weight": 0.001},
+        ("position_bias_entropy_weight=0.001", "aft_type", "local"),
+    ),
+    "class token of text": ({"use_cls_token": True}, ("use_cls_token=True", "modality")),
+    "class token with conv": ({**IMAGE_CONV, "use_cls_token": True}, ("use_cls_token=True", "conv")),
+    "pooling of no class token": ({**IMAGE_CONV, "pooling": "cls"}, ("pooling", "cls", "use_cls_token")),
+    "alibi on images": ({"modality": "image", "aft_type": "alibi"}, ("alibi", "image")),
+    "even kernel": ({**IMAGE_CONV, "conv_kernel_size": 4}, ("conv_kernel_size=4", "odd")),
+    "kernel beyond the grid": (
+        {**IMAGE_CONV, "image_size": 32, "patch_size": 8, "conv_kernel_size": 9},
+        ("conv_kernel_size=9", "4 x 4", "7"),
+    ),
+    "image not in patches": ({**IMAGE, "image_size": 30, "patch_size": 8}, ("image_size=30", "patch_size=8")),
+    "columns not in patches": (
+        {**IMAGE, "image_size": (32, 30), "patch_size": 8},
+        ("image_size=(32, 30)", "patch_size=8"),
+    ),
+    "three sides": ({**IMAGE, "image_size": [32, 32, 32]}, ("image_size", "[32, 32, 32]")),
+    "no image": ({**IMAGE, "image_size": 0}, ("image_size", "0")),
+    "no patch": ({**IMAGE, "patch_size": 0}, ("patch_size", "0")),
+}
+for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "local_window_size"):
+    INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
+for name in ("conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
+    INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
+for name in ("layer_norm_eps", "gumbel_temperature"):
+    INVALID[f"{name} of 0"] = ({name: 0.0}, (name, "0.0"))
+for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
+    INVALID[f"negative {name}"] = ({name: -0.5}, (name, "-0.5"))
+for name in ("hidden_dropout_prob", "drop_path_rate"):
+    INVALID[f"{name} of 1.5"] = ({name: 1.5}, (name, "1.5"))
+    INVALID[f"{name} of 1"] = ({name: 1.0}, (name, "1.0"))
+
+
+@pytest.mark.parametrize(("arguments", "named"), INVALID.values(), ids=INVALID)
+def test_a_wrong_argument_is_a_value_error_that_names_field_and_value(arguments, named):
+    with pytest.raises(ValueError) as error:
+        AFTConfig(**arguments)
+    for name in named:
+        assert name in str(error.value)
+
+
+VALID = {
+    "kernel as large as two patches of the grid are apart": {
+        **IMAGE_CONV,
+        "image_size": 32,
+        "patch_size": 8,
+        "conv_kernel_size": 7,
+    },
+    "even kernel of text": {"aft_type": "conv", "conv_kernel_size": 4},
+    "gumbel": {"aft_type": "conv", "position_bias_selection": "gumbel"},
+    "entropy where one layer is conv": {
+        "aft_type": ["conv", "full"],
+        "num_hidden_layers": 2,
+        "position_bias_entropy_weight": 0.001,
+    },
+    "unfactorized": {"position_bias_dim": None},
+    "integers for rates": {"hidden_dropout_prob": 0, "drop_path_rate": 0, "position_bias_entropy_weight": 0},
+    "class token without the pooling": {**IMAGE, "pooling": "mean"},
+    "several ends": {"eos_token_id": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("arguments", VALID.values(), ids=VALID)
+def test_what_makes_sense_is_accepted_and_kept(arguments):
+    config = AFTConfig(**arguments)
+    assert {name: getattr(config, name) for name in arguments} == arguments
+
+
+def test_a_field_set_wrong_later_is_refused_when_saved(tmp_path):
+    config = AFTConfig()
+    config.num_heads = 3
+    with pytest.raises(StrictDataclassError, match="num_heads=3"):
+        config.save_pretrained(tmp_path)
+
+
+ROUND_TRIPS = {
+    "defaults": {},
+    "conv": {**IMAGE_CONV, "image_size": [32, 48], "patch_size": 8, "conv_kernel_size": 7, "num_labels": 5},
+    "types": {"aft_type": ["full", "alibi"], "num_hidden_layers": 2, "position_bias_dim": None, "num_heads": 4},
+    "nothing derived": {**IMAGE, "use_position_embeddings": False, "use_cls_token": False, "pooling": "mean"},
+}
+
+
+@pytest.mark.parametrize("arguments", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
+def test_a_saved_config_loads_as_it_was(arguments, tmp_path):
+    config = AFTConfig(**arguments)
+    config.save_pretrained(tmp_path)
+    loaded = AFTConfig.from_pretrained(tmp_path)
+    fields = config.to_dict()
+    assert {name: value for name, value in loaded.to_dict().items() if name != "transformers_version"} == {
+        name: value for name, value in fields.items() if name != "transformers_version"
+    }
+
+
+def test_image_sizes_given_as_a_tuple_survive_the_way_to_disk(tmp_path):
+    config = AFTConfig(**IMAGE, image_size=(32, 48), patch_size=(8, 16))
+    config.save_pretrained(tmp_path)
+    loaded = AFTConfig.from_pretrained(tmp_path)
+    assert loaded.grid_size == config.grid_size == (4, 3)
+
+
+def test_names_of_labels_set_their_number():
+    config = AFTConfig(**IMAGE, id2label={0: "cat", 1: "dog", 2: "owl"}, label2id={"cat": 0, "dog": 1, "owl": 2})
+    assert config.num_labels == 3

@@ -1,0 +1,42 @@
+"""What travels to the Hub: the files at the top of the package stand alone.
+
+Transformers resolves remote code through one level of `from .name import ...` only, so these files import torch,
+transformers, huggingface_hub, the standard library and each other, never a sub-package.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import aft_hf
+
+
+PACKAGE = Path(aft_hf.__file__).parent
+# The package itself and its command line stand above everything and do not travel.
+FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "cli"))
+ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
+
+
+def imports(path):
+    """(level, module) of every import statement of a file, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or ""
+
+
+@pytest.mark.parametrize("path", FLAT, ids=lambda path: path.name)
+def test_a_flat_file_imports_only_what_travels_with_it(path):
+    siblings = {other.stem for other in FLAT}
+    for level, module in imports(path):
+        if level == 0:
+            assert module.split(".")[0] in ALLOWED, f"{path.name} imports {module}"
+        else:
+            assert level == 1 and module in siblings, f"{path.name} imports {'.' * level}{module}"
+
+
+def test_the_flat_files_are_there():
+    assert {"configuration_aft", "mixing_aft", "mixers_aft", "modeling_aft"} <= {path.stem for path in FLAT}
