@@ -226,19 +226,18 @@ def text(
     console.rule("1. Trained on the documentation of Python")
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
-        max_steps=20 if short else 400,
-        per_device_train_batch_size=32,
-        learning_rate=3e-3,
+        max_steps=20 if short else 300,
+        per_device_train_batch_size=16,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
-        weight_decay=0.1,
         logging_steps=0.1,
         save_strategy="no",
         report_to="none",
         dataloader_pin_memory=False,
         seed=0,
     )
-    Trainer(model, arguments, train_dataset=_Windows(train, length)).train()
+    optimizer = build_optimizer(model, 3e-3, weight_decay=0.1)
+    Trainer(model, arguments, train_dataset=_Windows(train, length), optimizers=(optimizer, None)).train()
     model.save_pretrained(out)
     build_byte_tokenizer(model_max_length=length).save_pretrained(out)
 

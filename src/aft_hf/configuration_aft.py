@@ -219,6 +219,11 @@ class AFTConfig(PreTrainedConfig):
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
                 "each head owns hidden_size / num_heads features"
             )
+        if not self.global_connectivity and not set(types) <= {"local", "conv"}:
+            raise ValueError(
+                'global_connectivity=False hides what is outside a window and needs aft_type "local" or "conv" in all '
+                f"layers, got {self.aft_type!r}"
+            )
         if self.position_bias_selection == "gumbel" and set(types) != {"conv"}:
             raise ValueError(
                 f'position_bias_selection="gumbel" selects a position of a kernel and needs aft_type="conv" in all '

@@ -189,7 +189,7 @@ class AFTMixer(nn.Module):
             or position_ids is not None
             or (attention_mask is not None and attention_mask.dim() == 3)
             or (self.causal and num_queries != length)
-            or (not self.global_connectivity and not self.causal)
+            or (not self.global_connectivity and (not self.causal or self.implementation == "dense"))
         )
         if needs_table or (num_queries != length and attention_mask is not None):
             bias, mask = self._table(num_queries, length, attention_mask, position_ids, grid_size, keys.device)
