@@ -47,6 +47,10 @@ class ScaledSums(NamedTuple):
         """`function` applied to each of the three tensors."""
         return ScaledSums(*map(function, self))
 
+    def narrow(self, length: int) -> "ScaledSums":
+        """The first `length` positions."""
+        return self.map(lambda x: x.narrow(-3, 0, length))
+
     def merge(self, other: "ScaledSums") -> "ScaledSums":
         """The sums over both sets of positions."""
         maximum = torch.maximum(self.maximum, other.maximum)
@@ -174,7 +178,7 @@ def reference_mixing(
         (B, h, T, c) in the dtype of `value`, computed in float64 for float64 inputs and in float32 otherwise.
         A query that sees nothing gives 0.
     """
-    dtype, work = value.dtype, _working_dtype(value)
+    dtype, work = value.dtype, working_dtype(value)
     key, value = key.to(work), value.to(work)
     weights = (
         _query_weights(key, None if position_bias is None else position_bias[..., t, :], mask_row(mask, t))
@@ -204,7 +208,7 @@ def mixing_weights(
 
     This is the one function that builds a T x T' x d tensor; it serves `output_attentions` and pictures only.
     """
-    key = key.to(_working_dtype(key)).transpose(-1, -2).unsqueeze(-2)  # (B, h, k, 1, T')
+    key = key.to(working_dtype(key)).transpose(-1, -2).unsqueeze(-2)  # (B, h, k, 1, T')
     logits = key if position_bias is None else key + position_bias.to(key.dtype).unsqueeze(-3)
     if mask is not None:
         logits = logits.masked_fill(~mask.unsqueeze(-3), -math.inf)
@@ -346,7 +350,7 @@ def convolution_mixing(
             j - s // 2 columns right of the query.
         grid_size: (rows, columns).
     """
-    dtype, work = value.dtype, _working_dtype(value)
+    dtype, work = value.dtype, working_dtype(value)
     key, value, kernel = key.to(work), value.to(work), kernel.to(work)
     size = kernel.shape[-1]
     weights = torch.exp(key - key.detach().amax(-2, keepdim=True).clamp_min(EMPTY))
@@ -434,7 +438,7 @@ def masked_mixing(key: torch.Tensor, value: torch.Tensor, position_bias: torch.T
 # --------------------------------------------------------------------------------------------------------- layouts
 
 
-def _working_dtype(x: torch.Tensor) -> torch.dtype:
+def working_dtype(x: torch.Tensor) -> torch.dtype:
     """Sums run in float32 at least."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -453,7 +457,7 @@ class _Restore:
 def _to_working_layout(key: torch.Tensor, value: torch.Tensor, *, fold_batch: bool = False):
     """(B, h, T, c) -> (h, T, B, c), or (B h, T, 1, c) where every row of the batch has biases of its own."""
     restore = _Restore(value.shape[0], value.dtype, fold_batch)
-    work = _working_dtype(value)
+    work = working_dtype(value)
     if fold_batch:
         return *(x.to(work).flatten(0, 1).unsqueeze(2) for x in (key, value)), restore
     return *(x.to(work).permute(1, 2, 0, 3).contiguous() for x in (key, value)), restore
@@ -464,6 +468,19 @@ def _pad_to_multiple(key: torch.Tensor, value: torch.Tensor, size: int) -> tuple
     padding = -key.shape[1] % size
     pad = (0, 0, 0, 0, 0, padding)
     return torch.nn.functional.pad(key, pad, value=-math.inf), torch.nn.functional.pad(value, pad)
+
+
+def pad_to_power_of_two(
+    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(..., T, B, c) and biases (..., T, T) with masked positions appended until T is a power of two."""
+    padding = power_of_two_from(key.shape[-3]) - key.shape[-3]
+    pad = (0, 0, 0, 0, 0, padding)
+    return (
+        torch.nn.functional.pad(key, pad, value=-math.inf),
+        torch.nn.functional.pad(value, pad),
+        torch.nn.functional.pad(bias, (0, padding, 0, padding)),
+    )
 
 
 def power_of_two_from(number: int) -> int:

@@ -24,6 +24,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
 
@@ -39,18 +40,30 @@ class AFTTextEmbeddings(nn.Module):
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        state: AFTLayerState | None = None,
+    ) -> torch.Tensor:
         if self.position_embeddings is not None:
-            length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
-            if length > limit:
-                raise ValueError(f"a text of {length} tokens is longer than max_position_embeddings={limit}")
-            if attention_mask is None:
-                positions = torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
-            else:
-                # Padding does not count, so a padded row equals the row alone.
-                positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+            positions = self._positions(inputs_embeds, padding_mask, state)
             inputs_embeds = inputs_embeds + self.position_embeddings(positions)
         return self.dropout(inputs_embeds)
+
+    def _positions(self, inputs_embeds, padding_mask, state: AFTLayerState | None) -> torch.Tensor:
+        """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
+        length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
+        start, longest = 0, length
+        if state is not None and state.is_initialized:
+            start, longest = state.seen[:, None], state.cumulative_length + length
+            if longest > limit and state.padded:
+                longest = int(state.seen.max()) + length
+        if longest > limit:
+            raise ValueError(f"a text of {longest} tokens is longer than max_position_embeddings={limit}")
+        if padding_mask is None:
+            return start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
+        return (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
 class AFTImageEmbeddings(nn.Module):
@@ -170,6 +183,7 @@ class AFTLayer(GradientCheckpointingLayer):
     def __init__(self, config: AFTConfig, layer_idx: int):
         super().__init__()
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layer_idx = layer_idx
         self.mixer = build_mixer(config, layer_idx)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = AFTMLP(config)
@@ -181,6 +195,7 @@ class AFTLayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         grid_size: tuple[int, int] | None = None,
+        past_key_values: AFTCache | None = None,
         output_attentions: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
@@ -188,6 +203,7 @@ class AFTLayer(GradientCheckpointingLayer):
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
             grid_size=grid_size,
+            state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
             output_attentions=output_attentions,
         )
         mixed = mixed[0] if output_attentions else mixed
@@ -204,6 +220,9 @@ class AFTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "aft"
     input_modalities = ("text", "image")
     supports_gradient_checkpointing = True
+    _is_stateful = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = ["past_key_values"]
     _no_split_modules = ["AFTTextEmbeddings", "AFTImageEmbeddings", "AFTLayer"]
     _can_record_outputs = {
         "hidden_states": AFTLayer,
@@ -248,6 +267,8 @@ class AFTModel(AFTPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
+        past_key_values: AFTCache | None = None,
+        use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast | BaseModelOutputWithPooling:
         r"""
@@ -260,6 +281,8 @@ class AFTModel(AFTPreTrainedModel):
                 Embedded tokens, in place of `input_ids`.
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
                 Images of an image model. With `conv` layers alone, any sides that are multiples of the patch size.
+            past_key_values (`AFTCache`): The state that an earlier call returned; the input continues its text.
+            use_cache (`bool`): Whether to return the state of a text model; not in training.
 
         Returns:
             For text `BaseModelOutputWithPast`. For images `BaseModelOutputWithPooling`, `pooler_output` being the
@@ -271,7 +294,8 @@ class AFTModel(AFTPreTrainedModel):
         """
         kwargs["output_attentions"] = bool(kwargs.get("output_attentions", self.config.output_attentions))
         if self.is_text:
-            return self._forward_text(input_ids, attention_mask, inputs_embeds, **kwargs)
+            use_cache = use_cache and not self.training
+            return self._forward_text(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
         if pixel_values is None:
             raise ValueError('a model with modality="image" needs pixel_values')
         hidden_states, grid_size = self.embeddings(pixel_values.to(self.embeddings.patch_embeddings.weight.dtype))
@@ -279,14 +303,25 @@ class AFTModel(AFTPreTrainedModel):
         pooled = hidden_states[:, 0] if self.config.pooling == "cls" else hidden_states.mean(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
-    def _forward_text(self, input_ids, attention_mask, inputs_embeds, **kwargs) -> BaseModelOutputWithPast:
+    def _forward_text(
+        self, input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs
+    ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, and not both')
         if inputs_embeds is None:
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
-        padding_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        hidden_states = self.embeddings(inputs_embeds, padding_mask)
-        return BaseModelOutputWithPast(last_hidden_state=self._run_layers(hidden_states, attention_mask, **kwargs))
+        # Attentions need every key, and a mask of pairs every pair: neither goes with a state.
+        pairwise = attention_mask is not None and attention_mask.dim() == 3
+        if use_cache and past_key_values is None and not kwargs["output_attentions"] and not pairwise:
+            past_key_values = AFTCache([layer.mixer.state_window for layer in self.layers])
+        if past_key_values is not None and not isinstance(past_key_values, AFTCache):
+            raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
+        if past_key_values is not None:
+            attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, past_key_values.get_seq_length())
+        state = None if past_key_values is None else past_key_values.layers[0]
+        hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state)
+        hidden_states = self._run_layers(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _run_layers(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
         for layer in self.layers:
@@ -298,6 +333,19 @@ class AFTModel(AFTPreTrainedModel):
         if self.config.position_bias_entropy_weight == 0:
             return None
         return sum(layer.mixer.position_bias_entropy() for layer in self.layers if isinstance(layer.mixer, AFTConv))
+
+
+def _mask_of_new_tokens(mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past: int) -> torch.Tensor | None:
+    """The part of a mask over past and new tokens that is about the new ones."""
+    if mask is None:
+        return None
+    batch, length = inputs_embeds.shape[:2]
+    if tuple(mask.shape) != (batch, past + length):
+        raise ValueError(
+            f"attention_mask must cover {past} past and {length} new tokens of {batch} rows, "
+            f"({batch}, {past + length}), got {tuple(mask.shape)}"
+        )
+    return mask[:, past:]
 
 
 @dataclass
@@ -339,19 +387,26 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        past_key_values: AFTCache | None = None,
+        use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> AFTCausalLMOutput:
         r"""
         Args:
-            input_ids, attention_mask, inputs_embeds: As for `AFTModel`.
+            input_ids, attention_mask, inputs_embeds, past_key_values, use_cache: As for `AFTModel`.
             labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
                 The tokens themselves, shifted inside the model; -100 is ignored.
             logits_to_keep (`int` or `torch.Tensor`): The last positions (0: all) or the indices to compute logits of.
         """
         outputs: BaseModelOutputWithPast = self.aft(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         logits = self.lm_head(hidden_states)
@@ -368,13 +423,10 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             position_bias_entropy=entropy,
         )
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
-        """Every step runs over the whole prefix."""
-        if inputs_embeds is not None and input_ids.shape[1] > 0:
-            inputs_embeds = torch.cat([inputs_embeds, self.get_input_embeddings()(input_ids)], 1)
-        inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-        keep = ("logits_to_keep", "output_attentions", "output_hidden_states", "return_dict")
-        return inputs | {"attention_mask": attention_mask} | {k: kwargs[k] for k in keep if k in kwargs}
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """`generate` leaves the cache to the model, which knows what its layers keep."""
+        return False
 
 
 class AFTForImageClassification(AFTPreTrainedModel):

@@ -1,0 +1,187 @@
+"""What an AFT remembers between calls: sums over the past, and the last few keys and values.
+
+The sums of Eq. 2 run over positions, so the past of a layer is one pair of sums (relative to a maximum), and what has
+a position bias of its own: nothing for `simple` and `alibi`, the window for `local` and `conv`, everything for `full`.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .mixing_aft import EMPTY, ScaledSums, block_sums
+
+
+class AFTLayerState(CacheLayerMixin):
+    """The state of one layer in transformers' cache machinery. All tensors have the batch in front.
+
+    Args:
+        window: how many of the last keys and values to keep; None for all. What leaves the window goes into the sums.
+
+    Attributes:
+        keys, values: (B, h, W, k) and (B, h, W, c) in float32, the last real tokens of each row on the right; a key
+            of -inf where a row is shorter.
+        numerator, denominator, maximum: `ScaledSums` over what lies before the window, (B, h, 1, c) and (B, h, 1, k).
+        seen: (B,), the real tokens of each row: the position of its next one.
+        padded: whether rows may differ in `seen`.
+    """
+
+    is_sliding = False
+    _state = ("keys", "values", "numerator", "denominator", "maximum", "seen")
+
+    def __init__(self, window: int | None):
+        super().__init__()
+        self.window = window
+        self._clear()
+
+    def _clear(self) -> None:
+        for name in self._state:
+            setattr(self, name, None)
+        self.cumulative_length = 0
+        self.padded = False
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """An empty state for keys (B, h, T, k) and values (B, h, T, c)."""
+        batch, heads, _, key_width = key_states.shape
+        shape, width = (batch, heads, self.window or 0), value_states.shape[-1]
+        self.device = key_states.device
+        self.keys = key_states.new_full((*shape, key_width), -torch.inf)
+        self.values = value_states.new_zeros((*shape, width))
+        self.numerator = value_states.new_zeros((batch, heads, 1, width))
+        self.denominator = key_states.new_zeros((batch, heads, 1, key_width))
+        self.maximum = key_states.new_full((batch, heads, 1, key_width), EMPTY)
+        self.seen = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self.is_initialized = True
+
+    def sums(self) -> ScaledSums:
+        """Over what lies before the window, in the layout of mixing_aft with the batch folded into the heads."""
+        return ScaledSums(*(fold(x) for x in (self.numerator, self.denominator, self.maximum)))
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new tokens.
+
+        Args:
+            key_states, value_states: (B, h, T, k) and (B, h, T, c), float32; real tokens first, keys of padding -inf.
+            counts: (B,), how many of the T tokens of each row are real; None for all of them.
+            slopes: (h,), where w = -slope * distance; then there is no window.
+
+        Returns:
+            The keys and values of the window.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length = key_states.shape[2]
+        self.padded = self.padded or counts is not None
+        new = self.seen.new_full((1,), length) if counts is None else counts
+        past = self.sums()
+        bias = None
+        if slopes is not None:
+            heads, rows = slopes.to(key_states.dtype), new.to(key_states.dtype)
+            distance = rows[:, None, None] - 1 - torch.arange(length, device=new.device)  # (B, 1, T) to the last token
+            bias = (-heads[:, None] * distance).expand(key_states.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
+            # Padding stands behind the last token: its bias would be positive, its weight is 0.
+            bias = bias.clamp_max(0.0)
+            past = past.shifted((-heads * rows[:, None]).expand(key_states.shape[0], -1).reshape(-1, 1, 1, 1))
+        keys = torch.cat([self.keys, key_states], 2)
+        values = torch.cat([self.values, value_states], 2)
+        kept = keys.shape[2] if self.window is None else self.window
+        if counts is None:
+            leaving = keys.shape[2] - kept
+            leaving_keys, leaving_values = keys[:, :, :leaving], values[:, :, :leaving]
+            self.keys, self.values = keys[:, :, leaving:], values[:, :, leaving:]
+        else:
+            # The window of each row ends at its own last real token.
+            start = (self.keys.shape[2] + counts - kept)[:, None]  # (B, 1), negative where a row is short
+            index = start + torch.arange(kept, device=start.device)
+            before = torch.arange(keys.shape[2], device=start.device) < start  # (B, T)
+            leaving_keys = keys.masked_fill(~before[:, None, :, None], -torch.inf)
+            leaving_values = values
+            self.keys = _take(keys, index).masked_fill((index < 0)[:, None, :, None], -torch.inf)
+            self.values = _take(values, index)
+        if leaving_keys.shape[2] > 0:
+            past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values), bias))
+        self.numerator, self.denominator, self.maximum = (unfold(x, key_states.shape[0]) for x in past)
+        self.seen = self.seen + new
+        self.cumulative_length += length
+        return self.keys, self.values
+
+    # What the library asks of a layer's state.
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cumulative_length + query_length, 0
+
+    def _map(self, function) -> None:
+        if self.is_initialized:
+            for name in self._state:
+                setattr(self, name, function(getattr(self, name)))
+
+    def reset(self) -> None:
+        self._clear()
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("the state of an AFT is a sum over the past: tokens cannot be taken out of it again")
+
+    def nbytes(self) -> int:
+        """Bytes that the state holds."""
+        return sum(getattr(self, name).nbytes for name in self._state) if self.is_initialized else 0
+
+
+class AFTCache(Cache):
+    """The state of a whole model, one `AFTLayerState` for each layer.
+
+    Args:
+        windows: for each layer, how many keys and values it keeps; None for all.
+    """
+
+    def __init__(self, windows: list[int | None]):
+        super().__init__(layers=[AFTLayerState(window) for window in windows])
+
+    def nbytes(self) -> int:
+        """Bytes that the state holds."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+
+def fold(x: torch.Tensor) -> torch.Tensor:
+    """(B, h, T, c) -> (B h, T, 1, c): each row of the batch with position biases of its own."""
+    return x.flatten(0, 1).unsqueeze(2)
+
+
+def unfold(x: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """(B h, T, 1, c) -> (B, h, T, c)."""
+    return x.squeeze(2).unflatten(0, (batch_size, -1))
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[b, :, index[b, i]] of (B, h, T, c) for (B, W); negative indices give the first entry."""
+    shape = (x.shape[0], x.shape[1], index.shape[1], x.shape[3])
+    return x.gather(2, index.clamp_min(0)[:, None, :, None].expand(shape))
+
+
+__all__ = ["AFTCache", "AFTLayerState"]
