@@ -366,6 +366,14 @@ def test_half_precision_is_summed_in_float32(make_form, dtype):
     torch.testing.assert_close(output, expected.to(dtype), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make_form", (dense_form, dense_rectangular_form, dense_causal_form, masked_form))
+def test_queries_whose_position_biases_are_hundreds_apart_do_not_disturb_each_other(make_form):
+    key, value = keys_and_values(2, 67, FEATURES)
+    form = make_form(2, 67)
+    (bias,) = form.parameters
+    compare(form._replace(parameters=(bias + 200 * torch.randn(*bias.shape[:-1], 1),)), key, value, tolerance=1e-4)
+
+
 # --------------------------------------------------------------------------------------------------- special cases
 
 
@@ -427,6 +435,12 @@ def test_convolution_is_accurate_where_kernel_biases_are_very_negative(size, low
     table = form.table(form.parameters[0].double())
     expected = reference_mixing(key.double().masked_fill(hidden, -torch.inf), value.double(), table)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_convolution_stays_finite_where_kernel_biases_all_but_hide_the_window():
+    form = convolution_form(1, 64)
+    form = form._replace(parameters=(form.parameters[0] - 120,))
+    compare(form, *keys_and_values(1, 64, 1))
 
 
 @pytest.mark.parametrize("length", (1, 2, 7, 8))

@@ -21,11 +21,13 @@ class AFTLayerState(CacheLayerMixin):
             of -inf where a row is shorter.
         numerator, denominator, maximum: `ScaledSums` over what lies before the window, (B, h, 1, c) and (B, h, 1, k).
         seen: (B,), the real tokens of each row: the position of its next one.
+        history, history_mask: all keys (B, T, h k) and which of them are real (B, T), in the order in which they came;
+            None unless attentions are asked for, the one thing that sums cannot give.
         padded: whether rows may differ in `seen`.
     """
 
     is_sliding = False
-    _state = ("keys", "values", "numerator", "denominator", "maximum", "seen")
+    _state = ("keys", "values", "numerator", "denominator", "maximum", "seen", "history", "history_mask")
 
     def __init__(self, window: int | None):
         super().__init__()
@@ -110,6 +112,23 @@ class AFTLayerState(CacheLayerMixin):
         self.cumulative_length += length
         return self.keys, self.values
 
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise where the state is of another batch."""
+        if self.is_initialized and self.seen.shape[0] != batch_size:
+            raise ValueError(f"the state is of a batch of {self.seen.shape[0]}, the input of {batch_size}")
+
+    def record(self, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add new keys (B, T, h k) with their mask (B, T) to the history, before `update`; returns all of it."""
+        if self.cumulative_length > 0 and self.history is None:
+            raise ValueError(
+                "output_attentions needs all keys, and this state has kept the sums over them: ask for attentions "
+                "from the first call on, or call with use_cache=False"
+            )
+        past = self.history is not None
+        self.history = torch.cat([self.history, keys], 1) if past else keys
+        self.history_mask = torch.cat([self.history_mask, mask], 1) if past else mask
+        return self.history, self.history_mask
+
     # What the library asks of a layer's state.
 
     def get_seq_length(self) -> int:
@@ -122,8 +141,8 @@ class AFTLayerState(CacheLayerMixin):
         return self.cumulative_length + query_length, 0
 
     def _map(self, function) -> None:
-        if self.is_initialized:
-            for name in self._state:
+        for name in self._state:
+            if getattr(self, name) is not None:
                 setattr(self, name, function(getattr(self, name)))
 
     def reset(self) -> None:
@@ -133,8 +152,7 @@ class AFTLayerState(CacheLayerMixin):
         self._map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        if self.is_initialized:
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+        self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -150,7 +168,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Bytes that the state holds."""
-        return sum(getattr(self, name).nbytes for name in self._state) if self.is_initialized else 0
+        return sum(getattr(self, name).nbytes for name in self._state if getattr(self, name) is not None)
 
 
 class AFTCache(Cache):

@@ -208,6 +208,7 @@ class AFTConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
     def validate_layers(self) -> None:
+        self.validate_sizes()  # validators run in the order of their names, and this one divides
         types = self.layer_aft_types
         if len(types) != self.num_hidden_layers:
             raise ValueError(
@@ -242,6 +243,7 @@ class AFTConfig(PreTrainedConfig):
     def validate_image(self) -> None:
         if self.modality != "image":
             return
+        self.validate_sizes()
         for name in ("image_size", "patch_size"):
             if len(pair(getattr(self, name))) != 2 or min(pair(getattr(self, name))) <= 0:
                 raise ValueError(f"{name} must be a size or (rows, columns), all > 0, got {getattr(self, name)}")

@@ -66,8 +66,10 @@ class AFTMixer(nn.Module):
         implementation: str = "auto",
     ):
         super().__init__()
-        if hidden_size % num_heads:
+        if num_heads < 1 or hidden_size % num_heads:
             raise ValueError(f"num_heads={num_heads} does not divide hidden_size={hidden_size}")
+        if query_activation not in ACT2FN:
+            raise ValueError(f"query_activation={query_activation!r} is not known; use one of {', '.join(ACT2FN)}")
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity
         allowed = ("auto", "reference", *self.implementations)
@@ -94,7 +96,8 @@ class AFTMixer(nn.Module):
     # ---------------------------------------------------------------------------------------------- position biases
 
     def position_bias(self, seq_len: int | None = None, grid_size: tuple[int, int] | None = None) -> torch.Tensor:
-        """The dense w of Eq. 2 before any causal mask: (h, T, T) in float32, w[i, t, t'] for head i.
+        """The dense w of Eq. 2 before any causal mask: (h, T, T), w[i, t, t'] for head i, in float32
+        (float64 where the parameters are).
 
         Args:
             seq_len: T; by default all positions that a learned table covers.
@@ -106,7 +109,7 @@ class AFTMixer(nn.Module):
         return self.position_bias_between(positions, positions)
 
     def position_bias_between(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """w between any positions: (..., T) and (..., T') give (..., h, T, T') in float32."""
+        """w between any positions: (..., T) and (..., T') give (..., h, T, T')."""
         raise NotImplementedError
 
     def slopes(self, device: torch.device | None = None) -> torch.Tensor | None:
@@ -154,20 +157,24 @@ class AFTMixer(nn.Module):
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids)
         keys, values = self.k_proj(key), self.v_proj(value)
-        with maybe_autocast(query.device.type, enabled=False):
-            if state is None:
-                context = self._mix(keys, values, query.shape[1], attention_mask, position_ids, grid_size)
-            else:
-                self._check_state(query, key, attention_mask, position_ids, state)
-                context = self._mix_with_state(keys, values, attention_mask, state)
         gate = None if self.q_proj is None else self.query_activation(self.q_proj(query))
+        attentions = None
+        with maybe_autocast(query.device.type, enabled=False):
+            if state is not None:
+                self._check_state(query, key, attention_mask, position_ids, state)
+                if output_attentions:
+                    attentions = self._attentions_with_state(gate, keys, attention_mask, state)
+                context = self._mix_with_state(keys, values, attention_mask, state)
+            elif output_attentions:
+                # One table for both, so the attention is that of the output where kernels are sampled (Eq. 10) too.
+                table = self._table(query.shape[1], keys.shape[1], attention_mask, position_ids, grid_size)
+                attentions = self._attentions(gate, keys, *table)
+                context = self._mix_under(keys, values, *table)
+            else:
+                context = self._mix(keys, values, query.shape[1], attention_mask, position_ids, grid_size)
         context = context.to(values.dtype)
         output = self.o_proj(context if gate is None else gate * context)
-        if not output_attentions:
-            return output
-        if state is not None:
-            raise ValueError("output_attentions needs all keys, which a state does not keep: call without a state")
-        return output, self._attentions(gate, keys, query.shape[1], attention_mask, position_ids, grid_size)
+        return (output, attentions) if output_attentions else output
 
     def _check_inputs(self, query, key, value, attention_mask, position_ids) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -196,25 +203,21 @@ class AFTMixer(nn.Module):
             raise ValueError("a state goes with a causal mixer, and with query, key and value from one input in order")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"with a state, attention_mask must be 2-D padding, got {tuple(attention_mask.shape)}")
-        if state.is_initialized and state.seen.shape[0] != query.shape[0]:
-            raise ValueError(f"the state is of a batch of {state.seen.shape[0]}, the input of {query.shape[0]}")
+        state.check_batch_size(query.shape[0])
 
     def _mix(self, keys, values, num_queries, attention_mask, position_ids, grid_size) -> torch.Tensor:
         """(B, T', k d) keys and (B, T', d) values to (B, T, d), by the form that fits mask and lengths."""
         length = keys.shape[1]
         self._check_length(max(length, num_queries))
-        of_one_length = num_queries == length
-        if position_ids is not None or (
-            attention_mask is not None and not (attention_mask.dim() == 2 and of_one_length)
-        ):
-            return self._mix_by_table(keys, values, num_queries, attention_mask, position_ids, grid_size)
-        if self.causal and not of_one_length:
-            return self._mix_by_table(keys, values, num_queries, attention_mask, position_ids, grid_size)
+        pairwise = attention_mask is not None and attention_mask.dim() == 3
+        if pairwise or position_ids is not None or num_queries != length:
+            table = self._table(num_queries, length, attention_mask, position_ids, grid_size)
+            return self._mix_under(keys, values, *table)
         order = None
         if attention_mask is not None:
             keys, values, order, _ = self._without_padding(keys, values, attention_mask, self.ordered)
         mix = getattr(self, f"_mix_{self._form(length)}")
-        context = self._join_heads(mix(self._split_heads(keys), self._split_heads(values), num_queries, grid_size))
+        context = self._join_heads(mix(self._split_heads(keys), self._split_heads(values), grid_size))
         return context if order is None else _gather(context, order)
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
@@ -248,7 +251,7 @@ class AFTMixer(nn.Module):
         slopes = self.slopes(keys.device)
         if state.cumulative_length == 0:
             mix = getattr(self, f"_mix_{self._form(keys.shape[2])}")
-            context = mix(keys, values, keys.shape[2], None)
+            context = mix(keys, values, None)
             state.update(keys, values, counts, slopes)
         else:
             pieces, start = [], 0
@@ -306,17 +309,14 @@ class AFTMixer(nn.Module):
         """The fast form that "auto" stands for."""
         return self.implementations[0]
 
-    def _mix_table(self, keys, values, num_queries, grid_size) -> torch.Tensor:
-        return self._mix_under(
-            keys, values, *self._table(num_queries, keys.shape[-2], None, None, grid_size, keys.device)
-        )
-
-    def _mix_dense(self, keys, values, num_queries, grid_size) -> torch.Tensor:
+    def _mix_table(self, keys, values, grid_size) -> torch.Tensor:
         length = keys.shape[-2]
-        bias = self.position_bias(max(length, num_queries), grid_size)[:, :num_queries, :length]
-        return dense_mixing(keys, values, bias, causal=self.causal)
+        return self._average_under(keys, values, *self._table(length, length, None, None, grid_size))
 
-    def _mix_chunked(self, keys, values, num_queries, grid_size) -> torch.Tensor:
+    def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
+        return dense_mixing(keys, values, self.position_bias(keys.shape[-2], grid_size), causal=self.causal)
+
+    def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         length = keys.shape[-2]
         # Wide enough that what lies two chunks back is outside the window of every query.
         size = power_of_two_from(max(self.window - 1, CHUNK_SIZE))
@@ -334,20 +334,19 @@ class AFTMixer(nn.Module):
         keys = starts[:, None] + torch.arange(-size, size, device=device)
         return self.position_bias_between(queries, keys).movedim(-3, 0)
 
-    def _mix_by_table(self, keys, values, num_queries, attention_mask, position_ids, grid_size) -> torch.Tensor:
-        """Any mask, any positions: with a table (B or 1, h, T, T') of biases."""
-        bias, mask = self._table(num_queries, keys.shape[1], attention_mask, position_ids, grid_size, keys.device)
-        return self._join_heads(self._mix_under(self._split_heads(keys), self._split_heads(values), bias, mask))
-
     def _mix_under(self, keys, values, bias, mask) -> torch.Tensor:
-        """Eq. 2 with a table of biases and a mask, either of which may hide anything."""
+        """Any mask, any positions: (B, T', k d) and (B, T', d) to (B, T, d) with the biases and mask of `_table`."""
+        return self._join_heads(self._average_under(self._split_heads(keys), self._split_heads(values), bias, mask))
+
+    def _average_under(self, keys, values, bias, mask) -> torch.Tensor:
         if self.implementation == "reference":
             return reference_mixing(keys, values, bias, mask)
         return masked_mixing(keys, values, bias if mask is None else bias.masked_fill(~mask, -torch.inf))
 
-    def _table(self, num_queries, length, attention_mask, position_ids, grid_size, device):
+    def _table(self, num_queries, length, attention_mask, position_ids, grid_size):
         """The dense position biases (B or 1, h, T, T') and the mask (B or 1, 1, T, T') of what each query sees."""
-        masks = []
+        self._check_length(max(length, num_queries))
+        masks, device = [], self.v_proj.weight.device
         if attention_mask is not None:
             mask = attention_mask.bool()
             masks.append(mask[:, None] if mask.dim() == 3 else mask[:, None, None])
@@ -367,13 +366,20 @@ class AFTMixer(nn.Module):
             mask = mask & other
         return bias, mask
 
-    def _attentions(self, gate, keys, num_queries, attention_mask, position_ids, grid_size) -> torch.Tensor:
+    def _attentions(self, gate, keys, bias, mask) -> torch.Tensor:
         """Eq. 3: (B, d, T, T'), the weight of each value in each output feature, the query's gate included."""
-        bias, mask = self._table(num_queries, keys.shape[1], attention_mask, position_ids, grid_size, keys.device)
         weights = mixing_weights(self._split_heads(keys), bias, mask)  # (B, h, k, T, T')
         weights = weights.expand(-1, -1, self.hidden_size // self.num_heads, -1, -1).flatten(1, 2)
         weights = weights.to(keys.dtype)
         return weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights
+
+    def _attentions_with_state(self, gate, keys, attention_mask, state: AFTLayerState) -> torch.Tensor:
+        """Eq. 3 over all positions since the state was empty: (B, d, T, past + T)."""
+        mask = keys.new_ones(keys.shape[:2]) if attention_mask is None else attention_mask
+        all_keys, all_mask = state.record(keys, mask.bool())
+        bias, mask = self._table(all_keys.shape[1], all_keys.shape[1], all_mask, None, None)
+        here = slice(-keys.shape[1], None)  # the rows of the new tokens
+        return self._attentions(gate, all_keys, bias[..., here, :], mask[..., here, :])
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, T, h c) -> (B, h, T, c)

@@ -17,11 +17,14 @@ from .mixing_aft import (
     convolution_mixing,
     dense_mixing,
     indexed_mixing,
+    widen,
 )
 
 
 # Above this many entries, the table exp(w) of an AFT-conv costs more than convolving with its kernels.
 LARGEST_CONV_TABLE = 2**24
+
+GRID_HAS_NO_POSITION_IDS = "position_ids are for sequences; an AFTConv on a grid takes its places from grid_size"
 
 
 class AFTSimple(AFTMixer):
@@ -48,10 +51,10 @@ class AFTSimple(AFTMixer):
         lags = query_positions[..., :, None] - key_positions[..., None, :]
         return lags.new_zeros(lags.shape, dtype=torch.float32).unsqueeze(-3).repeat_interleave(self.num_heads, -3)
 
-    def _mix_dense(self, keys, values, num_queries, grid_size) -> torch.Tensor:
-        return dense_mixing(keys, values).narrow(-2, 0, 1).expand(-1, -1, num_queries, -1)
+    def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
+        return dense_mixing(keys, values)
 
-    def _mix_chunked(self, keys, values, num_queries, grid_size) -> torch.Tensor:
+    def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         return chunked_mixing(keys, values)
 
 
@@ -97,7 +100,7 @@ class AFTAlibi(AFTMixer):
         lags = query_positions[..., :, None] - key_positions[..., None, :]
         return -self.slopes(lags.device)[:, None, None] * lags.unsqueeze(-3)
 
-    def _mix_chunked(self, keys, values, num_queries, grid_size) -> torch.Tensor:
+    def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         own_bias = self.position_bias(CHUNK_SIZE).unsqueeze(1)
         return chunked_mixing(keys, values, own_bias, slopes=self.slopes(keys.device))
 
@@ -151,17 +154,17 @@ class AFTFull(AFTMixer):
         seq_len = self.max_positions if seq_len is None else seq_len
         self._check_length(seq_len)
         if self.factorized:
-            u, v = self.position_bias_query[:, :seq_len].float(), self.position_bias_key[:, :seq_len].float()
+            u, v = widen(self.position_bias_query[:, :seq_len]), widen(self.position_bias_key[:, :seq_len])
             return u @ v.mT
-        return self.position_bias_table[:, :seq_len, :seq_len].float()
+        return widen(self.position_bias_table[:, :seq_len, :seq_len])
 
     def position_bias_between(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         # Positions beyond the table are those of padding: what they get is not used.
         queries, keys = (p.clamp(0, self.max_positions - 1) for p in (query_positions, key_positions))
         if self.factorized:
-            u, v = self.position_bias_query[:, queries].float(), self.position_bias_key[:, keys].float()
+            u, v = widen(self.position_bias_query[:, queries]), widen(self.position_bias_key[:, keys])
             return (u @ v.mT).movedim(0, -3)
-        return self.position_bias_table[:, queries[..., :, None], keys[..., None, :]].float().movedim(0, -3)
+        return widen(self.position_bias_table[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
 
     def _check_room(self, length: int, state: AFTLayerState) -> None:
         longest = state.cumulative_length + length
@@ -191,6 +194,8 @@ class AFTLocal(AFTFull):
     """
 
     def __init__(self, hidden_size: int, max_positions: int, window_size: int, **options):
+        if window_size < 1:
+            raise ValueError(f"window_size must be greater than 0, got {window_size}")
         super().__init__(hidden_size, max_positions, **options)
         self.window = window_size
 
@@ -261,6 +266,8 @@ class AFTConv(AFTMixer):
             raise ValueError(f"spatial_dims must be 1 or 2, and 1 if causal, got {spatial_dims} (causal={causal})")
         if kernel_size < 1 or (not causal and kernel_size % 2 == 0):
             raise ValueError(f"kernel_size must be > 0, and odd unless causal, got {kernel_size} (causal={causal})")
+        if selection not in (None, "gumbel"):
+            raise ValueError(f'selection must be None or "gumbel", got {selection!r}')
         self.spatial_dims = spatial_dims  # read by `implementations`
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, key_per_head=True, **options)
         self.window, self.selection, self.gumbel_temperature = kernel_size, selection, gumbel_temperature
@@ -283,8 +290,13 @@ class AFTConv(AFTMixer):
             init.zeros_(self.kernel_scale)
             init.zeros_(self.kernel_shift)
 
+    def _check_inputs(self, query, key, value, attention_mask, position_ids) -> None:
+        super()._check_inputs(query, key, value, attention_mask, position_ids)
+        if position_ids is not None and self.spatial_dims == 2:
+            raise ValueError(GRID_HAS_NO_POSITION_IDS)
+
     def kernel_bias(self) -> torch.Tensor:
-        """w as kernels, (h, s, s) or (h, s) in float32: Eq. 8, then Eq. 10 where a position is selected."""
+        """w as kernels, (h, s, s) or (h, s) in float32 at least: Eq. 8, then Eq. 10 where a position is selected."""
         bias = self._reparameterized_kernel()
         if self.selection is None:
             return bias
@@ -294,13 +306,13 @@ class AFTConv(AFTMixer):
         return nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(bias.dtype).view_as(bias)
 
     def _reparameterized_kernel(self) -> torch.Tensor:
-        kernel = self.kernel.float()
+        kernel = widen(self.kernel)
         if self.kernel_scale is None:
             return kernel
         flat = kernel.flatten(1)
         variance, mean = torch.var_mean(flat, -1, correction=0, keepdim=True)
         standard = (flat - mean) * torch.rsqrt(variance + 1e-12)
-        flat = self.kernel_scale.float()[:, None] * standard + self.kernel_shift.float()[:, None]
+        flat = widen(self.kernel_scale)[:, None] * standard + widen(self.kernel_shift)[:, None]
         return flat.view_as(kernel)
 
     def position_bias_entropy(self) -> torch.Tensor:
@@ -325,7 +337,7 @@ class AFTConv(AFTMixer):
 
     def position_bias_between(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         if self.spatial_dims == 2:
-            raise ValueError("position_ids are for sequences; an AFTConv on a grid takes its places from grid_size")
+            raise ValueError(GRID_HAS_NO_POSITION_IDS)
         lags = query_positions[..., :, None] - key_positions[..., None, :]
         index = lags if self.causal else self.window // 2 - lags
         inside = (index >= 0) & (index < self.window)
@@ -355,11 +367,11 @@ class AFTConv(AFTMixer):
     def state_window(self) -> int:
         return self.window - 1
 
-    def _mix_convolution(self, keys, values, num_queries, grid_size) -> torch.Tensor:
+    def _mix_convolution(self, keys, values, grid_size) -> torch.Tensor:
         return convolution_mixing(keys, values, self.kernel_bias(), self._grid(keys.shape[-2], grid_size))
 
-    def _mix_indexed(self, keys, values, num_queries, grid_size) -> torch.Tensor:
-        index, inside = self._selected_positions(num_queries, grid_size)
+    def _mix_indexed(self, keys, values, grid_size) -> torch.Tensor:
+        index, inside = self._selected_positions(keys.shape[-2], grid_size)
         return indexed_mixing(keys, values, index, inside, 1.0, causal=self.causal)
 
     def _selected_positions(self, length: int, grid_size: tuple[int, int] | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,6 +91,7 @@ def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     weighted = weights * value
     if bias is None:
         return ScaledSums(weighted.sum(-3, keepdim=True), weights.sum(-3, keepdim=True), key_maximum)
+    bias = bias.to(key.dtype)
     bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     table = torch.exp(bias - bias_maximum)
     return ScaledSums(_product(table, weighted), _product(table, weights), key_maximum + bias_maximum.unsqueeze(-1))
@@ -357,14 +358,18 @@ def convolution_mixing(
     features = torch.cat([weights * value, weights], -1)  # (B, h, T, c + 1)
     features = features.movedim(-1, 1).unflatten(-1, grid_size)  # (B, c + 1, h, rows, columns)
 
-    # Both parts relative to the largest bias: that of the kernel or the 0 outside of it.
-    maximum = kernel.detach().amax((-2, -1), keepdim=True).clamp_min(0.0)
-    inside = torch.nn.functional.conv2d(
+    near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
+    something_outside = size // 2 < max(grid_size) - 1
+    # Both parts relative to the largest bias: that of the kernel, or the 0 outside of it if there is an outside.
+    maximum = kernel.detach().amax((-2, -1), keepdim=True)
+    maximum = maximum.clamp_min(0.0) if something_outside else maximum
+    sums = torch.nn.functional.conv2d(
         features.flatten(0, 1), torch.exp(kernel - maximum).unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
     ).view_as(features)
-    near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
-    outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
-    sums = (inside + outside * torch.exp(-maximum)).flatten(-2).movedim(1, -1)  # (B, h, T, c + 1)
+    if something_outside:
+        outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
+        sums = sums + outside * torch.exp(-maximum)
+    sums = sums.flatten(-2).movedim(1, -1)  # (B, h, T, c + 1)
     numerator, denominator = sums.split([value.shape[-1], 1], -1)
     return ScaledSums(numerator, denominator, denominator).average().to(dtype)
 
@@ -441,6 +446,11 @@ def masked_mixing(key: torch.Tensor, value: torch.Tensor, position_bias: torch.T
 def working_dtype(x: torch.Tensor) -> torch.dtype:
     """Sums run in float32 at least."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype that sums over it run in."""
+    return x.to(working_dtype(x))
 
 
 class _Restore:

@@ -310,15 +310,17 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, and not both')
         if inputs_embeds is None:
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
-        # Attentions need every key, and a mask of pairs every pair: neither goes with a state.
-        pairwise = attention_mask is not None and attention_mask.dim() == 3
-        if use_cache and past_key_values is None and not kwargs["output_attentions"] and not pairwise:
+        pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
+        if use_cache and past_key_values is None and not pairwise:
             past_key_values = AFTCache([layer.mixer.state_window for layer in self.layers])
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
+        state, past = None, 0
         if past_key_values is not None:
-            attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, past_key_values.get_seq_length())
-        state = None if past_key_values is None else past_key_values.layers[0]
+            state, past = past_key_values.layers[0], past_key_values.get_seq_length()
+            state.check_batch_size(inputs_embeds.shape[0])
+        if not pairwise:
+            attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, past)
         hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state)
         hidden_states = self._run_layers(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)

@@ -1,0 +1,346 @@
+"""Generation: the cache of AFTForCausalLM changes nothing but time and memory."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+    TextStreamer,
+    pipeline,
+)
+
+from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
+from aft_hf.caching_aft import AFTCache
+
+
+LONGEST = 170
+VARIANTS = {
+    "full": {"aft_type": "full"},
+    "full table": {"aft_type": "full", "position_bias_dim": None},
+    "local": {"aft_type": "local"},
+    "local window alone": {"aft_type": "local", "global_connectivity": False},
+    "local reference": {"aft_type": "local", "mixing_implementation": "reference"},
+    "simple": {"aft_type": "simple"},
+    "conv": {"aft_type": "conv"},
+    "conv gumbel": {"aft_type": "conv", "position_bias_selection": "gumbel"},
+    "alibi": {"aft_type": "alibi"},
+    "all in one": {"aft_type": ["full", "local", "simple", "conv", "alibi"]},
+}
+
+
+def build(name, **options):
+    """A small model in evaluation mode whose position biases are far from 0."""
+    settings = {
+        "hidden_size": 12,
+        "num_heads": 3,
+        "position_bias_dim": 4,
+        "local_window_size": 7,
+        "conv_kernel_size": 5,
+        "max_position_embeddings": LONGEST,
+    } | VARIANTS[name]
+    layers = len(settings["aft_type"]) if isinstance(settings["aft_type"], list) else 2
+    model = AFTForCausalLM(AFTConfig(**(settings | {"num_hidden_layers": layers} | options))).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "position_bias" in parameter_name or "kernel" in parameter_name:
+                parameter.normal_()
+            elif "proj" in parameter_name:
+                parameter.mul_(5)
+    return model
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request):
+    return build(request.param)
+
+
+def tokens(rows, length):
+    """Random tokens but 0: that is the padding token here, from which `generate` would infer a mask."""
+    return torch.randint(1, 256, (rows, length))
+
+
+def in_pieces(model, ids, cuts, mask=None):
+    """Logits of `ids` fed piece by piece, and the state after them."""
+    state, logits, seen = None, [], 0
+    for piece in ids.split(cuts, 1):
+        seen += piece.shape[1]
+        here = None if mask is None else mask[:, :seen]
+        output = model(piece, attention_mask=here, past_key_values=state, use_cache=True)
+        state = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, 1), state
+
+
+def assert_near(actual, expected, tolerance=1e-4):
+    scale = max(expected.abs().max().item(), 1.0)
+    assert (actual - expected).abs().max().item() <= tolerance * scale
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("cuts", [[163], [1, 162], [3, 1, 1, 31, 64, 5, 58], [162, 1]], ids=str)
+@torch.no_grad()
+def test_a_text_in_pieces_has_the_logits_of_the_text_in_one(model, rows, cuts):
+    ids = tokens(rows, 163)
+    logits, _ = in_pieces(model, ids, cuts)
+    assert_near(logits, model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_a_text_token_by_token_has_the_logits_of_the_text_in_one(model):
+    ids = tokens(2, 37)
+    logits, _ = in_pieces(model, ids, [1] * 37)
+    assert_near(logits, model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_a_piece_longer_than_the_internal_step_is_taken_in_several(model):
+    ids = tokens(2, LONGEST)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    logits, _ = in_pieces(model, ids, [30, 140], mask)
+    assert_near(logits[:1], model(ids[:1], use_cache=False).logits)
+    assert_near(logits[1:, 20:], model(ids[1:, 20:], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("cuts", [[41], [1] * 41, [5, 1, 30, 5]], ids=["one", "tokens", "pieces"])
+@torch.no_grad()
+def test_every_row_of_a_padded_batch_has_the_logits_of_the_row_alone(model, cuts):
+    ids, mask = tokens(4, 41), torch.ones(4, 41, dtype=torch.long)
+    mask[1, :1], mask[2, :38], mask[3, 10:25] = 0, 0, 0  # left padding, and a hole
+    logits, _ = in_pieces(model, ids, cuts, mask)
+    for row in range(4):
+        real = mask[row].bool()
+        assert_near(logits[row : row + 1, real], model(ids[row : row + 1, real], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_in_half_precision_the_cache_is_as_near_as_rounding(model, dtype):
+    model = model.to(dtype)
+    ids = tokens(3, 41)
+    logits, _ = in_pieces(model, ids, [9, 1, 31])
+    assert torch.isfinite(logits).all()
+    assert_near(logits.float(), model(ids, use_cache=False).logits.float(), tolerance=0.05)
+
+
+@torch.no_grad()
+def test_a_left_padded_batch_generates_what_each_row_generates_alone(model):
+    ids, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :4], mask[2, :11] = 0, 0
+    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
+    batch = model.generate(ids, attention_mask=mask, **options)
+    for row in range(3):
+        alone = model.generate(ids[row : row + 1, mask[row].bool()], **options)
+        assert torch.equal(batch[row, 12:], alone[0, -15:])
+
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_gives_the_same_tokens_and_scores_with_and_without_cache(model, mode):
+    ids, outputs = tokens(2, 9), []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        outputs.append(
+            model.generate(
+                ids,
+                use_cache=use_cache,
+                max_new_tokens=12,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **MODES[mode],
+            )
+        )
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    for cached, whole in zip(outputs[0].scores, outputs[1].scores):
+        finite = torch.isfinite(whole)
+        assert_near(cached[finite], whole[finite])
+    scores = [
+        model.compute_transition_scores(o.sequences, o.scores, getattr(o, "beam_indices", None), normalize_logits=True)
+        for o in outputs
+    ]
+    assert_near(scores[0], scores[1])
+
+
+def test_generate_from_embeddings_equals_generate_from_their_tokens(model):
+    ids = tokens(2, 9)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    embeds = model.get_input_embeddings()(ids)
+    actual = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(actual, expected[:, 9:])
+
+
+def test_generate_returns_hidden_states_and_attentions(model):
+    ids = tokens(2, 6)
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    output = model.generate(ids, output_hidden_states=True, **options)
+    assert [step[-1].shape for step in output.hidden_states] == [(2, n, width) for n in (6, 1, 1)]
+    assert all(len(step) == layers + 1 for step in output.hidden_states)
+    watched = model.generate(ids, output_attentions=True, **options)
+    assert torch.equal(watched.sequences, output.sequences)
+    assert all(len(step) == layers for step in watched.attentions)
+    assert [step[0].shape for step in watched.attentions] == [(2, width, 6, 6), (2, width, 1, 7), (2, width, 1, 8)]
+    whole = model(watched.sequences[:, :-1], output_attentions=True, use_cache=False).attentions
+    for layer in range(layers):
+        assert_near(watched.attentions[-1][layer], whole[layer][:, :, -1:])
+
+
+def test_stopping_processors_and_streamers_are_heeded(model, capsys):
+    tokenizer = build_byte_tokenizer()
+    ids = tokenizer("ab", return_tensors="pt").input_ids
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=7)])
+    assert model.generate(ids, stopping_criteria=criteria, max_new_tokens=50, pad_token_id=0).shape == (1, 7)
+    first = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1].item()
+    stopped = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=first, pad_token_id=0)
+    assert stopped.shape == (1, 3)
+    processors = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(2, 9, first, device="cpu")])
+    forced = model.generate(
+        ids, max_new_tokens=9, do_sample=False, eos_token_id=first, pad_token_id=0, logits_processor=processors
+    )
+    assert first not in forced[0, 2:].tolist()
+    text = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, streamer=TextStreamer(tokenizer))
+    assert capsys.readouterr().out.strip() == tokenizer.decode(text[0]).strip()
+
+
+def test_what_cannot_be_undone_says_so(model):
+    ids = tokens(1, 5)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(ids, assistant_model=copy.deepcopy(model), max_new_tokens=4, pad_token_id=0)
+    _, state = in_pieces(model, ids, [5])
+    with pytest.raises(ValueError, match="cannot be taken out"):
+        state.crop(2)
+
+
+@torch.no_grad()
+def test_a_state_can_be_reordered_repeated_selected_copied_and_reset(model):
+    ids, more = tokens(3, 11), tokens(3, 1)
+    order = torch.tensor([2, 0, 0])
+    _, state = in_pieces(model, ids, [4, 7])
+    saved = copy.deepcopy(state)
+    state.reorder_cache(order)
+    expected = model(torch.cat([ids[order], more], 1), use_cache=False).logits[:, -1:]
+    assert_near(model(more, past_key_values=state).logits, expected)
+    repeated = copy.deepcopy(saved)
+    repeated.batch_repeat_interleave(2)
+    twice = torch.cat([ids, more], 1).repeat_interleave(2, 0)
+    last = model(more.repeat_interleave(2, 0), past_key_values=repeated).logits
+    assert_near(last, model(twice, use_cache=False).logits[:, -1:])
+    saved.batch_select_indices(torch.tensor([1]))
+    alone = torch.cat([ids[1:2], more[1:2]], 1)
+    assert_near(model(more[1:2], past_key_values=saved).logits, model(alone, use_cache=False).logits[:, -1:])
+    saved.reset()
+    assert saved.get_seq_length() == 0
+    assert_near(model(ids, past_key_values=saved).logits, model(ids, use_cache=False).logits)
+
+
+SIZES = {"simple": 0, "alibi": 0, "local": 6, "conv": 4}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@torch.no_grad()
+def test_the_state_does_not_grow_with_the_text(name):
+    model = build(name)
+    ids = tokens(2, LONGEST)
+    (_, short), (_, long) = in_pieces(model, ids[:, :9], [9]), in_pieces(model, ids, [50, 1, 119])
+    assert short.nbytes() == long.nbytes()
+    assert long.layers[0].keys.shape[2] == SIZES[name]
+
+
+@torch.no_grad()
+def test_the_state_of_full_grows_as_its_keys_and_values():
+    model = build("full")
+    _, state = in_pieces(model, tokens(2, 40), [39, 1])
+    assert state.layers[0].keys.shape == (2, 3, 40, 4)
+
+
+@pytest.mark.parametrize("name", ["full", "local", "simple"])
+def test_a_text_longer_than_a_table_is_an_error_at_once_and_while_generating(name):
+    model = build(name)
+    with pytest.raises(ValueError, match=rf"{LONGEST + 1}.*{LONGEST}"):
+        model(tokens(1, LONGEST + 1))
+    with pytest.raises(ValueError, match=rf"{LONGEST + 1}.*{LONGEST}"):
+        model.generate(tokens(1, LONGEST - 3), max_new_tokens=9, do_sample=False, pad_token_id=0)
+    padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), torch.ones(1, LONGEST - 40, dtype=torch.long)], 1)
+    generated = model.generate(
+        tokens(1, LONGEST - 10), attention_mask=padded, max_new_tokens=30, min_new_tokens=30, pad_token_id=0
+    )
+    assert generated.shape == (1, LONGEST + 20)  # padding takes no room in the table
+
+
+@pytest.mark.parametrize("name", ["conv", "alibi", "simple"])
+@torch.no_grad()
+def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
+    model = build(name, use_position_embeddings=False, num_hidden_layers=1)
+    state, ids = None, tokens(1, 1000)
+    for _ in range(100):
+        output = model(ids, past_key_values=state, use_cache=True, logits_to_keep=1)
+        state = output.past_key_values
+    assert state.get_seq_length() == 100_000
+    assert state.nbytes() < 2_000
+    assert torch.isfinite(output.logits).all()
+    # A hundred times the same thousand tokens: what they sum to no longer changes.
+    again = model(ids, past_key_values=state, logits_to_keep=1).logits
+    assert_near(again, output.logits, tolerance=1e-3)
+
+
+@torch.no_grad()
+def test_wrong_states_and_masks_are_named(model):
+    ids = tokens(2, 6)
+    _, state = in_pieces(model, ids, [6])
+    with pytest.raises(ValueError, match=r"batch of 2.*3"):
+        model(tokens(3, 1), past_key_values=state)
+    with pytest.raises(ValueError, match=r"6 past and 1 new"):
+        model(ids[:, :1], attention_mask=torch.ones(2, 3), past_key_values=state)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+
+
+def test_training_keeps_no_state_and_evaluation_does(model):
+    ids = tokens(2, 6)
+    assert model.train()(ids).past_key_values is None
+    assert isinstance(model.eval()(ids).past_key_values, AFTCache)
+    assert model(ids, use_cache=False).past_key_values is None
+
+
+def test_right_padding_in_training_leaves_loss_and_gradients_as_they_are(model):
+    ids, padding = tokens(2, 13), 5
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss = model(ids, labels=ids, use_cache=False).loss
+    model.zero_grad()
+    padded = torch.cat([ids, tokens(2, padding)], 1)
+    mask = torch.ones_like(padded)
+    mask[:, -padding:] = 0
+    output = model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100), use_cache=False)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, loss)
+    for name, gradient in expected.items():
+        assert_near(dict(model.named_parameters())[name].grad, gradient, tolerance=1e-5)
+
+
+def test_the_text_generation_pipeline_works_on_a_saved_directory(tmp_path):
+    model = build("local")
+    model.save_pretrained(tmp_path)
+    build_byte_tokenizer().save_pretrained(tmp_path)
+    text = pipeline("text-generation", model=str(tmp_path))("Once", max_new_tokens=5, do_sample=False)
+    assert text[0]["generated_text"].startswith("Once")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokens(1, 4)
+    assert torch.equal(
+        loaded.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
+        model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
+    )

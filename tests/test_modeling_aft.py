@@ -1,0 +1,706 @@
+"""The models: the paper's parameter counts, every type in both modalities, what transformers expects of a model."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    pipeline,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
+from aft_hf.modeling_aft import AFTDropPath
+
+
+KINDS = [("text", t) for t in ("full", "local", "simple", "conv", "alibi")]
+KINDS += [("image", t) for t in ("full", "local", "simple", "conv")]
+VOCAB, LABELS, LAYERS, WIDTH = 32, 5, 2, 16
+
+
+def tiny_config(modality, aft_type, **options):
+    """Two layers of width 16: 48 tokens of 32, or 4 x 4 patches of 4 x 4 pixels and 5 labels."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_heads": 2, "position_bias_dim": 4}
+    sizes |= {"local_window_size": 4, "conv_kernel_size": 3}
+    if modality == "text":
+        sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 48}
+    else:
+        sizes |= {"image_size": 16, "patch_size": 4, "num_labels": LABELS}
+    return AFTConfig(modality=modality, aft_type=aft_type, **(sizes | options))
+
+
+def head_class(config):
+    return AFTForCausalLM if config.modality == "text" else AFTForImageClassification
+
+
+def build(config, model_class=None):
+    """The task model, for evaluation, with kernels that matter and logits of some size."""
+    torch.manual_seed(0)
+    model = (model_class or head_class(config))(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("kernel_scale", "kernel_shift", "lm_head.weight", "classifier.weight")):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def inputs_of(config, batch=2, length=19):
+    generator = torch.Generator().manual_seed(1)
+    if config.modality == "text":
+        return {"input_ids": torch.randint(0, config.vocab_size, (batch, length), generator=generator)}
+    return {"pixel_values": torch.randn(batch, config.num_channels, 16, 16, generator=generator)}
+
+
+def labels_of(config, batch=2):
+    return inputs_of(config)["input_ids"] if config.modality == "text" else torch.arange(batch)
+
+
+@pytest.fixture(params=KINDS, ids=" ".join)
+def config(request):
+    return tiny_config(*request.param)
+
+
+@pytest.fixture(params=[kind for kind in KINDS if kind[0] == "text"], ids=" ".join)
+def text_config(request):
+    return tiny_config(*request.param)
+
+
+@pytest.fixture(params=[kind for kind in KINDS if kind[0] == "image"], ids=" ".join)
+def image_config(request):
+    return tiny_config(*request.param)
+
+
+# -------------------------------------------------------------------------------------------- the paper's structure
+
+
+def count_parameters(**options):
+    config = AFTConfig(modality="image", num_hidden_layers=12, num_labels=1000, position_bias_dim=128, **options)
+    with torch.device("meta"):
+        return AFTForImageClassification(config).num_parameters()
+
+
+PAPER = {  # its Tables 7 and 8: millions
+    "AFT-full tiny": ({"aft_type": "full", "hidden_size": 192}, 6.3),
+    "AFT-full small": ({"aft_type": "full", "hidden_size": 384}, 22.6),
+    "AFT-conv tiny 11/32": ({"aft_type": "conv", "hidden_size": 192, "num_heads": 32}, 5.4),
+    "AFT-conv tiny 11/192": ({"aft_type": "conv", "hidden_size": 192, "num_heads": 192}, 5.9),
+    "AFT-conv small 11/16": ({"aft_type": "conv", "hidden_size": 384, "num_heads": 16}, 20.3),
+    "AFT-conv small 11/384": ({"aft_type": "conv", "hidden_size": 384, "num_heads": 384}, 22.5),
+    "AFT-conv small 15/384": (
+        {"aft_type": "conv", "hidden_size": 384, "num_heads": 384, "conv_kernel_size": 15},
+        23.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "millions"), PAPER.values(), ids=PAPER)
+def test_the_number_of_parameters_is_that_of_the_paper(options, millions):
+    assert count_parameters(**options) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_aft_conv_base_at_384_has_79_86_million_parameters():
+    """The structure that gives all the other counts of the paper gives 79.86 here, where the paper prints 79.7."""
+    options = {"hidden_size": 768, "num_heads": 32, "conv_kernel_size": 25, "image_size": 384}
+    assert count_parameters(aft_type="conv", **options) == 79_864_552
+
+
+def test_the_weights_have_the_names_of_the_design(config):
+    model = build(config)
+    names = {name.rpartition(".")[0] for name in model.state_dict()}
+    layer = {"layernorm_before", "layernorm_after", "mlp.fc1", "mlp.fc2"}
+    layer |= {f"mixer.{projection}_proj" for projection in "qkvo"}
+    expected = {f"aft.layers.{i}.{name}" for i in range(LAYERS) for name in layer}
+    expected |= {"aft.layernorm", "lm_head" if config.modality == "text" else "classifier"}
+    own = {f"aft.layers.{i}.mixer" for i in range(LAYERS)}
+    assert {name for name in names if not name.startswith("aft.embeddings")} - own == expected
+    assert model.base_model_prefix == "aft" and len(model.aft.layers) == LAYERS
+
+
+def test_new_weights_are_drawn_as_the_config_says():
+    options = {"hidden_size": 64, "initializer_range": 0.03, "position_bias_init_std": 0.5}
+    model = AFTForCausalLM(tiny_config("text", "full", **options))
+    mixer = model.aft.layers[0].mixer
+    for weight in (
+        mixer.v_proj.weight,
+        model.aft.layers[0].mlp.fc1.weight,
+        model.aft.embeddings.word_embeddings.weight,
+    ):
+        assert weight.std().item() == pytest.approx(0.03, rel=0.1)
+    assert mixer.position_bias_query.std().item() == pytest.approx(0.5, rel=0.2)
+    assert mixer.v_proj.bias.eq(0).all()
+
+
+def test_new_kernels_of_aft_conv_begin_with_scale_and_shift_0():
+    mixer = AFTForImageClassification(tiny_config("image", "conv")).aft.layers[1].mixer
+    assert mixer.kernel.std() > 0
+    assert mixer.kernel_scale.eq(0).all() and mixer.kernel_shift.eq(0).all()
+
+
+def test_class_token_and_positions_of_images_are_drawn_as_the_config_says():
+    embeddings = AFTModel(tiny_config("image", "full", hidden_size=512, initializer_range=0.05)).embeddings
+    for parameter in (embeddings.cls_token, embeddings.position_embeddings):
+        assert parameter.std().item() == pytest.approx(0.05, rel=0.1)
+
+
+OPTIONS = {
+    "qkv_bias": ("full", False, lambda mixer: mixer.q_proj.bias is mixer.k_proj.bias is mixer.v_proj.bias is None),
+    "use_query": ("full", False, lambda mixer: mixer.q_proj is None),
+    "use_output_projection": ("full", False, lambda mixer: isinstance(mixer.o_proj, torch.nn.Identity)),
+    "query_activation": ("full", "relu", lambda mixer: isinstance(mixer.query_activation, torch.nn.ReLU)),
+    "mixing_implementation": ("full", "reference", lambda mixer: mixer.implementation == "reference"),
+    "position_bias_dim": ("full", None, lambda mixer: hasattr(mixer, "position_bias_table")),
+    "max_position_embeddings": ("full", 99, lambda mixer: mixer.max_positions == 99),
+    "global_connectivity": ("local", False, lambda mixer: mixer.position_bias()[0, 9, 0] == -torch.inf),
+    "local_window_size": ("local", 7, lambda mixer: mixer.window == 7),
+    "conv_kernel_size": ("conv", 5, lambda mixer: mixer.kernel.shape == (2, 5)),
+    "position_bias_reparameterized": ("conv", False, lambda mixer: mixer.kernel_scale is None),
+    "position_bias_selection": ("conv", "gumbel", lambda mixer: mixer.selection == "gumbel"),
+    "gumbel_temperature": ("conv", 0.25, lambda mixer: mixer.gumbel_temperature == 0.25),
+    "num_heads": ("alibi", 8, lambda mixer: mixer.slopes().shape == (8,)),
+}
+
+
+@pytest.mark.parametrize(("field", "case"), OPTIONS.items(), ids=OPTIONS)
+def test_an_option_of_the_config_reaches_the_mixers(field, case):
+    aft_type, value, holds = case
+    model = AFTModel(tiny_config("text", aft_type, **{field: value}))
+    assert all(holds(layer.mixer) for layer in model.layers)
+    default = AFTModel(tiny_config("text", aft_type))
+    assert not any(holds(layer.mixer) for layer in default.layers)
+
+
+@pytest.mark.parametrize(("modality", "causal"), (("text", True), ("image", False)))
+def test_text_is_causal_and_images_are_not(modality, causal):
+    for layer in AFTModel(tiny_config(modality, "full")).layers:
+        assert layer.mixer.causal is causal
+
+
+def test_an_implementation_that_the_type_does_not_have_is_a_value_error():
+    with pytest.raises(ValueError, match="'chunked' does not exist for AFTFull"):
+        AFTForCausalLM(tiny_config("text", "full", mixing_implementation="chunked"))
+
+
+# ------------------------------------------------------------------------------------------------ forward and backward
+
+
+def test_every_parameter_gets_a_finite_gradient_from_the_loss(config):
+    model = head_class(config)(config).train()
+    model(**inputs_of(config), labels=labels_of(config)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        # A kernel counts only by its scale, which begins at 0; what is added to all keys of a feature cancels.
+        if not name.endswith(("kernel", "k_proj.bias")):
+            assert parameter.grad.ne(0).any(), name
+
+
+def test_logits_are_finite_and_as_many_as_tokens_and_labels(config):
+    logits = build(config)(**inputs_of(config)).logits
+    assert logits.shape == ((2, 19, VOCAB) if config.modality == "text" else (2, LABELS))
+    assert logits.isfinite().all()
+
+
+def test_a_text_model_gives_the_same_logits_in_its_fast_and_its_reference_form(text_config):
+    model = build(text_config)
+    reference = AFTForCausalLM(copy.deepcopy(text_config)).eval()
+    reference.load_state_dict(model.state_dict())
+    for layer in reference.aft.layers:
+        layer.mixer.implementation = "reference"
+    inputs = inputs_of(text_config, length=47)
+    torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_later_tokens_leave_earlier_logits_unchanged(text_config):
+    model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
+    other = input_ids.clone()
+    other[:, 11:] = (other[:, 11:] + 1) % VOCAB
+    logits, other_logits = model(input_ids).logits, model(other).logits
+    torch.testing.assert_close(logits[:, :11], other_logits[:, :11], rtol=0, atol=1e-5)
+    assert (logits[:, 11:] - other_logits[:, 11:]).abs().max() > 1e-2
+
+
+def test_the_loss_of_text_is_the_cross_entropy_of_the_next_token(text_config):
+    model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
+    labels = input_ids.clone()
+    labels[0, 5:9] = -100
+    output = model(input_ids, labels=labels)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(output.loss, expected)
+
+
+LOSSES = {
+    "classes": ({}, torch.tensor([1, 4]), F.cross_entropy),
+    "one number": (
+        {"num_labels": 1, "problem_type": "regression"},
+        torch.tensor([0.5, -2.0]),
+        lambda logits, labels: F.mse_loss(logits.squeeze(1), labels),
+    ),
+    "several numbers": ({"problem_type": "regression"}, torch.randn(2, LABELS), F.mse_loss),
+    "several labels": (
+        {"problem_type": "multi_label_classification"},
+        torch.randint(0, 2, (2, LABELS)).float(),
+        F.binary_cross_entropy_with_logits,
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "labels", "loss"), LOSSES.values(), ids=LOSSES)
+def test_the_loss_of_images_is_that_of_the_problem_type(options, labels, loss):
+    config = tiny_config("image", "conv", **options)
+    output = build(config)(**inputs_of(config), labels=labels)
+    torch.testing.assert_close(output.loss, loss(output.logits, labels))
+
+
+def test_hidden_states_are_the_embeddings_and_one_per_layer(config):
+    model = build(config).aft
+    output = model(**inputs_of(config), output_hidden_states=True)
+    assert len(output.hidden_states) == LAYERS + 1
+    assert {x.shape for x in output.hidden_states} == {output.last_hidden_state.shape}
+    assert output.hidden_states[-1].equal(output.last_hidden_state)
+    after_one_layer = model.layers[0](output.hidden_states[0], grid_size=(4, 4))
+    torch.testing.assert_close(output.hidden_states[1], after_one_layer)
+
+
+def test_attentions_are_one_per_layer_of_every_feature_and_pair_of_positions(config):
+    model = build(config)
+    output = model(**inputs_of(config), output_attentions=True)
+    length = 19 if config.modality == "text" else 16 + config.use_cls_token
+    assert [x.shape for x in output.attentions] == [(2, WIDTH, length, length)] * LAYERS
+    torch.testing.assert_close(output.logits, model(**inputs_of(config)).logits)
+    assert model(**inputs_of(config)).attentions is None
+
+
+def test_attentions_times_values_are_what_the_first_layer_adds(config):
+    """Eq. 3 through the whole model."""
+    model = build(config).aft
+    output = model(**inputs_of(config), output_attentions=True, output_hidden_states=True)
+    layer, inputs = model.layers[0], output.hidden_states[0]
+    values = layer.mixer.v_proj(layer.layernorm_before(inputs))
+    mixed = layer.mixer.o_proj(torch.einsum("bdts,bsd->btd", output.attentions[0], values))
+    expected = inputs + mixed
+    expected = expected + layer.mlp(layer.layernorm_after(expected))
+    torch.testing.assert_close(output.hidden_states[1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ("hidden_states", "attentions"))
+def test_the_config_can_ask_for_outputs(name):
+    config = tiny_config("text", "local", **{f"output_{name}": True})
+    assert len(build(config)(**inputs_of(config))[name]) == LAYERS + (name == "hidden_states")
+
+
+def test_outputs_come_as_a_tuple_on_request(config):
+    model, inputs = build(config), inputs_of(config) | {"labels": labels_of(config), "output_hidden_states": True}
+    loss, logits, *_, hidden_states = model(**inputs, return_dict=False)
+    output = model(**inputs)
+    assert loss.equal(output.loss) and logits.equal(output.logits)
+    assert all(x.equal(y) for x, y in zip(hidden_states, output.hidden_states))
+    assert isinstance(model.aft(**inputs_of(config), return_dict=False), tuple)
+
+
+def loss_gradients(model, config):
+    model.zero_grad()
+    torch.manual_seed(2)
+    model(**inputs_of(config), labels=labels_of(config)).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_checkpointing_gives_equal_gradients(config):
+    model = build(config).train()
+    runs = []
+    model.aft.layers[0].mixer.register_forward_hook(lambda *_: runs.append(1))
+    expected = loss_gradients(model, config)
+    assert len(runs) == 1
+    model.activation_checkpointing_enable()
+    torch.testing.assert_close(loss_gradients(model, config), expected)
+    assert len(runs) == 3  # once more in the backward pass
+
+
+def test_gradient_checkpointing_gives_equal_gradients(config):
+    assert_checkpointing_gives_equal_gradients(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ({"hidden_dropout_prob": 0.2}, {"drop_path_rate": 0.3}, {"position_bias_selection": "gumbel"}),
+    ids=str,
+)
+def test_gradient_checkpointing_draws_the_same_random_numbers_again(options):
+    assert_checkpointing_gives_equal_gradients(tiny_config("image", "conv", **options))
+
+
+@pytest.mark.parametrize("implementation", ("auto", "reference"))
+def test_a_list_of_types_gives_each_layer_its_own(implementation):
+    types = ["full", "local", "simple", "conv", "alibi"]
+    config = tiny_config("text", types, num_hidden_layers=5, mixing_implementation=implementation)
+    model = build(config)
+    names = [type(layer.mixer).__name__ for layer in model.aft.layers]
+    assert names == ["AFTFull", "AFTLocal", "AFTSimple", "AFTConv", "AFTAlibi"]
+    assert model(**inputs_of(config)).logits.isfinite().all()
+
+
+def test_a_list_of_types_for_images_has_no_class_token_where_one_is_conv():
+    config = tiny_config("image", ["conv", "full"])
+    model = build(config)
+    assert model(**inputs_of(config)).logits.isfinite().all()
+    assert model.aft.embeddings.cls_token is None
+    assert model.aft.embeddings.position_embeddings.shape == (1, 16, WIDTH)
+
+
+# --------------------------------------------------------------------------------------------------- dropout and depth
+
+
+def test_drop_path_changes_training_and_not_evaluation(config):
+    plain = build(config)
+    config.drop_path_rate = 0.5
+    dropping = build(config)
+    dropping.load_state_dict(plain.state_dict())
+    inputs = inputs_of(config, batch=8)
+    expected = plain(**inputs).logits
+    assert dropping(**inputs).logits.equal(expected)
+    torch.testing.assert_close(plain.train()(**inputs).logits, expected)
+    assert not torch.allclose(dropping.train()(**inputs).logits, expected, atol=1e-3)
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_expectation():
+    branch = 1 + torch.rand(20_000, 3, 2)
+    dropped = AFTDropPath(0.25)(branch)
+    kept = dropped.ne(0)
+    assert kept.flatten(1).all(1).eq(kept.flatten(1).any(1)).all()
+    assert kept[:, 0, 0].float().mean().item() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(dropped[kept], branch[kept] / 0.75)
+    torch.testing.assert_close(dropped.mean(0), branch.mean(0), rtol=0.03, atol=0)
+
+
+def test_the_drop_path_rate_rises_linearly_with_depth():
+    model = AFTModel(tiny_config("text", "simple", num_hidden_layers=5, drop_path_rate=0.4))
+    assert [layer.drop_path.rate for layer in model.layers] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+def test_dropout_changes_training_and_not_evaluation(config):
+    config.hidden_dropout_prob = 0.5
+    model = build(config)
+    inputs = inputs_of(config)
+    expected = model(**inputs).logits
+    assert model(**inputs).logits.equal(expected)
+    assert not torch.allclose(model.train()(**inputs).logits, expected, atol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------------- entropy
+
+
+@pytest.mark.parametrize("modality", ("text", "image"))
+def test_entropy_is_reported_apart_and_included_in_the_loss(modality):
+    config = tiny_config(modality, ["conv", "conv"], position_bias_entropy_weight=0.25)
+    model, plain = build(config), build(tiny_config(modality, ["conv", "conv"]))
+    plain.load_state_dict(model.state_dict())
+    inputs = {**inputs_of(config), "labels": labels_of(config)}
+    output, expected = model(**inputs), plain(**inputs)
+    entropy = sum(layer.mixer.position_bias_entropy() for layer in model.aft.layers)
+    torch.testing.assert_close(output.position_bias_entropy, entropy)
+    torch.testing.assert_close(output.loss, expected.loss + 0.25 * entropy)
+    torch.testing.assert_close(model(**inputs_of(config)).position_bias_entropy, entropy)
+    assert expected.position_bias_entropy is None
+
+
+def test_entropy_counts_the_conv_layers_alone():
+    config = tiny_config("text", ["full", "conv"], position_bias_entropy_weight=0.25)
+    model = build(config)
+    expected = model.aft.layers[1].mixer.position_bias_entropy()
+    torch.testing.assert_close(model(**inputs_of(config)).position_bias_entropy, expected)
+
+
+# ------------------------------------------------------------------------------------------------------ text inputs
+
+
+def test_inputs_embeds_equal_input_ids(text_config):
+    model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
+    embeddings = model.get_input_embeddings()(input_ids)
+    assert model(inputs_embeds=embeddings).logits.equal(model(input_ids).logits)
+
+
+@pytest.mark.parametrize("side", ("left", "right", "holes"))
+def test_a_padded_row_equals_the_row_alone(text_config, side):
+    model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
+    mask = torch.ones_like(input_ids)
+    mask[0, {"left": slice(0, 6), "right": slice(-6, None), "holes": slice(2, None, 3)}[side]] = 0
+    logits = model(input_ids, attention_mask=mask).logits
+    for row, real, actual in zip(input_ids, mask.bool(), logits):
+        alone = model(row[real].unsqueeze(0)).logits[0]
+        torch.testing.assert_close(actual[real], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_boolean_mask_of_ones_changes_nothing(text_config):
+    model, inputs = build(text_config), inputs_of(text_config)
+    everything = torch.ones(1, 19, 19, dtype=torch.bool)
+    expected = model(**inputs).logits
+    torch.testing.assert_close(model(**inputs, attention_mask=everything).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_that_a_boolean_mask_hides_from_later_ones_does_not_matter_to_them(text_config):
+    model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
+    mask = torch.ones(1, 19, 19, dtype=torch.bool)
+    mask[:, 5:, 4] = False
+    other = input_ids.clone()
+    other[:, 4] = (other[:, 4] + 1) % VOCAB
+    logits, other_logits = (model(x, attention_mask=mask).logits[:, 5:] for x in (input_ids, other))
+    torch.testing.assert_close(other_logits, logits, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits, model(input_ids).logits[:, 5:], atol=1e-3)
+
+
+def test_logits_to_keep_keeps_the_last_positions_or_those_asked_for():
+    config = tiny_config("text", "local")
+    model, inputs = build(config), inputs_of(config)
+    expected = model(**inputs).logits
+    torch.testing.assert_close(model(**inputs, logits_to_keep=3).logits, expected[:, -3:])
+    torch.testing.assert_close(model(**inputs, logits_to_keep=torch.tensor([2, 7])).logits, expected[:, [2, 7]])
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_token_embeddings_can_be_resized(tied):
+    config = tiny_config("text", "local", tie_word_embeddings=tied)
+    model, inputs = build(config), inputs_of(config)
+    expected = model(**inputs).logits
+    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+    assert model.config.vocab_size == VOCAB + 8
+    logits = model(**inputs).logits
+    assert logits.shape == (2, 19, VOCAB + 8)
+    torch.testing.assert_close(logits[..., :VOCAB], expected)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) is tied
+
+
+def test_generate_greedily_equals_an_argmax_loop(text_config):
+    model, input_ids = build(text_config), inputs_of(text_config, length=7)["input_ids"]
+    expected = input_ids
+    for _ in range(12):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], 1)
+    assert model.generate(input_ids, max_new_tokens=12, do_sample=False).equal(expected)
+
+
+def test_generate_from_a_left_padded_batch_equals_each_row_alone(text_config):
+    model, input_ids = build(text_config), inputs_of(text_config, length=9)["input_ids"]
+    mask = torch.ones_like(input_ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 6, "do_sample": False}
+    together = model.generate(input_ids, attention_mask=mask, **options)
+    for row, real, actual in zip(input_ids, mask.bool(), together):
+        assert actual[9:].equal(model.generate(row[real].unsqueeze(0), **options)[0, real.sum() :])
+
+
+def test_generate_from_inputs_embeds_equals_that_from_input_ids():
+    config = tiny_config("text", "local")
+    model, input_ids = build(config), inputs_of(config, length=7)["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    embeddings = model.get_input_embeddings()(input_ids)
+    actual = model.generate(inputs_embeds=embeddings, **options)
+    assert actual.equal(model.generate(input_ids, **options)[:, 7:])
+
+
+# ------------------------------------------------------------------------------------------------------ image inputs
+
+
+@pytest.mark.parametrize("size", ((24, 24), (8, 32), (40, 12)), ids=str)
+def test_aft_conv_takes_images_of_any_size_in_patches(size):
+    model, made_for_it = build(tiny_config("image", "conv")), build(tiny_config("image", "conv", image_size=size))
+    made_for_it.load_state_dict(model.state_dict())
+    pixel_values = torch.randn(2, 3, *size)
+    output = model.aft(pixel_values=pixel_values)
+    assert output.last_hidden_state.shape == (2, size[0] * size[1] // 16, WIDTH)
+    torch.testing.assert_close(output.pooler_output, output.last_hidden_state.mean(1))
+    assert model(pixel_values).logits.equal(made_for_it(pixel_values).logits)
+
+
+def test_patches_are_rows_then_columns_of_pixels():
+    """A change of the second patch in the first row changes the second token of the embeddings."""
+    config = tiny_config("image", "conv")
+    embeddings = build(config).aft.embeddings
+    pixel_values = torch.randn(1, 3, 8, 12)
+    other = pixel_values.clone()
+    other[:, :, :4, 4:8] += 1
+    (tokens, grid), (other_tokens, _) = embeddings(pixel_values), embeddings(other)
+    assert grid == (2, 3)
+    assert (tokens != other_tokens).any(-1).flatten().tolist() == [False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("aft_type", ("full", "local", "simple"))
+def test_images_with_a_class_token_are_classified_by_it(aft_type):
+    config = tiny_config("image", aft_type)
+    output = build(config).aft(**inputs_of(config))
+    assert output.last_hidden_state.shape == (2, 17, WIDTH)
+    assert output.pooler_output.equal(output.last_hidden_state[:, 0])
+
+
+def test_images_may_pool_by_mean_beside_a_class_token():
+    config = tiny_config("image", "full", pooling="mean")
+    output = build(config).aft(**inputs_of(config))
+    torch.testing.assert_close(output.pooler_output, output.last_hidden_state.mean(1))
+
+
+WRONG = {
+    "channels": (("image", "conv"), {"pixel_values": torch.zeros(2, 1, 16, 16)}, r"3, height.*\(2, 1, 16, 16\)"),
+    "no batch": (("image", "conv"), {"pixel_values": torch.zeros(3, 16, 16)}, r"got \(3, 16, 16\)"),
+    "part of a patch": (("image", "conv"), {"pixel_values": torch.zeros(2, 3, 16, 18)}, "16 x 18 .* 4 x 4"),
+    "empty": (("image", "conv"), {"pixel_values": torch.zeros(2, 3, 0, 16)}, "0 x 16"),
+    "size": (("image", "full"), {"pixel_values": torch.zeros(2, 3, 24, 16)}, "24 x 16 .* image_size=16 x 16"),
+    "no image": (("image", "full"), {}, "pixel_values"),
+    "neither": (("text", "full"), {}, "input_ids or inputs_embeds"),
+    "both": (
+        ("text", "full"),
+        {"input_ids": torch.zeros(1, 3, dtype=torch.long), "inputs_embeds": torch.zeros(1, 3, WIDTH)},
+        "input_ids or inputs_embeds",
+    ),
+    "long text": (
+        ("text", "full"),
+        {"input_ids": torch.zeros(1, 50, dtype=torch.long)},
+        "50 .*max_position_embeddings=48",
+    ),
+    "long text of simple": (("text", "simple"), {"input_ids": torch.zeros(1, 50, dtype=torch.long)}, "50 .*=48"),
+    "mask": (
+        ("text", "full"),
+        {"input_ids": torch.zeros(1, 5, dtype=torch.long), "attention_mask": torch.ones(1, 4)},
+        r"\(1, 5\).* got \(1, 4\)",
+    ),
+    "mask without a state": (
+        ("text", "full"),
+        {"input_ids": torch.zeros(1, 5, dtype=torch.long), "attention_mask": torch.ones(1, 4), "use_cache": False},
+        r"\(1, 5\).* got \(1, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "inputs", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_input_is_a_value_error_that_names_it(kind, inputs, message):
+    model = build(tiny_config(*kind))
+    with pytest.raises(ValueError, match=message):
+        model.aft(**inputs)
+
+
+@pytest.mark.parametrize("aft_type", ("conv", "alibi"))
+def test_text_without_learned_positions_may_be_of_any_length(aft_type):
+    config = tiny_config("text", aft_type)
+    assert build(config)(**inputs_of(config, length=150)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model_class", "modality"),
+    ((AFTForCausalLM, "image"), (AFTForImageClassification, "text")),
+    ids=("text", "image"),
+)
+def test_a_head_of_the_other_modality_is_a_value_error(model_class, modality):
+    with pytest.raises(ValueError, match=f'{model_class.__name__} .* got "{modality}"'):
+        model_class(tiny_config(modality, "full"))
+
+
+# --------------------------------------------------------------------------------------------------- saved and loaded
+
+
+def test_a_saved_model_loads_from_safetensors_with_equal_logits(config, tmp_path):
+    model = build(config)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+    assert not list(tmp_path.glob("*.bin"))
+    loaded, info = head_class(config).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded(**inputs_of(config)).logits.equal(model(**inputs_of(config)).logits)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.bfloat16, 0.1), (torch.float16, 0.01)), ids=str)
+def test_a_model_loads_in_half_precision(config, dtype, tolerance, tmp_path):
+    model = build(config)
+    model.save_pretrained(tmp_path)
+    loaded = head_class(config).from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    logits = loaded(**inputs_of(config)).logits
+    assert logits.dtype == dtype
+    expected = model(**inputs_of(config)).logits
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=tolerance * scale)
+
+
+def test_a_model_loads_with_a_device_map(config, tmp_path):
+    model = build(config)
+    model.save_pretrained(tmp_path)
+    loaded = head_class(config).from_pretrained(tmp_path, device_map="cpu")
+    assert loaded(**inputs_of(config)).logits.equal(model(**inputs_of(config)).logits)
+
+
+def test_tied_weights_are_one_tensor_saved_once_and_tied_again_on_loading(tmp_path):
+    config = tiny_config("text", "local", tie_word_embeddings=True)
+    model = build(config)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert len({"lm_head.weight", "aft.embeddings.word_embeddings.weight"} & set(file.keys())) == 1
+    loaded = AFTForCausalLM.from_pretrained(tmp_path)
+    for each in (model, loaded):
+        assert each.lm_head.weight is each.get_input_embeddings().weight
+    assert loaded(**inputs_of(config)).logits.equal(model(**inputs_of(config)).logits)
+
+
+def test_weights_are_not_tied_by_default():
+    model = build(tiny_config("text", "local"))
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+
+
+def test_a_missing_position_bias_is_drawn_anew_on_loading(tmp_path):
+    config = tiny_config("text", "full")
+    state = {name: x for name, x in build(config).state_dict().items() if "position_bias" not in name}
+    loaded, info = AFTForCausalLM.from_pretrained(None, config=config, state_dict=state, output_loading_info=True)
+    assert {name.rpartition(".")[2] for name in info["missing_keys"]} == {"position_bias_query", "position_bias_key"}
+    assert loaded.aft.layers[0].mixer.position_bias_query.std().item() == pytest.approx(0.1, rel=0.3)
+
+
+def test_the_auto_classes_load_a_saved_directory(config, tmp_path):
+    model = build(config)
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if config.modality == "text" else AutoModelForImageClassification
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), AFTConfig)
+    loaded, backbone = auto.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is head_class(config) and type(backbone) is AFTModel
+    inputs = inputs_of(config)
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    assert backbone(**inputs).last_hidden_state.equal(model.aft(**inputs).last_hidden_state)
+
+
+def test_the_auto_classes_build_from_a_config(config):
+    assert type(AutoModel.from_config(config)) is AFTModel
+    auto = AutoModelForCausalLM if config.modality == "text" else AutoModelForImageClassification
+    assert type(auto.from_config(config)) is head_class(config)
+
+
+def saved_classifier(path):
+    names = ["cat", "dog", "owl"]
+    config = tiny_config(
+        "image", "conv", num_labels=3, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)}
+    )
+    model = build(config)
+    model.save_pretrained(path)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(path)
+    return model
+
+
+def random_image():
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def test_an_image_processor_saved_beside_the_model_is_found_by_its_auto_class(tmp_path):
+    saved_classifier(tmp_path)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    assert isinstance(processor, ViTImageProcessorPil)
+    assert processor(random_image(), return_tensors="pt")["pixel_values"].shape == (1, 3, 16, 16)
+
+
+def test_the_image_classification_pipeline_runs_from_a_saved_directory(tmp_path):
+    model = saved_classifier(tmp_path)
+    answers = pipeline("image-classification", model=str(tmp_path), device="cpu")(random_image())
+    pixel_values = ViTImageProcessorPil(size={"height": 16, "width": 16})(random_image(), return_tensors="pt")
+    scores = model(**pixel_values).logits.softmax(-1)[0].tolist()
+    expected = dict(zip(("cat", "dog", "owl"), scores))
+    assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(expected, rel=1e-4)
+    assert answers[0]["score"] == max(answer["score"] for answer in answers)
