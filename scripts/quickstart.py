@@ -97,9 +97,9 @@ def image(
     plot_position_biases(converted, picture)
 
     console.rule("4. On held-out images")
-    table = Table(title=f"{len(test)} held-out digits")
-    for column in ("model", "parameters", f"accuracy, {size} px", f"accuracy, {larger} px", "images/s", "saved in"):
-        table.add_column(column, justify="left" if column in ("model", "saved in") else "right", overflow="fold")
+    table = Table(title=f"Accuracy on {len(test)} held-out digits", caption=f"saved in {out}")
+    for column in ("model", "parameters", f"{size} px", f"{larger} px", "images/s", "directory"):
+        table.add_column(column, justify="left" if column in ("model", "directory") else "right", overflow="fold")
     rows = [
         ("AFT-conv, from the ViT", converted, converted_path),
         ("AFT-conv, random", scratch, out / "aft-conv-scratch"),
@@ -110,7 +110,9 @@ def image(
     for name, model, path in rows:
         (accuracy, speed), (accuracy_larger, _) = (_evaluate(model, data) for data in sizes)
         parameters = f"{model.num_parameters() / 1e6:.2f} M"
-        table.add_row(name, parameters, f"{accuracy:.1%}", f"{accuracy_larger:.1%}", f"{speed:.0f}", str(path))
+        table.add_row(
+            name, parameters, f"{accuracy:.1%}", f"{accuracy_larger:.1%}", f"{speed:.0f}", _within(path, out)
+        )
     console.print(table)
     console.print(f"Learned position biases: {picture}")
 
@@ -118,6 +120,10 @@ def image(
     expected, _ = _evaluate(converted, sizes[0])
     subprocess.run([sys.executable, __file__, "check-image", str(converted_path), str(expected)], check=True)
     console.print(f"Done in {time.perf_counter() - started:.0f} s.")
+
+
+def _within(path: Path, directory: Path) -> str:
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
 @app.command(hidden=True)
