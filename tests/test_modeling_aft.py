@@ -317,7 +317,7 @@ def assert_checkpointing_gives_equal_gradients(config):
     model.aft.layers[0].mixer.register_forward_hook(lambda *_: runs.append(1))
     expected = loss_gradients(model, config)
     assert len(runs) == 1
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     torch.testing.assert_close(loss_gradients(model, config), expected)
     assert len(runs) == 3  # once more in the backward pass
 
