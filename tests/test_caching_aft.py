@@ -309,6 +309,25 @@ def test_wrong_states_and_masks_are_named(model):
         model(ids, past_key_values=DynamicCache())
 
 
+@torch.no_grad()
+def test_tokens_out_of_range_and_empty_texts_are_named(model):
+    with pytest.raises(ValueError, match=r"0 \.\. 255.*256"):
+        model(torch.tensor([[1, 256]]))
+    with pytest.raises(ValueError, match=r"-1"):
+        model(torch.tensor([[-1, 2]]))
+    for call in (model, lambda ids: model.generate(ids, max_new_tokens=2, pad_token_id=0)):
+        with pytest.raises(ValueError, match="empty"):
+            call(torch.zeros(1, 0, dtype=torch.long))
+
+
+@torch.no_grad()
+def test_a_state_holds_no_memory_of_the_tokens_it_has_forgotten():
+    model = build("local")
+    _, state = in_pieces(model, tokens(1, LONGEST), [LONGEST])
+    layer = state.layers[0]
+    assert all(x.untyped_storage().nbytes() <= 2 * x.nbytes for x in (layer.keys, layer.values, layer.numerator))
+
+
 def test_training_keeps_no_state_and_evaluation_does(model):
     ids = tokens(2, 6)
     assert model.train()(ids).past_key_values is None

@@ -95,7 +95,8 @@ class AFTLayerState(CacheLayerMixin):
         if counts is None:
             leaving = keys.shape[2] - kept
             leaving_keys, leaving_values = keys[:, :, :leaving], values[:, :, :leaving]
-            self.keys, self.values = keys[:, :, leaving:], values[:, :, leaving:]
+            # Copies: views would hold on to the memory of all the tokens that were given.
+            self.keys, self.values = keys[:, :, leaving:].clone(), values[:, :, leaving:].clone()
         else:
             # The window of each row ends at its own last real token.
             start = (self.keys.shape[2] + counts - kept)[:, None]  # (B, 1), negative where a row is short

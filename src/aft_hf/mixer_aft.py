@@ -169,7 +169,8 @@ class AFTMixer(nn.Module):
                 # One table for both, so the attention is that of the output where kernels are sampled (Eq. 10) too.
                 table = self._table(query.shape[1], keys.shape[1], attention_mask, position_ids, grid_size)
                 attentions = self._attentions(gate, keys, *table)
-                context = self._mix_under(keys, values, *table)
+                # The output comes from the attention, gate and all, so that gradients reach it.
+                context, gate = torch.einsum("bdts,bsd->btd", attentions, values.to(attentions.dtype)), None
             else:
                 context = self._mix(keys, values, query.shape[1], attention_mask, position_ids, grid_size)
         context = context.to(values.dtype)

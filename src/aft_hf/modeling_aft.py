@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, is_torchdynamo_compiling
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -309,7 +309,10 @@ class AFTModel(AFTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, and not both')
         if inputs_embeds is None:
+            self._check_tokens(input_ids)
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
+        if inputs_embeds.shape[1] == 0:
+            raise ValueError("the text is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
         if use_cache and past_key_values is None and not pairwise:
             past_key_values = AFTCache([layer.mixer.state_window for layer in self.layers])
@@ -324,6 +327,15 @@ class AFTModel(AFTPreTrainedModel):
         hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state)
         hidden_states = self._run_layers(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def _check_tokens(self, input_ids: torch.Tensor) -> None:
+        # On an accelerator this look at the values would wait for it in every step; there, the kernel itself asserts.
+        if input_ids.device.type != "cpu" or is_torchdynamo_compiling() or input_ids.numel() == 0:
+            return
+        lowest, highest = (int(x) for x in input_ids.aminmax())
+        size = self.embeddings.word_embeddings.num_embeddings
+        if lowest < 0 or highest >= size:
+            raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {lowest} .. {highest}")
 
     def _run_layers(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
         for layer in self.layers:

@@ -1,0 +1,103 @@
+"""What a cache holds and what a token costs: state bytes and time per token after long texts, beside GPT-2.
+
+    python scripts/measure_generation.py --out outputs/generation.json
+
+All models have 24 layers of width 256 and random weights, which change neither bytes nor time. Random tokens are fed
+in pieces until the cache holds the context; then single tokens of all models are timed in turns, so that what else
+the machine does falls on all of them.
+"""
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from aft_hf import AFTConfig, AFTForCausalLM
+
+
+LAYERS, WIDTH, PIECE = 24, 256, 512
+TYPES = ("simple", "alibi", "local", "conv", "full")
+
+
+def build(name: str, longest: int) -> PreTrainedModel:
+    """A model of bytes that takes `longest` tokens."""
+    torch.manual_seed(0)
+    if name == "GPT-2":
+        config = GPT2Config(vocab_size=256, n_positions=longest, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
+        return GPT2LMHeadModel(config).eval()
+    config = AFTConfig(
+        aft_type=name.removeprefix("AFT-"),
+        num_heads=8 if name in ("AFT-alibi", "AFT-conv") else 1,
+        conv_kernel_size=32,
+        position_bias_dim=64,
+        max_position_embeddings=longest,
+    )
+    return AFTForCausalLM(config).eval()
+
+
+def state_bytes(cache) -> int:
+    """Bytes of all tensors that a cache holds."""
+    if isinstance(cache, DynamicCache):
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return cache.nbytes()
+
+
+@torch.inference_mode()
+def fill(model: PreTrainedModel, context: int):
+    """The cache after `context` random tokens."""
+    cache = None
+    for piece in torch.randint(0, 256, (1, context)).split(PIECE, 1):
+        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return cache
+
+
+@torch.inference_mode()
+def step(model: PreTrainedModel, cache) -> float:
+    """Seconds for one more token."""
+    token = torch.randint(0, 256, (1, 1))
+    started = time.perf_counter()
+    model(token, past_key_values=cache, use_cache=True)
+    return time.perf_counter() - started
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where to write the results.")] = Path("outputs/generation.json"),
+    contexts: Annotated[list[int], typer.Option(help="Tokens before the timed one.")] = [1024, 16384, 65536],  # noqa: B006
+    repeats: Annotated[int, typer.Option(help="Timed tokens for each model and context.")] = 15,
+) -> None:
+    """Measure state bytes per sequence and time per token."""
+    names = [*(f"AFT-{aft_type}" for aft_type in TYPES), "GPT-2"]
+    results: dict[str, dict[str, dict]] = {name: {} for name in names}
+    for context in contexts:
+        models = {name: build(name, context + 2 * repeats) for name in names}
+        caches = {name: fill(models[name], context) for name in tqdm(names, desc=f"{context} tokens")}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        sizes = {name: state_bytes(cache) for name, cache in caches.items()}
+        for _ in range(repeats):
+            for name in names:
+                seconds[name].append(step(models[name], caches[name]))
+        for name in names:
+            median = statistics.median(seconds[name][2:])
+            results[name][str(context)] = {"bytes": sizes[name], "milliseconds": 1e3 * median}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = out.with_suffix(".tmp")
+        aside.write_text(json.dumps(results, indent=1) + "\n")
+        os.replace(aside, out)
+    table = Table("model", *[f"state after {c}" for c in contexts], *[f"ms / token at {c}" for c in contexts])
+    for name, result in results.items():
+        sizes = [f"{result[str(c)]['bytes'] / 2**20:.2f} MiB" for c in contexts]
+        table.add_row(name, *sizes, *[f"{result[str(c)]['milliseconds']:.1f}" for c in contexts])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
