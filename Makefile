@@ -4,11 +4,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-# The tests, the quickstart and CI need no Hub.
-export HF_HUB_OFFLINE ?= 1
+# Nothing here needs the Hub, except a quickstart whose --source lies there.
+export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text test lint format clean
+.PHONY: install quickstart quickstart-text test conformance lint format clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,10 @@ quickstart-text: install  ## A byte-level AFT language model on Python's own doc
 test: install
 	$(RUN) -m pytest $(ARGS)
 
+conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
+	$(RUN) tests/conformance/fetch.py
+	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
+
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -35,4 +39,4 @@ format: install
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) outputs build dist src/*.egg-info
+	rm -rf $(VENV) .conformance outputs build dist src/*.egg-info

@@ -15,8 +15,8 @@ from transformers import (
     pipeline,
 )
 
-from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
-from aft_hf.caching_aft import AFTCache
+from aft_hf import AFTAlibi, AFTConfig, AFTForCausalLM, build_byte_tokenizer
+from aft_hf.caching_aft import AFTCache, AFTLayerState
 
 
 LONGEST = 170
@@ -96,6 +96,32 @@ def test_a_text_token_by_token_has_the_logits_of_the_text_in_one(model):
     ids = tokens(2, 37)
     logits, _ = in_pieces(model, ids, [1] * 37)
     assert_near(logits, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("scale", [10, 100, 1000])
+@torch.no_grad()
+def test_large_keys_are_remembered_as_they_are(model, scale):
+    for layer in model.aft.layers:
+        layer.mixer.k_proj.weight.mul_(scale)
+        # Keys a hundred times larger round a hundred times more coarsely: compare what the mixers make of them.
+        mixer, hidden = layer.mixer, torch.randn(2, LONGEST - 1, model.config.hidden_size)
+        window = mixer.state_window
+        state = AFTLayerState(window)
+        pieces = [mixer(piece, state=state) for piece in hidden.split([150, 1, 18], 1)]
+        assert_near(torch.cat(pieces, 1), mixer(hidden), tolerance=2e-6 * scale)
+
+
+@torch.no_grad()
+def test_a_large_key_long_ago_does_not_hide_what_alibi_sees_near():
+    mixer = AFTAlibi(8, num_heads=8).eval()
+    mixer.k_proj.weight.copy_(torch.eye(8))
+    mixer.k_proj.bias.zero_()
+    for size in (80, 120, 300, 1e4):
+        hidden = torch.randn(1, 1001, 8)
+        hidden[:, 0] = size
+        state = AFTLayerState(0)
+        mixer(hidden[:, :1000], state=state)
+        assert_near(mixer(hidden[:, 1000:], state=state), mixer(hidden)[:, 1000:])
 
 
 @torch.no_grad()

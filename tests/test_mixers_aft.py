@@ -567,6 +567,13 @@ def test_the_implicit_attention_times_values_is_the_gated_average(typical_mixer,
     assert_near(torch.einsum("bdts,bsd->btd", attention, mixer.v_proj(x))[real], output[real])
 
 
+def test_gradients_reach_the_implicit_attention(typical_mixer):
+    output, attention = typical_mixer(torch.randn(2, 35, WIDTH), output_attentions=True, **grid_of(typical_mixer, 35))
+    attention.retain_grad()
+    output.sum().backward()
+    assert attention.grad.ne(0).any()
+
+
 @pytest.mark.parametrize("spatial_dims", (1, 2))
 def test_the_implicit_attention_in_training_is_that_of_the_selection_which_made_the_output(spatial_dims):
     mixer = AFTConv(
@@ -742,3 +749,19 @@ def test_a_wrong_input_is_a_value_error_that_names_it(call, message):
 def test_a_mixer_with_a_wrong_mask_says_which_shapes_fit(build):
     with pytest.raises(ValueError, match=r"\(2, 12\) or \(2 or 1, 12, 12\), got \(2, 11\)"):
         build()(torch.zeros(2, 12, 16), attention_mask=torch.ones(2, 11))
+
+
+def test_a_mask_to_be_added_to_logits_is_refused_rather_than_inverted():
+    mixer = AFTFull(WIDTH, 20)
+    with pytest.raises(ValueError, match="boolean"):
+        mixer(torch.randn(1, 4, WIDTH), attention_mask=torch.zeros(1, 4, 4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("build", [partial(AFTFull, WIDTH, 20), partial(AFTLocal, WIDTH, 20, 3)])
+def test_left_padding_of_separate_keys_does_not_count_either(build):
+    mixer = build()
+    query, memory = torch.randn(1, 3, WIDTH), torch.randn(1, 5, WIDTH)
+    padded = torch.cat([torch.randn(1, 2, WIDTH), memory], 1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    torch.testing.assert_close(mixer(query, padded, padded, attention_mask=mask), mixer(query, memory, memory))

@@ -539,7 +539,7 @@ def test_images_with_a_class_token_are_classified_by_it(aft_type):
 def test_images_may_pool_by_mean_beside_a_class_token():
     config = tiny_config("image", "full", pooling="mean")
     output = build(config).aft(**inputs_of(config))
-    torch.testing.assert_close(output.pooler_output, output.last_hidden_state.mean(1))
+    torch.testing.assert_close(output.pooler_output, output.last_hidden_state[:, 1:].mean(1))
 
 
 WRONG = {
@@ -704,3 +704,43 @@ def test_the_image_classification_pipeline_runs_from_a_saved_directory(tmp_path)
     expected = dict(zip(("cat", "dog", "owl"), scores))
     assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(expected, rel=1e-4)
     assert answers[0]["score"] == max(answer["score"] for answer in answers)
+
+
+def test_the_entropy_term_of_accumulated_batches_is_that_of_the_whole_batch():
+    config = tiny_config("image", "conv", position_bias_entropy_weight=0.5)
+    model = build(config)
+    inputs, labels = inputs_of(config), torch.tensor([0, 1])
+    whole = model(**inputs, labels=labels).loss
+    parts = [
+        model(pixel_values=pixels[None], labels=label[None], num_items_in_batch=2).loss
+        for pixels, label in zip(inputs["pixel_values"], labels)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+    text = tiny_config("text", "conv", position_bias_entropy_weight=0.5)
+    model, ids = build(text), inputs_of(text)["input_ids"]
+    targets = len(ids) * (ids.shape[1] - 1)
+    parts = [model(row[None], labels=row[None], num_items_in_batch=targets).loss for row in ids]
+    torch.testing.assert_close(sum(parts), model(ids, labels=ids).loss)
+
+
+def test_position_ids_are_refused_rather_than_ignored():
+    config = tiny_config("text", "local")
+    ids = inputs_of(config)["input_ids"]
+    with pytest.raises(ValueError, match="position_ids"):
+        build(config)(ids, position_ids=torch.arange(ids.shape[1])[None].flip(1))
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])
+def test_layers_may_lie_on_the_disk(aft_type, tmp_path):
+    config = tiny_config("text", aft_type)
+    model, ids = build(config), inputs_of(config)["input_ids"]
+    model.save_pretrained(tmp_path / "model")
+    device_map = dict.fromkeys(("aft.embeddings", "aft.layernorm", "lm_head"), "cpu")
+    device_map |= {f"aft.layers.{i}": "disk" if i else "cpu" for i in range(config.num_hidden_layers)}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    ).eval()
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    for options in ({}, {"use_cache": False}, {"attention_mask": mask}, {"output_attentions": True}):
+        torch.testing.assert_close(loaded(ids, **options).logits, model(ids, **options).logits)

@@ -13,6 +13,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.utils import is_torchvision_available
 
 from ._version import __version__
+from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
 from .conversion import convert_deit
 from .data import build_byte_tokenizer
@@ -39,6 +40,7 @@ _register()
 
 __all__ = [
     "AFTAlibi",
+    "AFTCache",
     "AFTConfig",
     "AFTConv",
     "AFTForCausalLM",

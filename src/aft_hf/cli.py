@@ -11,7 +11,10 @@ from .conversion import KERNEL_SIZE, NUM_HEADS, save_converted
 
 
 app = typer.Typer(
-    help="Attention Free Transformer for the Hugging Face ecosystem.", no_args_is_help=True, add_completion=False
+    help="Attention Free Transformer for the Hugging Face ecosystem.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -27,7 +30,7 @@ def convert(
     kernel_size: Annotated[int, typer.Option(help="Kernel size s, odd.")] = KERNEL_SIZE,
     num_heads: Annotated[int, typer.Option(help="Position-bias heads h; divides the width.")] = NUM_HEADS,
     image_size: Annotated[int | None, typer.Option(help="Image size in pixels; by default the source's.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUT.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT-conv, to be fine-tuned."""
     options = {"kernel_size": kernel_size, "num_heads": num_heads, "image_size": image_size}

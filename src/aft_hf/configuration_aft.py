@@ -237,6 +237,14 @@ class AFTConfig(PreTrainedConfig):
             )
 
     def validate_text(self) -> None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = getattr(self, name)
+            for token in ids if isinstance(ids, list) else [ids]:
+                if token is not None and self.modality == "text" and not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"{name}={token} is not in 0 .. vocab_size - 1 with vocab_size={self.vocab_size}; "
+                        "a tokenizer's special tokens need vocab_size=len(tokenizer)"
+                    )
         if self.modality == "text" and self.use_cls_token:
             raise ValueError('use_cls_token=True needs modality="image"')
 

@@ -140,7 +140,8 @@ class AFTMixer(nn.Module):
             query: (B, T, d).
             key, value: (B, T', d); `query` by default.
             attention_mask: (B, T') with 0 for padding, or boolean (B or 1, T, T') with False where a query must not
-                look. Positions count from the first real token of a row, so a padded row equals the row alone.
+                look. The positions of keys count from the first real token of a row, those of queries too where
+                there is one for each key: a padded row equals the row alone.
             position_ids: (B or 1, T), positions other than 0, 1, 2 ... of the real tokens. Each row then has a
                 T x T table of its own.
             grid_size: (rows, columns) of a mixer on a grid; by default a square.
@@ -167,7 +168,7 @@ class AFTMixer(nn.Module):
                 context = self._mix_with_state(keys, values, attention_mask, state)
             elif output_attentions:
                 # One table for both, so the attention is that of the output where kernels are sampled (Eq. 10) too.
-                table = self._table(query.shape[1], keys.shape[1], attention_mask, position_ids, grid_size)
+                table = self._table(query.shape[1], keys, attention_mask, position_ids, grid_size)
                 attentions = self._attentions(gate, keys, *table)
                 # The output comes from the attention, gate and all, so that gradients reach it.
                 context, gate = torch.einsum("bdts,bsd->btd", attentions, values.to(attentions.dtype)), None
@@ -175,7 +176,7 @@ class AFTMixer(nn.Module):
                 context = self._mix(keys, values, query.shape[1], attention_mask, position_ids, grid_size)
         context = context.to(values.dtype)
         output = self.o_proj(context if gate is None else gate * context)
-        return (output, attentions) if output_attentions else output
+        return (output, attentions.to(values.dtype)) if output_attentions else output
 
     def _check_inputs(self, query, key, value, attention_mask, position_ids) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -193,11 +194,20 @@ class AFTMixer(nn.Module):
                     f"attention_mask must be ({batch}, {keys}) or ({batch} or 1, {queries}, {keys}), "
                     f"got {tuple(attention_mask.shape)}"
                 )
-        if position_ids is not None and (query.shape[1] != key.shape[1] or position_ids.shape[-1] != key.shape[1]):
-            raise ValueError(
-                f"position_ids {tuple(position_ids.shape)} need one length, got {query.shape[1]} queries "
-                f"and {key.shape[1]} keys"
-            )
+            if attention_mask.is_floating_point() and attention_mask.dim() == 3:
+                raise ValueError(
+                    "attention_mask of pairs must be boolean, True where a query may look; "
+                    f"got {attention_mask.dtype}, as of masks that are added to logits"
+                )
+        if position_ids is not None:
+            length = key.shape[1]
+            if query.shape[1] != length or position_ids.shape not in ((query.shape[0], length), (1, length)):
+                raise ValueError(
+                    f"position_ids {tuple(position_ids.shape)} do not fit {length} keys and {query.shape[1]} queries: "
+                    f"they must be ({query.shape[0]} or 1, length), with one length for both"
+                )
+            if int(position_ids.min()) < 0:
+                raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
 
     def _check_state(self, query, key, attention_mask, position_ids, state: AFTLayerState) -> None:
         if not self.causal or key is not query or position_ids is not None:
@@ -212,7 +222,7 @@ class AFTMixer(nn.Module):
         self._check_length(max(length, num_queries))
         pairwise = attention_mask is not None and attention_mask.dim() == 3
         if pairwise or position_ids is not None or num_queries != length:
-            table = self._table(num_queries, length, attention_mask, position_ids, grid_size)
+            table = self._table(num_queries, keys, attention_mask, position_ids, grid_size)
             return self._mix_under(keys, values, *table)
         order = None
         if attention_mask is not None:
@@ -312,7 +322,7 @@ class AFTMixer(nn.Module):
 
     def _mix_table(self, keys, values, grid_size) -> torch.Tensor:
         length = keys.shape[-2]
-        return self._average_under(keys, values, *self._table(length, length, None, None, grid_size))
+        return self._average_under(keys, values, *self._table(length, self._join_heads(keys), None, None, grid_size))
 
     def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
         return dense_mixing(keys, values, self.position_bias(keys.shape[-2], grid_size), causal=self.causal)
@@ -344,41 +354,45 @@ class AFTMixer(nn.Module):
             return reference_mixing(keys, values, bias, mask)
         return masked_mixing(keys, values, bias if mask is None else bias.masked_fill(~mask, -torch.inf))
 
-    def _table(self, num_queries, length, attention_mask, position_ids, grid_size):
-        """The dense position biases (B or 1, h, T, T') and the mask (B or 1, 1, T, T') of what each query sees."""
+    def _table(self, num_queries, keys, attention_mask, position_ids, grid_size):
+        """The dense position biases (B or 1, h, T, T') and the mask (B or 1, 1, T, T') of what each query sees.
+
+        `keys`, (B, T', k d), give the length and the device.
+        """
+        length, device = keys.shape[1], keys.device
         self._check_length(max(length, num_queries))
-        masks, device = [], self.v_proj.weight.device
-        if attention_mask is not None:
-            mask = attention_mask.bool()
-            masks.append(mask[:, None] if mask.dim() == 3 else mask[:, None, None])
-            if self.ordered and mask.dim() == 2 and position_ids is None and num_queries == length:
-                position_ids = _real_tokens_first(mask)
-        query_index, key_index = torch.arange(num_queries, device=device), torch.arange(length, device=device)
+        query_positions = torch.arange(num_queries, device=device).unsqueeze(0)
+        key_positions = torch.arange(length, device=device).unsqueeze(0)
+        mask = None
         if self.causal:
-            masks.append((query_index[:, None] >= key_index)[None, None])
-        if position_ids is None or not self.ordered:
-            bias = self.position_bias(max(length, num_queries), grid_size)[None, :, :num_queries, :length]
-        else:
+            mask = (query_positions.mT >= key_positions)[None, None]
+        if attention_mask is not None:
+            visible = attention_mask.bool()
+            if visible.dim() == 2 and self.ordered:
+                key_positions = _real_tokens_first(visible)
+                query_positions = key_positions if num_queries == length else query_positions.expand(len(visible), -1)
+            visible = visible.unsqueeze(1) if visible.dim() == 3 else visible[:, None, None]
+            mask = visible if mask is None else mask & visible
+        if position_ids is not None:
             self._check_length(int(position_ids.max()) + 1)
-            position_ids = position_ids.view(-1, length)
-            bias = self.position_bias_between(position_ids, position_ids)
-        mask = masks[0] if masks else None
-        for other in masks[1:]:
-            mask = mask & other
-        return bias, mask
+            query_positions = key_positions = position_ids
+        return self._bias_table(query_positions, key_positions, grid_size), mask
+
+    def _bias_table(self, query_positions, key_positions, grid_size) -> torch.Tensor:
+        """w for positions (B or 1, T) and (B or 1, T'): (B or 1, h, T, T')."""
+        return self.position_bias_between(query_positions, key_positions)
 
     def _attentions(self, gate, keys, bias, mask) -> torch.Tensor:
         """Eq. 3: (B, d, T, T'), the weight of each value in each output feature, the query's gate included."""
         weights = mixing_weights(self._split_heads(keys), bias, mask)  # (B, h, k, T, T')
         weights = weights.expand(-1, -1, self.hidden_size // self.num_heads, -1, -1).flatten(1, 2)
-        weights = weights.to(keys.dtype)
         return weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights
 
     def _attentions_with_state(self, gate, keys, attention_mask, state: AFTLayerState) -> torch.Tensor:
         """Eq. 3 over all positions since the state was empty: (B, d, T, past + T)."""
         mask = keys.new_ones(keys.shape[:2]) if attention_mask is None else attention_mask
         all_keys, all_mask = state.record(keys, mask.bool())
-        bias, mask = self._table(all_keys.shape[1], all_keys.shape[1], all_mask, None, None)
+        bias, mask = self._table(all_keys.shape[1], all_keys, all_mask, None, None)
         here = slice(-keys.shape[1], None)  # the rows of the new tokens
         return self._attentions(gate, all_keys, bias[..., here, :], mask[..., here, :])
 

@@ -101,7 +101,8 @@ class AFTAlibi(AFTMixer):
         return -self.slopes(lags.device)[:, None, None] * lags.unsqueeze(-3)
 
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
-        own_bias = self.position_bias(CHUNK_SIZE).unsqueeze(1)
+        positions = torch.arange(CHUNK_SIZE, device=keys.device)
+        own_bias = self.position_bias_between(positions, positions).unsqueeze(1)
         return chunked_mixing(keys, values, own_bias, slopes=self.slopes(keys.device))
 
 
@@ -127,6 +128,9 @@ class AFTFull(AFTMixer):
         position_bias_init_std: float = 0.1,
         **options,
     ):
+        if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
+            given = f"{max_positions} and {position_bias_dim}"
+            raise ValueError(f"max_positions and position_bias_dim must be greater than 0, got {given}")
         super().__init__(hidden_size, num_heads=num_heads, **options)
         self.max_positions, self.position_bias_init_std = max_positions, position_bias_init_std
         if position_bias_dim is None:
@@ -268,6 +272,8 @@ class AFTConv(AFTMixer):
             raise ValueError(f"kernel_size must be > 0, and odd unless causal, got {kernel_size} (causal={causal})")
         if selection not in (None, "gumbel"):
             raise ValueError(f'selection must be None or "gumbel", got {selection!r}')
+        if gumbel_temperature <= 0:
+            raise ValueError(f"gumbel_temperature must be greater than 0, got {gumbel_temperature}")
         self.spatial_dims = spatial_dims  # read by `implementations`
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, key_per_head=True, **options)
         self.window, self.selection, self.gumbel_temperature = kernel_size, selection, gumbel_temperature
@@ -325,13 +331,10 @@ class AFTConv(AFTMixer):
             return super().position_bias(seq_len)
         rows, columns = self._grid(seq_len, grid_size)
         # Every offset between two patches of the grid, then a window of that for each patch.
-        reach = (rows - 1, columns - 1)
-        kernel = self.kernel_bias()
-        crop = [max(self.window // 2 - r, 0) for r in reach]  # offsets that this grid does not have
-        kernel = kernel[:, crop[0] : self.window - crop[0], crop[1] : self.window - crop[1]]
-        margins = [r - (k // 2) for r, k in zip(reach, kernel.shape[1:])]
-        padding = (margins[1], margins[1], margins[0], margins[0])
-        offsets = nn.functional.pad(kernel, padding, value=self._outside())  # (h, 2 rows - 1, 2 columns - 1)
+        padding = (columns - 1, columns - 1, rows - 1, rows - 1)
+        offsets = nn.functional.pad(self.kernel_bias(), padding, value=self._outside())
+        centre = self.window // 2
+        offsets = offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
         windows = offsets.unfold(1, rows, 1).unfold(2, columns, 1)  # (h, rows, columns, rows, columns)
         return windows.flip(1, 2).reshape(self.num_heads, rows * columns, rows * columns)
 
@@ -356,10 +359,19 @@ class AFTConv(AFTMixer):
             )
         return grid_size
 
+    def _bias_table(self, query_positions, key_positions, grid_size) -> torch.Tensor:
+        if self.spatial_dims == 1:
+            return super()._bias_table(query_positions, key_positions, grid_size)
+        queries, keys = query_positions.shape[-1], key_positions.shape[-1]
+        return self.position_bias(max(queries, keys), grid_size)[None, :, :queries, :keys]
+
     def _fast_form(self, length: int) -> str:
         if self.selection is not None and not self.training:
             return "indexed"
-        if self.spatial_dims == 2 and self.num_heads * length * length > LARGEST_CONV_TABLE:
+        # An exported program serves all sizes, of which some have no room for a table.
+        if self.spatial_dims == 2 and (
+            torch.compiler.is_exporting() or self.num_heads * length * length > LARGEST_CONV_TABLE
+        ):
             return "convolution"
         return super()._fast_form(length)
 

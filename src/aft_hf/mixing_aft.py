@@ -28,6 +28,9 @@ EMPTY = -1e30
 # Positions per block in the linear-time causal forms, where the window does not ask for more.
 CHUNK_SIZE = 32
 
+# Tokens that an exported causal program without a limit of its own may be given.
+LONGEST_EXPORTED = 2**15
+
 # Below this, a denominator has lost the terms it should hold to underflow (exp(-60)).
 LOST = 1e-26
 
@@ -86,6 +89,9 @@ def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
         value: (..., T', B, c).
         bias: (..., T, T') position biases; None is 0, and then all queries share one sum (T = 1).
     """
+    if bias is not None and bias.shape[-2] == 1:
+        # One query, one maximum over K + w: exact for biases of any span, as those of a long decay are.
+        key, bias = key + bias.mT.unsqueeze(-1).to(key.dtype), None
     key_maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = torch.exp(key - key_maximum)
     weighted = weights * value
@@ -141,7 +147,9 @@ def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:
 def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
     """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
     step = 1
-    while step < sums.maximum.shape[-3]:
+    # The length of an exported program is not known yet, so it is given the levels that the longest text needs.
+    length = LONGEST_EXPORTED // CHUNK_SIZE if torch.compiler.is_exporting() else sums.maximum.shape[-3]
+    while step < length:
         sums = sums.merge(_delayed(sums, step).shifted(-decay * step))
         step *= 2
     return sums
@@ -151,9 +159,7 @@ def _delayed(sums: ScaledSums, steps: int) -> ScaledSums:
     """`sums` moved `steps` positions later along T; nothing comes in at the start."""
 
     def delay(x: torch.Tensor, fill: float) -> torch.Tensor:
-        length = x.shape[-3]
-        kept = x.narrow(-3, 0, max(length - steps, 0))
-        return torch.cat([x.new_full((*x.shape[:-3], length - kept.shape[-3], *x.shape[-2:]), fill), kept], -3)
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, steps, 0), value=fill).narrow(-3, 0, x.shape[-3])
 
     return ScaledSums(delay(sums.numerator, 0.0), delay(sums.denominator, 0.0), delay(sums.maximum, EMPTY))
 
@@ -359,16 +365,16 @@ def convolution_mixing(
     features = features.movedim(-1, 1).unflatten(-1, grid_size)  # (B, c + 1, h, rows, columns)
 
     near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
-    something_outside = size // 2 < max(grid_size) - 1
     # Both parts relative to the largest bias: that of the kernel, or the 0 outside of it if there is an outside.
+    covered = near_row.all() & near_column.all()
     maximum = kernel.detach().amax((-2, -1), keepdim=True)
-    maximum = maximum.clamp_min(0.0) if something_outside else maximum
-    sums = torch.nn.functional.conv2d(
-        features.flatten(0, 1), torch.exp(kernel - maximum).unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
-    ).view_as(features)
-    if something_outside:
-        outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
-        sums = sums + outside * torch.exp(-maximum)
+    maximum = torch.where(covered, maximum, maximum.clamp_min(0.0))
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # TF32 has 10 bits where float32 is promised
+        inside = torch.nn.functional.conv2d(
+            features.flatten(0, 1), torch.exp(kernel - maximum).unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
+        ).view_as(features)
+    outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
+    sums = inside + outside * torch.exp(-maximum.clamp_min(0.0))
     sums = sums.flatten(-2).movedim(1, -1)  # (B, h, T, c + 1)
     numerator, denominator = sums.split([value.shape[-1], 1], -1)
     return ScaledSums(numerator, denominator, denominator).average().to(dtype)

@@ -292,7 +292,14 @@ class AFTModel(AFTPreTrainedModel):
         Raises:
             ValueError: inputs of another modality or shape, or longer than the learned positions.
         """
-        kwargs["output_attentions"] = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        asked = kwargs.get("output_attentions")
+        kwargs["output_attentions"] = bool(self.config.output_attentions if asked is None else asked)
+        if kwargs.pop("position_ids", None) is not None:
+            raise ValueError("position_ids are not taken: positions follow from the attention_mask, so mask padding")
+        if self.is_text and pixel_values is not None:
+            raise ValueError('pixel_values need a model with modality="image", got modality="text"')
+        if not self.is_text and (input_ids is not None or inputs_embeds is not None):
+            raise ValueError('input_ids and inputs_embeds need a model with modality="text", got modality="image"')
         if self.is_text:
             use_cache = use_cache and not self.training
             return self._forward_text(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
@@ -300,7 +307,8 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError('a model with modality="image" needs pixel_values')
         hidden_states, grid_size = self.embeddings(pixel_values.to(self.embeddings.patch_embeddings.weight.dtype))
         hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
-        pooled = hidden_states[:, 0] if self.config.pooling == "cls" else hidden_states.mean(1)
+        patches = hidden_states[:, int(self.config.use_cls_token) :]
+        pooled = hidden_states[:, 0] if self.config.pooling == "cls" else patches.mean(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _forward_text(
@@ -346,7 +354,8 @@ class AFTModel(AFTPreTrainedModel):
         """Eq. 9 summed over layers (nats); None unless `position_bias_entropy_weight` asks for it."""
         if self.config.position_bias_entropy_weight == 0:
             return None
-        return sum(layer.mixer.position_bias_entropy() for layer in self.layers if isinstance(layer.mixer, AFTConv))
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AFTConv)]
+        return sum(mixer.position_bias_entropy().to(self.layernorm.weight.device) for mixer in mixers)
 
 
 def _mask_of_new_tokens(mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past: int) -> torch.Tensor | None:
@@ -365,7 +374,7 @@ def _mask_of_new_tokens(mask: torch.Tensor | None, inputs_embeds: torch.Tensor, 
 @dataclass
 class AFTCausalLMOutput(CausalLMOutputWithPast):
     r"""
-    position_bias_entropy (`torch.Tensor` of shape `(1,)`, *optional*):
+    position_bias_entropy (`torch.Tensor` of shape `()`, *optional*):
         Entropy of the position biases (Eq. 9, nats), which `loss` includes with `position_bias_entropy_weight`.
     """
 
@@ -375,7 +384,7 @@ class AFTCausalLMOutput(CausalLMOutputWithPast):
 @dataclass
 class AFTImageClassifierOutput(ImageClassifierOutput):
     r"""
-    position_bias_entropy (`torch.Tensor` of shape `(1,)`, *optional*):
+    position_bias_entropy (`torch.Tensor` of shape `()`, *optional*):
         Entropy of the position biases (Eq. 9, nats), which `loss` includes with `position_bias_entropy_weight`.
     """
 
@@ -427,7 +436,8 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         entropy, loss = self.aft.position_bias_entropy(), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = _with_entropy(loss, entropy, self.config)
+            targets = (labels[..., 1:] != -100).sum()
+            loss = _with_entropy(loss, entropy, self.config, targets, kwargs.get("num_items_in_batch"))
         return AFTCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -475,7 +485,7 @@ class AFTForImageClassification(AFTPreTrainedModel):
         entropy, loss = self.aft.position_bias_entropy(), None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config, **kwargs)
-            loss = _with_entropy(loss, entropy, self.config)
+            loss = _with_entropy(loss, entropy, self.config, len(labels), kwargs.get("num_items_in_batch"))
         return AFTImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -490,9 +500,22 @@ def _require_modality(model: PreTrainedModel, config: AFTConfig, modality: str) 
         raise ValueError(f'{type(model).__name__} needs a config with modality="{modality}", got "{config.modality}"')
 
 
-def _with_entropy(loss: torch.Tensor, entropy: torch.Tensor | None, config: AFTConfig) -> torch.Tensor:
-    """Eq. 9: the entropy of the position biases added to the loss of the task."""
-    return loss if entropy is None else loss + config.position_bias_entropy_weight * entropy
+def _with_entropy(
+    loss: torch.Tensor,
+    entropy: torch.Tensor | None,
+    config: AFTConfig,
+    targets: int | torch.Tensor,
+    targets_of_step: int | torch.Tensor | None,
+) -> torch.Tensor:
+    """Eq. 9: the entropy of the position biases added to the loss of the task.
+
+    Where the loss is one of several that a step adds up, as in gradient accumulation, so is the entropy: by its share
+    `targets` / `targets_of_step`.
+    """
+    if entropy is None:
+        return loss
+    share = 1.0 if targets_of_step is None else targets / targets_of_step
+    return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
 
 
 __all__ = ["AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]

@@ -186,6 +186,24 @@ def damage_config(path):
     (path / "config.json").write_text("{")
 
 
+def damage_config_type(path):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+
+
+def damage_index(path):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text("[]")
+
+
+def damage_processor(path):
+    (path / "preprocessor_config.json").write_text("{bad")
+
+
+def damage_processor_type(path):
+    (path / "preprocessor_config.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -195,6 +213,10 @@ def damage_config(path):
         (damage_extra_tensor, "lambda1"),
         (damage_wrong_shape, r"\(24, 41\)"),
         (damage_config, "config.json"),
+        (damage_config_type, "config.json"),
+        (damage_index, "weights"),
+        (damage_processor, "preprocessor_config.json"),
+        (damage_processor_type, "preprocessor_config.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_clear_error_and_nothing_is_written(vit, tmp_path, damage, message):
@@ -224,6 +246,7 @@ def test_a_missing_directory_is_said_so(tmp_path):
         ({"kernel_size": 9}, "conv_kernel_size=9"),  # a 4 x 4 grid has offsets for 7
         ({"num_heads": 5}, "num_heads=5"),
         ({"image_size": 33}, "image_size=33"),
+        ({"image_size": 0}, "image_size"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):
@@ -232,13 +255,44 @@ def test_sizes_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, me
     assert not (tmp_path / "aft").exists()
 
 
-def test_a_directory_with_something_in_it_is_kept_unless_told_otherwise(vit, tmp_path):
+def test_a_directory_with_something_in_it_is_kept(vit, tmp_path):
     target = tmp_path / "aft"
     target.mkdir()
     (target / "precious.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ConversionError, match="not empty" if not overwrite else "earlier conversion"):
+            save_converted(vit, target, overwrite=overwrite, **OPTIONS)
+    assert [path.name for path in target.iterdir()] == ["precious.txt"]
+
+
+def test_an_earlier_conversion_is_replaced_when_told_to(vit, tmp_path):
+    target = tmp_path / "aft"
+    save_converted(vit, target, **OPTIONS)
+    (target / "stale.txt").write_text("old")
     with pytest.raises(ConversionError, match="not empty"):
         save_converted(vit, target, **OPTIONS)
-    assert (target / "precious.txt").read_text() == "mine"
-    save_converted(vit, target, overwrite=True, **OPTIONS)
-    assert (target / "model.safetensors").exists()
-    assert not (target / "precious.txt").exists()
+    save_converted(vit, target, overwrite=True, kernel_size=5, num_heads=4)
+    assert AutoModelForImageClassification.from_pretrained(target).config.conv_kernel_size == 5
+    assert not (target / "stale.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aft", "vit"]
+
+
+@pytest.mark.parametrize("target", ["vit", "."])
+def test_the_source_is_never_written_over(vit, tmp_path, target):
+    before = sorted(path.name for path in vit.iterdir())
+    with pytest.raises(ConversionError, match="holds the source"):
+        save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
+    assert sorted(path.name for path in vit.iterdir()) == before
+
+
+def test_the_working_directory_is_never_replaced(vit, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConversionError, match="working directory"):
+        save_converted(vit, ".", **OPTIONS)
+
+
+def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConversionError, match="cannot be written"):
+        save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)

@@ -25,7 +25,7 @@ def plot_position_biases(model: AFTPreTrainedModel, path: str | os.PathLike, *, 
     layers = getattr(model, model.base_model_prefix, model).layers
     maps = [_maps(layer.mixer, model.config.max_positions)[:max_heads].float().cpu() for layer in layers]
     columns = max(len(heads) for heads in maps)
-    limit = max(float(heads.abs().max()) for heads in maps) or 1.0
+    limit = max(float(heads.abs().nan_to_num(posinf=0.0).max()) for heads in maps) or 1.0
     figure, axes = plt.subplots(
         len(maps), columns, figsize=(1.1 * columns + 1.2, 1.1 * len(maps) + 0.6), squeeze=False, layout="constrained"
     )

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -43,7 +42,7 @@ DROPPED = {
     r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
     r"embeddings\.mask_token": "for pre-training only",
     r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "the paper does not transfer it",
-    r"pooler\.dense\.(weight|bias)": "for pre-training only",
+    r"pooler\.dense\.(weight|bias)": "the classifier does not use it",
 }
 
 
@@ -117,32 +116,45 @@ def save_converted(
     Args:
         source: as for `convert_deit`.
         directory: where to write; must not exist or be empty.
-        overwrite: replace what is in `directory`.
+        overwrite: replace an earlier conversion in `directory`.
         **options: the other arguments of `convert_deit`.
 
     Raises:
-        ConversionError: as `convert_deit`, or `directory` is not empty or cannot be written.
+        ConversionError: as `convert_deit`, or `directory` holds something else or cannot be written.
     """
-    directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise ConversionError(f"{directory}: is a file; give a directory")
-    if directory.exists() and any(directory.iterdir()) and not overwrite:
-        raise ConversionError(f"{directory}: is not empty; give another directory, or --overwrite")
+    directory = Path(directory).resolve()
+    _check_target(directory, source, overwrite)
     checkpoint = read_source(source)
     model, report = convert_deit(checkpoint, **options)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
-            finished = Path(aside) / "finished"
+            finished, replaced = Path(aside) / "finished", Path(aside) / "replaced"
             model.save_pretrained(finished)
             _image_processor(checkpoint, model.config).save_pretrained(finished)
             (finished / REPORT_NAME).write_text(report.to_json() + "\n")
             if directory.exists():
-                shutil.rmtree(directory)
+                directory.rename(replaced)
             finished.rename(directory)
     except OSError as error:
         raise ConversionError(f"{directory}: cannot be written ({error.strerror or error})") from error
     return model, report
+
+
+def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -> None:
+    """Refuse to write over anything but an earlier conversion that the user wants to be replaced."""
+    if directory.exists() and not directory.is_dir():
+        raise ConversionError(f"{directory}: is a file; give a directory")
+    for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
+        if path.exists() and path.is_relative_to(directory):
+            raise ConversionError(f"{directory}: holds {name}; give another directory")
+    if directory.exists() and any(directory.iterdir()):
+        if not overwrite:
+            raise ConversionError(f"{directory}: is not empty; give another directory, or ask to overwrite it")
+        if not (directory / REPORT_NAME).exists():
+            raise ConversionError(
+                f"{directory}: only an earlier conversion is overwritten, and there is no {REPORT_NAME} in it"
+            )
 
 
 def _copies(
@@ -185,7 +197,7 @@ def _target_config(
         aft_type="conv",
         conv_kernel_size=kernel_size,
         num_heads=num_heads,
-        image_size=image_size or source.image_size,
+        image_size=source.image_size if image_size is None else image_size,
         patch_size=source.patch_size,
         num_channels=source.num_channels,
         hidden_size=source.hidden_size,

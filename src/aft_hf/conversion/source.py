@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 from transformers.image_processing_utils import BaseImageProcessor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import IMAGE_PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 
 MODEL_TYPES = ("vit", "deit")
+
+# What the library raises for files that are missing, damaged, or JSON of another shape.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
 class ConversionError(ValueError):
@@ -50,7 +54,7 @@ def read_source(source: str | os.PathLike) -> VisionTransformerSource:
 def _read_config(name: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise ConversionError(f"{name}: no readable config.json ({_first_line(error)})") from error
     if config.model_type not in MODEL_TYPES:
         raise ConversionError(
@@ -81,16 +85,19 @@ def _weight_files(name: str) -> list[str]:
         if index is not None:
             shards = json.loads(Path(index).read_text())["weight_map"].values()
             return [cached_file(name, shard) for shard in sorted(set(shards))]
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise ConversionError(f"{name}: its weights cannot be read ({_first_line(error)})") from error
     raise ConversionError(f"{name}: no {SAFE_WEIGHTS_NAME} in it")
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:
+    """The checkpoint's own; None where it has none. One that cannot be read is an error: means and sizes matter."""
+    if cached_file(name, IMAGE_PROCESSOR_NAME, _raise_exceptions_for_missing_entries=False) is None:
+        return None
     try:
         return AutoImageProcessor.from_pretrained(name)
-    except (OSError, ValueError):
-        return None
+    except UNREADABLE as error:
+        raise ConversionError(f"{name}: no readable {IMAGE_PROCESSOR_NAME} ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:

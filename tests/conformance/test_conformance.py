@@ -1,0 +1,159 @@
+"""The common model tests of transformers on AFT models of every type: `make conformance`.
+
+docs/conformance.md tells what is skipped, and why.
+"""
+
+import unittest
+
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers_tests.generation.test_utils import GenerationTesterMixin
+from transformers_tests.test_modeling_common import (
+    ModelTesterMixin,
+    floats_tensor,
+    ids_tensor,
+    random_attention_mask,
+)
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
+
+
+# The common tests tell by these names which class takes which labels and which is a backbone. What is registered from
+# outside the library does not stand there, and training, gradient checkpointing and more would pass it over.
+modeling_auto.MODEL_MAPPING_NAMES["aft"] = "AFTModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["aft"] = "AFTForCausalLM"
+modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForImageClassification"
+
+
+class AFTModelTester:
+    """Tiny models of one type, and inputs for them. The names are those that the common tests ask for."""
+
+    is_training = True
+    batch_size = 5
+    hidden_size = 32
+    num_hidden_layers = 2
+    num_attention_heads = hidden_size  # the implicit attention (Eq. 3) is one map for each feature
+    options = {"intermediate_size": 37, "num_heads": 4, "position_bias_dim": 8, "initializer_range": 0.02}
+
+    def __init__(self, parent, aft_type):
+        self.parent, self.aft_type = parent, aft_type
+
+    def get_config(self):
+        sizes = {"hidden_size": self.hidden_size, "num_hidden_layers": self.num_hidden_layers}
+        return AFTConfig(aft_type=self.aft_type, **sizes, **self.options)
+
+
+class AFTTextModelTester(AFTModelTester):
+    seq_length = 7
+    vocab_size = 99
+    options = AFTModelTester.options | {
+        "modality": "text",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 64,
+        "local_window_size": 3,
+        "conv_kernel_size": 4,
+        "bos_token_id": vocab_size - 1,
+        "eos_token_id": vocab_size - 1,
+        "pad_token_id": vocab_size - 1,
+    }
+
+    def prepare_config_and_inputs_for_common(self):
+        size = [self.batch_size, self.seq_length]
+        inputs = {"input_ids": ids_tensor(size, self.vocab_size), "attention_mask": random_attention_mask(size)}
+        return self.get_config(), inputs
+
+
+class AFTImageModelTester(AFTModelTester):
+    image_size, patch_size, num_channels = 30, 6, 3
+    options = AFTModelTester.options | {
+        "modality": "image",
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "num_channels": num_channels,
+        "local_window_size": 4,
+        "conv_kernel_size": 3,
+        "num_labels": 10,
+    }
+
+    @property
+    def seq_length(self):
+        return self.get_config().max_positions
+
+    def prepare_config_and_inputs_for_common(self):
+        size = [self.batch_size, self.num_channels, self.image_size, self.image_size]
+        return self.get_config(), {"pixel_values": floats_tensor(size)}
+
+
+class AFTTests(ModelTesterMixin):
+    """What text and images share."""
+
+    aft_type = None
+    test_can_init_all_missing_weights_before_2023 = True  # read from copyright lines, which our files do not have
+
+    def setUp(self):
+        self.model_tester = self.model_tester_class(self, self.aft_type)
+
+
+class TextTests(AFTTests, GenerationTesterMixin):
+    all_model_classes = (AFTModel, AFTForCausalLM)
+    model_tester_class = AFTTextModelTester
+
+
+class ImageTests(AFTTests):
+    all_model_classes = (AFTModel, AFTForImageClassification)
+    model_tester_class = AFTImageModelTester
+    test_resize_embeddings = False  # of tokens, as for every image model of the library
+
+    @unittest.skip("an image model embeds patches and takes no inputs_embeds, as the ViT of the library")
+    def test_inputs_embeds(self):
+        pass
+
+    @unittest.skip("an image model embeds patches and takes no inputs_embeds, as the ViT of the library")
+    def test_inputs_embeds_matches_input_ids(self):
+        pass
+
+    def test_model_get_set_embeddings(self):
+        """The common test wants an embedding of tokens. Patches are embedded by a convolution, as in a ViT."""
+        for model_class in self.all_model_classes:
+            model = model_class(self.model_tester.get_config())
+            self.assertIsInstance(model.get_input_embeddings(), nn.Conv2d)
+            other = nn.Conv2d(1, 1, 1)
+            model.set_input_embeddings(other)
+            self.assertIs(model.get_input_embeddings(), other)
+            self.assertIsNone(model.get_output_embeddings())
+
+
+class TextFullTest(TextTests, unittest.TestCase):
+    aft_type = "full"
+
+
+class TextLocalTest(TextTests, unittest.TestCase):
+    aft_type = "local"
+
+
+class TextSimpleTest(TextTests, unittest.TestCase):
+    aft_type = "simple"
+
+
+class TextConvTest(TextTests, unittest.TestCase):
+    aft_type = "conv"
+
+
+class TextAlibiTest(TextTests, unittest.TestCase):
+    aft_type = "alibi"
+
+
+class ImageFullTest(ImageTests, unittest.TestCase):
+    aft_type = "full"
+
+
+class ImageLocalTest(ImageTests, unittest.TestCase):
+    aft_type = "local"
+
+
+class ImageSimpleTest(ImageTests, unittest.TestCase):
+    aft_type = "simple"
+
+
+class ImageConvTest(ImageTests, unittest.TestCase):
+    aft_type = "conv"

@@ -1,0 +1,30 @@
+"""The quickstart with a source of the user's own (without one it is what `make quickstart` and CI run)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import DeiTConfig, DeiTForImageClassification
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
+
+
+def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path):
+    config = DeiTConfig(
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=64,
+        num_labels=1000,
+    )
+    DeiTForImageClassification(config).save_pretrained(tmp_path / "deit")
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "image", "--short", "--source", tmp_path / "deit", "--out", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "80 px" in done.stdout and "as before" in " ".join(done.stdout.split())
+    assert (tmp_path / "out" / "position_biases.png").stat().st_size > 0
