@@ -291,7 +291,7 @@ def chunked_mixing(
     key, value = (x.unflatten(1, (-1, chunk_size)) for x in _pad_to_multiple(key, value, chunk_size))
     chunks = key.shape[1]
     sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
-    if chunks > 1:
+    if torch.compiler.is_exporting() or chunks > 1:
         decay = 0.0 if slopes is None else slopes.to(key.dtype).view(-1, 1, 1, 1)
         if slopes is None:
             totals = block_sums(key, value)  # (h, n, 1, B, c)
