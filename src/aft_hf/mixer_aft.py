@@ -331,8 +331,7 @@ class AFTMixer(nn.Module):
         length = keys.shape[-2]
         # Wide enough that what lies two chunks back is outside the window of every query.
         size = power_of_two_from(max(self.window - 1, CHUNK_SIZE))
-        if not torch.compiler.is_exporting():  # an exported program serves all lengths
-            size = min(size, power_of_two_from(length))
+        size = min(size, power_of_two_from(length))
         bias = self._chunk_bias(-(-length // size), size, keys.device)
         if not self.global_connectivity:
             return windowed_mixing(keys, values, bias, chunk_size=size)

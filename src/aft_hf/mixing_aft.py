@@ -28,9 +28,6 @@ EMPTY = -1e30
 # Positions per block in the linear-time causal forms, where the window does not ask for more.
 CHUNK_SIZE = 32
 
-# Tokens that an exported causal program without a limit of its own may be given.
-LONGEST_EXPORTED = 2**15
-
 # Below this, a denominator has lost the terms it should hold to underflow (exp(-60)).
 LOST = 1e-26
 
@@ -147,9 +144,7 @@ def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:
 def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
     """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
     step = 1
-    # The length of an exported program is not known yet, so it is given the levels that the longest text needs.
-    length = LONGEST_EXPORTED // CHUNK_SIZE if torch.compiler.is_exporting() else sums.maximum.shape[-3]
-    while step < length:
+    while step < sums.maximum.shape[-3]:
         sums = sums.merge(_delayed(sums, step).shifted(-decay * step))
         step *= 2
     return sums
@@ -291,7 +286,7 @@ def chunked_mixing(
     key, value = (x.unflatten(1, (-1, chunk_size)) for x in _pad_to_multiple(key, value, chunk_size))
     chunks = key.shape[1]
     sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
-    if torch.compiler.is_exporting() or chunks > 1:
+    if chunks > 1:
         decay = 0.0 if slopes is None else slopes.to(key.dtype).view(-1, 1, 1, 1)
         if slopes is None:
             totals = block_sums(key, value)  # (h, n, 1, B, c)
