@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf import AFTConfig, AFTConv, AFTForCausalLM, AFTForImageClassification
 
 
 TYPES = ["full", "local", "simple", "conv", "alibi"]
@@ -45,6 +45,13 @@ def test_forward_and_training_step_compile_as_one_graph(aft_type):
     compiled(model)(ids, labels=ids).loss.backward()
     for gradient, parameter in zip(expected, [p for p in model.parameters() if p.grad is not None]):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "convolution"])
+@torch.no_grad()
+def test_both_forms_of_aft_conv_on_a_grid_compile_as_one_graph(implementation):
+    mixer, hidden = AFTConv(12, 3, 5, implementation=implementation).eval(), torch.randn(2, 36, 12)
+    torch.testing.assert_close(compiled(mixer)(hidden), mixer(hidden))
 
 
 @pytest.mark.parametrize("aft_type", TYPES)

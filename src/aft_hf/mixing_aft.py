@@ -364,10 +364,9 @@ def convolution_mixing(
     covered = near_row.all() & near_column.all()
     maximum = kernel.detach().amax((-2, -1), keepdim=True)
     maximum = torch.where(covered, maximum, maximum.clamp_min(0.0))
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # TF32 has 10 bits where float32 is promised
-        inside = torch.nn.functional.conv2d(
-            features.flatten(0, 1), torch.exp(kernel - maximum).unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
-        ).view_as(features)
+    inside = torch.nn.functional.conv2d(
+        features.flatten(0, 1), torch.exp(kernel - maximum).unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
+    ).view_as(features)
     outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
     sums = inside + outside * torch.exp(-maximum.clamp_min(0.0))
     sums = sums.flatten(-2).movedim(1, -1)  # (B, h, T, c + 1)
