@@ -7,7 +7,7 @@ a position bias of its own: nothing for `simple` and `alibi`, the window for `lo
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import EMPTY, ScaledSums, block_sums
+from .mixing_aft import EMPTY, ScaledSums, block_sums, fold, unfold
 
 
 class AFTLayerState(CacheLayerMixin):
@@ -113,6 +113,13 @@ class AFTLayerState(CacheLayerMixin):
         self.cumulative_length += length
         return self.keys, self.values
 
+    def tokens_after(self, length: int, limit: int) -> int:
+        """How many tokens the longest row has after `length` more, to compare with a table of `limit` positions."""
+        tokens = self.cumulative_length + length
+        if tokens > limit and self.padded:
+            tokens = int(self.seen.max()) + length  # padding takes no room in a table
+        return tokens
+
     def check_batch_size(self, batch_size: int) -> None:
         """Raise where the state is of another batch."""
         if self.is_initialized and self.seen.shape[0] != batch_size:
@@ -185,16 +192,6 @@ class AFTCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the state holds."""
         return sum(layer.nbytes() for layer in self.layers)
-
-
-def fold(x: torch.Tensor) -> torch.Tensor:
-    """(B, h, T, c) -> (B h, T, 1, c): each row of the batch with position biases of its own."""
-    return x.flatten(0, 1).unsqueeze(2)
-
-
-def unfold(x: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """(B h, T, 1, c) -> (B, h, T, c)."""
-    return x.squeeze(2).unflatten(0, (batch_size, -1))
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -5,19 +5,21 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
-from .caching_aft import AFTLayerState, fold, unfold
+from .caching_aft import AFTLayerState
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
     block_sums,
     chunked_mixing,
     dense_mixing,
+    fold,
     masked_mixing,
     mixing_weights,
     pad_to_power_of_two,
     power_of_two_from,
     reference_mixing,
     triangle_sums,
+    unfold,
     windowed_mixing,
     working_dtype,
 )
@@ -299,8 +301,6 @@ class AFTMixer(nn.Module):
 
     def _check_room(self, length: int, state: AFTLayerState) -> None:
         """Raise where `length` more tokens would not fit into a learned table."""
-        if state.cumulative_length == 0:
-            self._check_length(length)
 
     # --------------------------------------------------------------------------------------------------- the forms
 

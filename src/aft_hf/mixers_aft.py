@@ -171,10 +171,7 @@ class AFTFull(AFTMixer):
         return widen(self.position_bias_table[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
 
     def _check_room(self, length: int, state: AFTLayerState) -> None:
-        longest = state.cumulative_length + length
-        if longest > self.max_positions and state.padded:
-            longest = int(state.seen.max()) + length  # padding takes no room in the table
-        self._check_length(longest)
+        self._check_length(state.tokens_after(length, self.max_positions))
 
     def _check_length(self, length: int) -> None:
         if length > self.max_positions:

@@ -183,13 +183,13 @@ def reference_mixing(
     dtype, work = value.dtype, working_dtype(value)
     key, value = key.to(work), value.to(work)
     weights = (
-        _query_weights(key, None if position_bias is None else position_bias[..., t, :], mask_row(mask, t))
+        _query_weights(key, None if position_bias is None else position_bias[..., t, :], _mask_row(mask, t))
         for t in range(key.shape[-2] if position_bias is None else position_bias.shape[-2])
     )
     return torch.stack([(w * value).sum(-2) for w in weights], -2).to(dtype)
 
 
-def mask_row(mask: torch.Tensor | None, t: int) -> torch.Tensor | None:
+def _mask_row(mask: torch.Tensor | None, t: int) -> torch.Tensor | None:
     """What query `t` sees: row t of a (..., T, T') mask, or its only row."""
     return None if mask is None else mask[..., t if mask.shape[-2] > 1 else 0, :]
 
@@ -199,8 +199,13 @@ def _query_weights(key: torch.Tensor, bias: torch.Tensor | None, mask: torch.Ten
     logits = key if bias is None else key + bias.unsqueeze(-1).to(key.dtype)
     if mask is not None:
         logits = logits.masked_fill(~mask.unsqueeze(-1), -math.inf)
-    nothing = (logits == -math.inf).all(-2, keepdim=True)
-    return torch.softmax(logits.masked_fill(nothing, 0.0), -2).masked_fill(nothing, 0.0)
+    return _softmax(logits, -2)
+
+
+def _softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax that gives 0, in value and gradient, where all of `dim` is hidden (-inf)."""
+    nothing = (logits == -math.inf).all(dim, keepdim=True)
+    return torch.softmax(logits.masked_fill(nothing, 0.0), dim).masked_fill(nothing, 0.0)
 
 
 def mixing_weights(
@@ -214,8 +219,7 @@ def mixing_weights(
     logits = key if position_bias is None else key + position_bias.to(key.dtype).unsqueeze(-3)
     if mask is not None:
         logits = logits.masked_fill(~mask.unsqueeze(-3), -math.inf)
-    nothing = (logits == -math.inf).all(-1, keepdim=True)
-    return torch.softmax(logits.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
+    return _softmax(logits, -1)
 
 
 def dense_mixing(
@@ -231,11 +235,12 @@ def dense_mixing(
     """
     key, value, restore = _to_working_layout(key, value)
     if not causal:
-        return restore(block_sums(key, value, position_bias).average().expand(_with_length(value, position_bias)))
+        queries = key.shape[1] if position_bias is None else position_bias.shape[-2]
+        return restore(block_sums(key, value, position_bias).average().expand(-1, queries, -1, -1))
     length = key.shape[-3]
     size = power_of_two_from(min(length, 4 * CHUNK_SIZE))
-    key, value = _pad_to_multiple(key, value, size)
-    padding = key.shape[-3] - length
+    padding = -length % size
+    key, value = _pad(key, value, padding)
     bias = torch.nn.functional.pad(position_bias, (0, padding, 0, padding))
 
     def triangle(start: int, stop: int) -> ScaledSums:
@@ -250,12 +255,6 @@ def dense_mixing(
         return ScaledSums(*(torch.cat(pair, -3) for pair in zip(left, right)))
 
     return restore(triangle(0, key.shape[-3] // size).average()[:, :length])
-
-
-def _with_length(value: torch.Tensor, position_bias: torch.Tensor | None) -> tuple[int, ...]:
-    """The shape of `value` (h, T', B, c) with the number of queries in place of the number of keys."""
-    queries = value.shape[1] if position_bias is None else position_bias.shape[-2]
-    return (value.shape[0], queries, *value.shape[2:])
 
 
 def chunked_mixing(
@@ -283,7 +282,7 @@ def chunked_mixing(
     """
     key, value, restore = _to_working_layout(key, value)
     length = key.shape[-3]
-    key, value = (x.unflatten(1, (-1, chunk_size)) for x in _pad_to_multiple(key, value, chunk_size))
+    key, value = (x.unflatten(1, (-1, chunk_size)) for x in _pad(key, value, -length % chunk_size))
     chunks = key.shape[1]
     sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
     if chunks > 1:
@@ -453,6 +452,16 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     return x.to(working_dtype(x))
 
 
+def fold(x: torch.Tensor) -> torch.Tensor:
+    """(B, h, T, c) -> (B h, T, 1, c): each row of the batch with position biases of its own."""
+    return x.flatten(0, 1).unsqueeze(2)
+
+
+def unfold(x: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """(B h, T, 1, c) -> (B, h, T, c)."""
+    return x.squeeze(2).unflatten(0, (batch_size, -1))
+
+
 class _Restore:
     """Undoes `_to_working_layout`: back to (B, h, T, c) and to the dtype that came in."""
 
@@ -460,7 +469,7 @@ class _Restore:
         self.batch_size, self.dtype, self.folded = batch_size, dtype, folded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.squeeze(2).unflatten(0, (self.batch_size, -1)) if self.folded else x.permute(2, 0, 1, 3)
+        x = unfold(x, self.batch_size) if self.folded else x.permute(2, 0, 1, 3)
         return x if x.dtype == torch.bool else x.to(self.dtype)
 
 
@@ -469,13 +478,12 @@ def _to_working_layout(key: torch.Tensor, value: torch.Tensor, *, fold_batch: bo
     restore = _Restore(value.shape[0], value.dtype, fold_batch)
     work = working_dtype(value)
     if fold_batch:
-        return *(x.to(work).flatten(0, 1).unsqueeze(2) for x in (key, value)), restore
+        return *(fold(x.to(work)) for x in (key, value)), restore
     return *(x.to(work).permute(1, 2, 0, 3).contiguous() for x in (key, value)), restore
 
 
-def _pad_to_multiple(key: torch.Tensor, value: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h, T, B, c) with masked positions appended until `size` divides T."""
-    padding = -key.shape[1] % size
+def _pad(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., T, B, c) with `padding` masked positions appended."""
     pad = (0, 0, 0, 0, 0, padding)
     return torch.nn.functional.pad(key, pad, value=-math.inf), torch.nn.functional.pad(value, pad)
 
@@ -485,12 +493,7 @@ def pad_to_power_of_two(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(..., T, B, c) and biases (..., T, T) with masked positions appended until T is a power of two."""
     padding = power_of_two_from(key.shape[-3]) - key.shape[-3]
-    pad = (0, 0, 0, 0, 0, padding)
-    return (
-        torch.nn.functional.pad(key, pad, value=-math.inf),
-        torch.nn.functional.pad(value, pad),
-        torch.nn.functional.pad(bias, (0, padding, 0, padding)),
-    )
+    return *_pad(key, value, padding), torch.nn.functional.pad(bias, (0, padding, 0, padding))
 
 
 def power_of_two_from(number: int) -> int:

@@ -56,9 +56,7 @@ class AFTTextEmbeddings(nn.Module):
         length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
         start, longest = 0, length
         if state is not None and state.is_initialized:
-            start, longest = state.seen[:, None], state.cumulative_length + length
-            if longest > limit and state.padded:
-                longest = int(state.seen.max()) + length
+            start, longest = state.seen[:, None], state.tokens_after(length, limit)
         if longest > limit:
             raise ValueError(f"a text of {longest} tokens is longer than max_position_embeddings={limit}")
         if padding_mask is None:
