@@ -1,6 +1,6 @@
-"""torch.compile without graph breaks, and torch.export of image models for any size.
+"""torch.compile without graph breaks, and torch.export and ONNX for any batch, length and image size.
 
-The graphs are run as they were captured ("aot_eager"): what is tested is that there is one, not how fast it is.
+Compiled graphs are run as they were captured ("aot_eager"): what is tested is that there is one, not how fast it is.
 """
 
 import pytest
@@ -13,18 +13,57 @@ from aft_hf import AFTConfig, AFTConv, AFTForCausalLM, AFTForImageClassification
 TYPES = ["full", "local", "simple", "conv", "alibi"]
 
 
-def language_model(aft_type):
+def with_biases(model):
+    """Kernels that do something: they start at 0."""
+    for name, parameter in model.named_parameters():
+        if "kernel" in name:
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+def language_model(aft_type, layers=2, **options):
     config = AFTConfig(
         aft_type=aft_type,
         hidden_size=12,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_heads=3,
         position_bias_dim=4,
         local_window_size=7,
         conv_kernel_size=5,
         max_position_embeddings=80,
+        **options,
     )
-    return AFTForCausalLM(config).eval()
+    return with_biases(AFTForCausalLM(config))
+
+
+def image_model(aft_type):
+    config = AFTConfig(
+        modality="image",
+        aft_type=aft_type,
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_heads=3,
+        position_bias_dim=4,
+        image_size=32,
+        patch_size=4,
+        local_window_size=3,
+        conv_kernel_size=5,
+    )
+    return with_biases(AFTForImageClassification(config))
+
+
+def text_inputs(batch_size, length):
+    """Tokens with padding anywhere."""
+    mask = (torch.rand(batch_size, length) > 0.2).long()
+    return {"input_ids": torch.randint(256, (batch_size, length)), "attention_mask": mask, "use_cache": False}
+
+
+def text_shapes(**length):
+    shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", **length)}
+    return {"input_ids": shape, "attention_mask": shape, "use_cache": None}
+
+
+TEXT_SIZES = [(1, 1), (3, 33), (5, 80), (2, 64)]
 
 
 def compiled(model):
@@ -69,33 +108,79 @@ def test_a_decode_step_compiles_once_for_all_tokens(aft_type):
     assert graphs[1] == graphs[-1] <= 2
 
 
+def assert_export_equals_model(model, inputs, shapes, others):
+    """A program exported for `inputs` must give what the model gives, on inputs of other sizes too."""
+    program = export(model, (), kwargs=inputs, dynamic_shapes=shapes).module()
+    for other in (inputs, *others):
+        torch.testing.assert_close(program(**other).logits, model(**other).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"aft_type": aft_type} for aft_type in TYPES),
+        {"aft_type": ["simple", "full"], "use_position_embeddings": True},
+        {"aft_type": "local", "global_connectivity": False},
+        {"aft_type": "conv", "position_bias_selection": "gumbel"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
 @torch.no_grad()
-def test_an_exported_aft_conv_takes_any_batch_and_image_size():
-    config = AFTConfig(
-        modality="image",
-        aft_type="conv",
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_heads=3,
-        image_size=32,
-        patch_size=4,
-        conv_kernel_size=5,
-    )
-    model = AFTForImageClassification(config).eval()
-    for layer in model.aft.layers:
-        layer.mixer.kernel_scale.normal_()
-    shapes = {
-        0: Dim("batch", min=1, max=64),
-        2: 4 * Dim("rows", min=2, max=512),
-        3: 4 * Dim("columns", min=2, max=512),
-    }
-    program = export(
-        model,
-        (),
-        kwargs={"pixel_values": torch.randn(2, 3, 32, 24)},
-        dynamic_shapes={"pixel_values": shapes},
-        strict=False,
-    ).module()
-    for size in ((1, 3, 64, 16), (5, 3, 8, 100)):
-        pixels = torch.randn(size)
-        torch.testing.assert_close(program(pixel_values=pixels).logits, model(pixels).logits)
+def test_an_exported_language_model_takes_any_batch_and_length(options):
+    model = language_model(**options, layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1)
+    others = [text_inputs(*size) for size in TEXT_SIZES]
+    assert_export_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others)
+
+
+@torch.no_grad()
+def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
+    model, shapes = language_model("alibi", layers=1), text_shapes(min=1, max=8192)
+    assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
+
+
+def image_shapes(aft_type):
+    """Any image for `conv`, the training size for types with tables."""
+    shape = {0: Dim("batch", min=1, max=64)}
+    if aft_type == "conv":
+        shape |= {2: 4 * Dim("rows", min=2, max=512), 3: 4 * Dim("columns", min=2, max=512)}
+    return {"pixel_values": shape}
+
+
+def image_inputs(aft_type):
+    sizes = [(1, 3, 64, 16), (5, 3, 8, 100)] if aft_type == "conv" else [(1, 3, 32, 32), (5, 3, 32, 32)]
+    return [{"pixel_values": torch.randn(size)} for size in sizes]
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv"])
+@torch.no_grad()
+def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(aft_type):
+    example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
+    assert_export_equals_model(image_model(aft_type), example, image_shapes(aft_type), image_inputs(aft_type))
+
+
+def assert_onnx_equals_model(model, inputs, shapes, others, path):
+    runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
+    pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
+    options = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True, "verbose": False}
+    torch.onnx.export(model, (), kwargs=inputs, **options).save(path)
+    session = runtime.InferenceSession(path)
+    for other in (inputs, *others):
+        feed = {name: x.numpy() for name, x in other.items() if isinstance(x, torch.Tensor)}
+        logits = torch.from_numpy(session.run(["logits"], feed)[0])
+        torch.testing.assert_close(logits, model(**other).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("aft_type", TYPES)
+@torch.no_grad()
+def test_onnxruntime_gives_the_logits_of_the_language_model(aft_type, tmp_path):
+    model, others = language_model(aft_type, layers=1), [text_inputs(*size) for size in TEXT_SIZES]
+    path = tmp_path / "model.onnx"
+    assert_onnx_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others, path)
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv"])
+@torch.no_grad()
+def test_onnxruntime_gives_the_logits_of_the_image_model(aft_type, tmp_path):
+    example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
+    shapes, others = image_shapes(aft_type), image_inputs(aft_type)
+    assert_onnx_equals_model(image_model(aft_type), example, shapes, others, tmp_path / "model.onnx")

@@ -11,6 +11,7 @@ from .mixing_aft import (
     ScaledSums,
     block_sums,
     chunked_mixing,
+    count_chunks,
     dense_mixing,
     fold,
     masked_mixing,
@@ -312,6 +313,8 @@ class AFTMixer(nn.Module):
         windows_alone = not self.global_connectivity
         if self.implementation == "reference":
             return "table"
+        if torch.compiler.is_exporting() and "chunked" in self.implementations:
+            return "chunked"  # the form that takes any length without a table as long
         if windows_alone and not (self.causal and self.implementation in ("auto", "chunked")):
             return "table"
         return self._fast_form(length) if self.implementation == "auto" else self.implementation
@@ -331,8 +334,9 @@ class AFTMixer(nn.Module):
         length = keys.shape[-2]
         # Wide enough that what lies two chunks back is outside the window of every query.
         size = power_of_two_from(max(self.window - 1, CHUNK_SIZE))
-        size = min(size, power_of_two_from(length))
-        bias = self._chunk_bias(-(-length // size), size, keys.device)
+        if not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
+            size = min(size, power_of_two_from(length))
+        bias = self._chunk_bias(count_chunks(length, size), size, keys.device)
         if not self.global_connectivity:
             return windowed_mixing(keys, values, bias, chunk_size=size)
         previous_bias, own_bias = bias.split(size, -1)

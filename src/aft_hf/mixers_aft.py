@@ -170,6 +170,16 @@ class AFTFull(AFTMixer):
             return (u @ v.mT).movedim(0, -3)
         return widen(self.position_bias_table[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
 
+    def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
+        if not (self.causal and torch.compiler.is_exporting()):
+            return super()._mix_dense(keys, values, grid_size)
+        # Causal sums are joined from halves of halves: an exported program does so at the one length of the table.
+        padding = self.max_positions - keys.shape[-2]
+        keys = nn.functional.pad(keys, (0, 0, 0, padding), value=-torch.inf)
+        values = nn.functional.pad(values, (0, 0, 0, padding))
+        context = super()._mix_dense(keys, values, grid_size)
+        return nn.functional.pad(context, (0, 0, 0, -padding))
+
     def _check_room(self, length: int, state: AFTLayerState) -> None:
         self._check_length(state.tokens_after(length, self.max_positions))
 

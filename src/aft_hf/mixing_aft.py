@@ -28,6 +28,9 @@ EMPTY = -1e30
 # Positions per block in the linear-time causal forms, where the window does not ask for more.
 CHUNK_SIZE = 32
 
+# An exported program serves all lengths with the operations written out, so there has to be a longest one.
+LONGEST_EXPORTED = 2**17
+
 # Below this, a denominator has lost the terms it should hold to underflow (exp(-60)).
 LOST = 1e-26
 
@@ -143,8 +146,11 @@ def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:
 
 def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
     """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
-    step = 1
-    while step < sums.maximum.shape[-3]:
+    length, step = sums.maximum.shape[-3], 1
+    if torch.compiler.is_exporting():
+        torch._check(length <= LONGEST_EXPORTED)
+        length = LONGEST_EXPORTED
+    while step < length:
         sums = sums.merge(_delayed(sums, step).shifted(-decay * step))
         step *= 2
     return sums
@@ -152,9 +158,11 @@ def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSu
 
 def _delayed(sums: ScaledSums, steps: int) -> ScaledSums:
     """`sums` moved `steps` positions later along T; nothing comes in at the start."""
+    length = sums.maximum.shape[-3]
+    steps = torch.sym_min(steps, length)
 
     def delay(x: torch.Tensor, fill: float) -> torch.Tensor:
-        return torch.nn.functional.pad(x, (0, 0, 0, 0, steps, 0), value=fill).narrow(-3, 0, x.shape[-3])
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, steps, 0), value=fill).narrow(-3, 0, length)
 
     return ScaledSums(delay(sums.numerator, 0.0), delay(sums.denominator, 0.0), delay(sums.maximum, EMPTY))
 
@@ -274,7 +282,7 @@ def chunked_mixing(
     Args:
         key: (B, h, T, k), -inf where a position is masked for all queries.
         value: (B, h, T, c).
-        own_bias: (h, 1 or n, C, C) within each of the n = ceil(T / C) chunks, or None for 0.
+        own_bias: (h, 1 or n, C, C) within each of the n = `count_chunks(T, C)` chunks, or None for 0.
         previous_bias: (h, 1 or n, C, C) from the chunk before each chunk (its first entry is not used), or None when
             what lies before a chunk has no other bias than its distance times `slopes`.
         chunk_size: C, a power of two.
@@ -282,8 +290,9 @@ def chunked_mixing(
     """
     key, value, restore = _to_working_layout(key, value)
     length = key.shape[-3]
-    key, value = (x.unflatten(1, (-1, chunk_size)) for x in _pad(key, value, -length % chunk_size))
-    chunks = key.shape[1]
+    chunks = count_chunks(length, chunk_size)
+    padding = chunks * chunk_size - length
+    key, value = (x.unflatten(1, (-1, chunk_size)) for x in _pad(key, value, padding))
     sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
     if chunks > 1:
         decay = 0.0 if slopes is None else slopes.to(key.dtype).view(-1, 1, 1, 1)
@@ -298,15 +307,16 @@ def chunked_mixing(
         else:
             before = _delayed(totals, 2)
             # The first chunk has none before it. A masked stand-in keeps all chunks in one product.
-            previous_key = torch.cat([torch.full_like(key[:, :1], -math.inf), key[:, :-1]], 1)
-            previous_value = torch.cat([torch.zeros_like(value[:, :1]), value[:, :-1]], 1)
+            one_before = (0, 0, 0, 0, 0, 0, 1, 0)
+            previous_key = torch.nn.functional.pad(key, one_before, value=-math.inf)[:, :chunks]
+            previous_value = torch.nn.functional.pad(value, one_before)[:, :chunks]
             sums = sums.merge(block_sums(previous_key, previous_value, previous_bias))
         before = before.map(lambda x: x.unsqueeze(2))
         if slopes is not None:
             steps = torch.arange(1, chunk_size + 1, device=key.device, dtype=key.dtype).view(-1, 1, 1)
             before = before.shifted(-decay.unsqueeze(1) * steps)
         sums = sums.merge(before)
-    return restore(sums.average().flatten(1, 2)[:, :length])
+    return restore(_unpad(sums.average().flatten(1, 2), padding))
 
 
 def windowed_mixing(
@@ -317,14 +327,14 @@ def windowed_mixing(
     Args:
         key: (B, h, T, k), -inf where a position is masked for all queries.
         value: (B, h, T, c).
-        bias: (h, 1 or n, C, 2 C) from each of the n = ceil(T / C) chunks to the chunk before it and itself, -inf
-            outside the window.
+        bias: (h, 1 or n, C, 2 C) from each of the n = `count_chunks(T, C)` chunks to the chunk before it and itself,
+            -inf outside the window.
         chunk_size: C, with a window that does not reach beyond the chunk before.
     """
     length = key.shape[-2]
-    padding = (0, 0, chunk_size, -length % chunk_size)
-    key = torch.nn.functional.pad(key, padding, value=-math.inf)
-    value = torch.nn.functional.pad(value, padding)
+    padding = count_chunks(length, chunk_size) * chunk_size - length
+    key = torch.nn.functional.pad(key, (0, 0, chunk_size, padding), value=-math.inf)
+    value = torch.nn.functional.pad(value, (0, 0, chunk_size, padding))
     # (B, h, n, 2 C, c): every chunk behind the one before it
     key, value = (x.unfold(2, 2 * chunk_size, chunk_size).transpose(-1, -2) for x in (key, value))
     heads, chunks = key.shape[1:3]
@@ -333,7 +343,7 @@ def windowed_mixing(
     )
     bias = bias.masked_fill(lags < 0, -math.inf).expand(-1, chunks, -1, -1)
     context = masked_mixing(key.flatten(1, 2), value.flatten(1, 2), bias.flatten(0, 1).unsqueeze(0))
-    return context.unflatten(1, (heads, chunks)).flatten(2, 3)[:, :, :length]
+    return _unpad(context.unflatten(1, (heads, chunks)).flatten(2, 3).unsqueeze(-2), padding).squeeze(-2)
 
 
 def convolution_mixing(
@@ -422,6 +432,9 @@ def masked_mixing(key: torch.Tensor, value: torch.Tensor, position_bias: torch.T
         position_bias: (1 or B, h, T, T').
     """
     shared = position_bias.shape[0] == 1
+    if torch.compiler.is_exporting():  # without a look at values: query by query, all at once
+        weights = _query_weights(widen(key).unsqueeze(-3), position_bias, None)  # (B, h, T, T', k)
+        return (weights * widen(value).unsqueeze(-3)).sum(-2).to(value.dtype)
     work_key, work_value, restore = _to_working_layout(key, value, fold_batch=not shared)
     sums = block_sums(work_key, work_value, position_bias.to(work_key.dtype).flatten(0, 1))
     sees_something = ((key > -math.inf).any(-1).unsqueeze(-2) & (position_bias > -math.inf)).any(-1)  # (B, h, T)
@@ -486,6 +499,22 @@ def _pad(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Te
     """(..., T, B, c) with `padding` masked positions appended."""
     pad = (0, 0, 0, 0, 0, padding)
     return torch.nn.functional.pad(key, pad, value=-math.inf), torch.nn.functional.pad(value, pad)
+
+
+def _unpad(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """(..., T, B, c) without the `padding` last positions."""
+    if torch.compiler.is_exporting():  # a slice would have to be proven shorter than x for all lengths
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -padding))
+    return x.narrow(-3, 0, x.shape[-3] - padding)
+
+
+def count_chunks(length: int, chunk_size: int) -> int:
+    """Into how many chunks a sequence is cut, the last one padded.
+
+    An exported program may not depend on whether there is one chunk or more, so there it always has two at least.
+    """
+    more = 2 * chunk_size if torch.compiler.is_exporting() else chunk_size
+    return (length + more - 1) // chunk_size
 
 
 def pad_to_power_of_two(
