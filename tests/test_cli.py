@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
+from aft_hf import AFTConfig
 from aft_hf.conversion import REPORT_NAME
 
 
@@ -32,7 +35,29 @@ def test_convert_writes_a_model_and_says_what_became_of_every_tensor(vit, tmp_pa
     done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 5, "--num-heads", 4)
     assert done.returncode == 0, done.stderr
     assert "copied" in done.stdout and "dropped" in done.stdout and "AFT-conv 5/4" in done.stdout
+    assert "18 copied tensors verified bit for bit" in done.stdout
     assert {"config.json", "model.safetensors", REPORT_NAME} <= {path.name for path in (tmp_path / "aft").iterdir()}
+
+
+def test_convert_takes_another_type_another_size_and_pictures_to_look_at(vit, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for i in range(3):
+        Image.new("RGB", (50, 40), (80 * i, 0, 0)).save(tmp_path / "pictures" / f"{i}.png")
+    sizes = ["--kernel-size", 3, "--num-heads", 4, "--image-size", "32x48"]
+    fit = ["--init", "attention", "--images", tmp_path / "pictures", "--num-images", 2]
+    done = aft_hf("convert", vit, tmp_path / "aft", *sizes, *fit)
+    assert done.returncode == 0, done.stderr
+    assert "3 tensors (0.00 M) fitted" in done.stdout
+    assert "on 2 images" in (tmp_path / "aft" / REPORT_NAME).read_text()
+    assert AFTConfig.from_pretrained(tmp_path / "aft").grid_size == (4, 6)
+
+
+def test_the_script_is_the_command(vit, tmp_path):
+    script = Path(__file__).parents[1] / "scripts" / "convert_deit.py"
+    command = [sys.executable, str(script), str(vit), str(tmp_path / "aft"), "--aft-type", "simple"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert AFTConfig.from_pretrained(tmp_path / "aft").aft_type == "simple"
 
 
 def test_a_bad_source_is_one_line_and_a_nonzero_exit(tmp_path):

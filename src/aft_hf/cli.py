@@ -1,5 +1,6 @@
 """The `aft-hf` command: every sub-command is a thin call into the package."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .conversion import KERNEL_SIZE, NUM_HEADS, save_converted
+from .configuration_aft import AFTConfig
+from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
 
 
 app = typer.Typer(
@@ -25,20 +27,84 @@ def _group() -> None:
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Directory or Hub id of a ViT or DeiT with safetensors weights.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write the AFT-conv to.")],
-    kernel_size: Annotated[int, typer.Option(help="Kernel size s, odd.")] = KERNEL_SIZE,
-    num_heads: Annotated[int, typer.Option(help="Position-bias heads h; divides the width.")] = NUM_HEADS,
-    image_size: Annotated[int | None, typer.Option(help="Image size in pixels; by default the source's.")] = None,
+    source: Annotated[
+        str, typer.Argument(help="ViT or DeiT of transformers, timm or the original DeiT: directory, Hub id or file.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory to write the AFT to.")],
+    aft_type: Annotated[
+        list[str] | None,
+        typer.Option(help="conv (the default), full, local or simple; several, or a comma list, for one per layer."),
+    ] = None,
+    kernel_size: Annotated[int, typer.Option(help="Kernel size s of conv, odd.")] = KERNEL_SIZE,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Position-bias heads h; divides the width. By default 16 with conv, else 1.")
+    ] = None,
+    local_window_size: Annotated[int, typer.Option(help="Window s of local.")] = LOCAL_WINDOW_SIZE,
+    position_bias_dim: Annotated[
+        int, typer.Option(help="Rank d' of the biases of full and local; 0 for one unfactorized table.")
+    ] = POSITION_BIAS_DIM,
+    image_size: Annotated[
+        str | None,
+        typer.Option(help="Image size in pixels, 224 or 224x384 (height x width); by default the source's."),
+    ] = None,
+    init: Annotated[
+        str,
+        typer.Option(help="Position biases: paper (new), or attention (fitted to that of the source on --images)."),
+    ] = "paper",
+    images: Annotated[
+        Path | None, typer.Option(help="For --init attention: a folder of images, or parquet files.")
+    ] = None,
+    num_images: Annotated[int, typer.Option(help="How many of these to look at.")] = 256,
+    source_image_size: Annotated[
+        str | None, typer.Option(help="Image size of a source that does not tell it, as --image-size.")
+    ] = None,
+    source_num_heads: Annotated[
+        int | None, typer.Option(help="Attention heads of a source that does not tell them; by default width / 64.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
 ) -> None:
-    """Convert a trained ViT or DeiT into an AFT-conv, to be fine-tuned."""
-    options = {"kernel_size": kernel_size, "num_heads": num_heads, "image_size": image_size}
-    model, report = save_converted(source, out, overwrite=overwrite, **options)
+    """Convert a trained ViT or DeiT into an AFT, to be fine-tuned."""
+    types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
+    model, report = save_converted(
+        source,
+        out,
+        overwrite=overwrite,
+        aft_type=types[0] if len(types) == 1 else types,
+        kernel_size=kernel_size,
+        num_heads=num_heads,
+        local_window_size=local_window_size,
+        position_bias_dim=position_bias_dim or None,
+        image_size=_parse_size("--image-size", image_size),
+        init=init,
+        images=None if images is None else read_images(images, num_images),
+        source_image_size=_parse_size("--source-image-size", source_image_size),
+        source_num_heads=source_num_heads,
+    )
     console = Console()
     console.print(report.table())
-    console.print(report.summary())
-    console.print(f"{out}: AFT-conv {kernel_size}/{num_heads}, {model.num_parameters() / 1e6:.2f} M parameters")
+    for line in (
+        report.summary(),
+        f"{len(report.with_status('copied'))} copied tensors verified bit for bit",
+        f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
+    ):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
+    """224 for a square, 224x384 for (height, width)."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    if match is None:
+        raise ValueError(f"{option} {text!r}: give pixels as 224, or as 224x384 for height x width")
+    return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
+
+
+def _describe(config: AFTConfig) -> str:
+    """The name of a model as the paper writes it: AFT-conv 11/16."""
+    types = sorted(set(config.layer_aft_types))
+    sizes = f" {config.conv_kernel_size}/{config.num_heads}" if "conv" in types else ""
+    return f"AFT-{'/'.join(types)}{sizes}"
 
 
 def main() -> None:

@@ -1,19 +1,27 @@
-"""DeiT -> AFT-conv: what the paper transfers from a trained vision transformer (its Table 8)."""
+"""DeiT -> AFT: what the paper transfers from a trained vision transformer (its Table 8), from any dialect of it."""
 
-from .deit import KERNEL_SIZE, NUM_HEADS, REPORT_NAME, convert_deit, save_converted
-from .report import ConversionReport, TensorRecord
-from .source import ConversionError, VisionTransformerSource, read_source
+from .deit import KERNEL_SIZE, LOCAL_WINDOW_SIZE, NUM_HEADS, POSITION_BIAS_DIM, convert_deit
+from .errors import ConversionError
+from .images import read_images
+from .report import REPORT_NAME, ConversionReport, TensorRecord
+from .saving import save_converted
+from .source import VisionTransformerSource, read_source
+from .verification import verify_conversion
 
 
 __all__ = [
     "KERNEL_SIZE",
+    "LOCAL_WINDOW_SIZE",
     "NUM_HEADS",
+    "POSITION_BIAS_DIM",
     "REPORT_NAME",
     "ConversionError",
     "ConversionReport",
     "TensorRecord",
     "VisionTransformerSource",
     "convert_deit",
+    "read_images",
     "read_source",
     "save_converted",
+    "verify_conversion",
 ]

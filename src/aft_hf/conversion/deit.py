@@ -1,29 +1,35 @@
-"""Converting a trained ViT or DeiT to AFT-conv."""
+"""Converting a trained ViT or DeiT to an AFT of any image type."""
 
 import os
 import re
-import tempfile
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.image_processing_utils import BaseImageProcessor
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from PIL import Image
 
-from ..configuration_aft import AFTConfig, pair
+from .._version import __version__
+from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
+from .attention import fit_position_biases
+from .derivation import MEAN, Derivation, drop_position, resize_positions
 from .report import ConversionReport, TensorRecord
-from .source import ConversionError, VisionTransformerSource, read_source
+from .source import VisionTransformerSource, read_source
 
 
-REPORT_NAME = "conversion_report.json"
-
-# The paper's smallest kernels and heads for a small model (11/16).
+# The paper's smallest kernels and heads for a small model (AFT-conv 11/16), and its rank of factorized biases.
 KERNEL_SIZE, NUM_HEADS = 11, 16
+POSITION_BIAS_DIM = 128
+LOCAL_WINDOW_SIZE = 32
 
-# Names on disk of a ViT or DeiT after its prefix, and what they become. {i} is the layer.
+INITS = ("paper", "attention")
+
+# Canonical tensors and modules of a ViT or DeiT, and what they become. {i} is the layer.
 COPIED = {
+    "embeddings.cls_token": "aft.embeddings.cls_token",
+    "embeddings.position_embeddings": "aft.embeddings.position_embeddings",
     "embeddings.patch_embeddings.projection": "aft.embeddings.patch_embeddings",
     "encoder.layer.{i}.layernorm_before": "aft.layers.{i}.layernorm_before",
     "encoder.layer.{i}.attention.attention.value": "aft.layers.{i}.mixer.v_proj",
@@ -33,12 +39,15 @@ COPIED = {
     "encoder.layer.{i}.output.dense": "aft.layers.{i}.mlp.fc2",
     "layernorm": "aft.layernorm",
     "classifier": "classifier",
+    # A distilled DeiT predicts the mean of its heads.
+    "cls_classifier": "classifier",
+    "distillation_classifier": "classifier",
 }
-# The two heads of a distilled DeiT, of which it predicts the mean.
-DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
-# What AFT-conv has no place for, or what the paper leaves behind.
+
+# What the target has no place for, or what the paper leaves behind.
 DROPPED = {
-    r"embeddings\.(cls_token|distillation_token)": "AFT-conv has no class token",
+    r"embeddings\.cls_token": "AFT-conv has no class token",
+    r"embeddings\.distillation_token": "AFT has no distillation token",
     r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
     r"embeddings\.mask_token": "for pre-training only",
     r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "the paper does not transfer it",
@@ -49,182 +58,171 @@ DROPPED = {
 def convert_deit(
     source: str | os.PathLike | VisionTransformerSource,
     *,
+    aft_type: str | Sequence[str] = "conv",
     kernel_size: int = KERNEL_SIZE,
-    num_heads: int = NUM_HEADS,
+    num_heads: int | None = None,
+    local_window_size: int = LOCAL_WINDOW_SIZE,
+    position_bias_dim: int | None = POSITION_BIAS_DIM,
     image_size: int | tuple[int, int] | None = None,
+    init: str = "paper",
+    images: Iterable[torch.Tensor | Image.Image] | None = None,
+    source_image_size: int | tuple[int, int] | None = None,
+    source_num_heads: int | None = None,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Turn a trained ViT or DeiT image classifier into an AFT-conv, as the paper does for its Table 8.
+    """Turn a trained ViT or DeiT image classifier into an AFT, as the paper does for its Table 8.
 
-    Patch embedding, layer norms, value and output projections, MLPs and classifier are copied. Query and key
-    projections and the position biases are new: the model is to be fine-tuned.
+    Patch embedding, layer norms, value and output projections, MLPs and classifier are copied, and the class token and
+    position embeddings where the target has them (no layer, or not every layer, being `conv`). Query and key
+    projections are new, and so are the position biases unless `init="attention"`: the model is to be fine-tuned.
 
     Args:
-        source: a directory that transformers saved or a repository of the Hub, with safetensors weights; or what
-            `read_source` made of one.
-        kernel_size: s of the AFT-conv, odd.
-        num_heads: h of the AFT-conv; divides the width of the source.
-        image_size: image size of the new model in pixels, a multiple of the patch size; the source's by default.
+        source: what `read_source` reads, or what it made of it.
+        aft_type: "conv", "full", "local" or "simple", or a list with one for each layer.
+        kernel_size: s of `conv`, odd.
+        num_heads: position-bias heads h; divides the width of the source. By default 16 where any layer is `conv`,
+            whose keys are one per head, else 1.
+        local_window_size: s of `local`.
+        position_bias_dim: d' of `full` and `local`; None for one unfactorized table.
+        image_size: (height, width) or one for both in pixels, multiples of the patch size; the source's by default.
+            Position embeddings that are kept are interpolated as ViT does.
+        init: "paper" for new position biases, or "attention" for those that `fit_position_biases` finds in the
+            attention of the source on `images`.
+        images: for `init="attention"`: pictures, or pixel values of one image or of a batch.
+        source_image_size, source_num_heads: as for `read_source`.
 
     Returns:
         The model (in the dtype of the source) and the account of every tensor.
 
     Raises:
-        ConversionError: the source cannot be read or is not a ViT or DeiT.
-        ValueError: sizes that make no sense for it.
+        ConversionError: the source cannot be read, or is not a ViT or DeiT.
+        ValueError: options that make no sense, or not for this source.
     """
-    checkpoint = source if isinstance(source, VisionTransformerSource) else read_source(source)
-    model = AFTForImageClassification(_target_config(checkpoint.config, kernel_size, num_heads, image_size))
-    model = model.to(checkpoint.dtype)
+    if not isinstance(source, VisionTransformerSource):
+        source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
+    if num_heads is None:
+        num_heads = NUM_HEADS if "conv" in aft_type else 1
+    options = {
+        "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
+        "conv_kernel_size": kernel_size,
+        "num_heads": num_heads,
+        "local_window_size": local_window_size,
+        "position_bias_dim": position_bias_dim,
+        "image_size": source.config.image_size if image_size is None else image_size,
+    }
+    config = _target_config(source, options)
+    _check_init(init, images, source, config)
+    model = AFTForImageClassification(config).to(source.dtype)
     target = model.state_dict()
-    remaining = {_without_prefix(name): name for name in checkpoint.tensors}
-    copied: dict[str, torch.Tensor] = {}
-    report = ConversionReport(checkpoint.name)
+    counterparts = _counterparts(source.derivations, target)
+    copies = {name: _copy(source, config, canonical) for name, canonical in counterparts.items()}
+    for name, copy in copies.items():
+        target[name].copy_(copy.of(source.tensors))
+    fitted = {} if images is None else fit_position_biases(model, source, images)
 
-    for target_name, names in _copies(target, remaining, checkpoint.name):
-        full_names = tuple(remaining.pop(name) for name in names)
-        tensors = [checkpoint.tensors[name] for name in full_names]
-        if any(tensor.shape != target[target_name].shape for tensor in tensors):
-            raise ConversionError(
-                f"{checkpoint.name}: {full_names[0]} is {tuple(tensors[0].shape)}, but its config.json says "
-                f"{tuple(target[target_name].shape)}"
-            )
-        copied[target_name] = tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
-        note = "" if len(tensors) == 1 else "mean of both heads"
-        report.records.append(TensorRecord("copied", target_name, full_names, tuple(tensors[0].shape), note))
-
-    for name in target:
-        if name not in copied:
-            report.records.append(TensorRecord("new", name, (), tuple(target[name].shape)))
-
-    for name, full_name in remaining.items():
-        reason = next((why for pattern, why in DROPPED.items() if re.fullmatch(pattern, name)), None)
-        if reason is None:
-            raise ConversionError(f"{checkpoint.name}: {full_name} is no tensor of a {checkpoint.config.model_type}")
-        shape = tuple(checkpoint.tensors[full_name].shape)
-        report.records.append(TensorRecord("dropped", None, (full_name,), shape, reason))
-
-    report.check(checkpoint.tensors, target)
-    model.load_state_dict(copied, strict=False)
+    report = ConversionReport(source.name, {**options, "init": init, **_reading(source)}, _versions())
+    report.records += _target_records(target, copies, fitted)
+    report.records += _source_records(source, {name for names in counterparts.values() for name in names})
+    report.check(source.tensors, target)
     return model.eval(), report
 
 
-def save_converted(
-    source: str | os.PathLike, directory: str | os.PathLike, *, overwrite: bool = False, **options
-) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert, and write model, image processor and report to `directory`: all of it, or nothing.
-
-    Args:
-        source: as for `convert_deit`.
-        directory: where to write; must not exist or be empty.
-        overwrite: replace an earlier conversion in `directory`.
-        **options: the other arguments of `convert_deit`.
-
-    Raises:
-        ConversionError: as `convert_deit`, or `directory` holds something else or cannot be written.
-    """
-    directory = Path(directory).resolve()
-    _check_target(directory, source, overwrite)
-    checkpoint = read_source(source)
-    model, report = convert_deit(checkpoint, **options)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
-            finished, replaced = Path(aside) / "finished", Path(aside) / "replaced"
-            model.save_pretrained(finished)
-            _image_processor(checkpoint, model.config).save_pretrained(finished)
-            (finished / REPORT_NAME).write_text(report.to_json() + "\n")
-            if directory.exists():
-                directory.rename(replaced)
-            finished.rename(directory)
-    except OSError as error:
-        raise ConversionError(f"{directory}: cannot be written ({error.strerror or error})") from error
-    return model, report
+def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) -> AFTConfig:
+    names = ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act")
+    names += ("hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias", "id2label", "label2id")
+    names += ("problem_type",)
+    return AFTConfig(modality="image", **{name: getattr(source.config, name) for name in names}, **options)
 
 
-def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -> None:
-    """Refuse to write over anything but an earlier conversion that the user wants to be replaced."""
-    if directory.exists() and not directory.is_dir():
-        raise ConversionError(f"{directory}: is a file; give a directory")
-    for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
-        if path.exists() and path.is_relative_to(directory):
-            raise ConversionError(f"{directory}: holds {name}; give another directory")
-    if directory.exists() and any(directory.iterdir()):
-        if not overwrite:
-            raise ConversionError(f"{directory}: is not empty; give another directory, or ask to overwrite it")
-        if not (directory / REPORT_NAME).exists():
-            raise ConversionError(
-                f"{directory}: only an earlier conversion is overwritten, and there is no {REPORT_NAME} in it"
-            )
+def _check_init(init: str, images: Iterable | None, source: VisionTransformerSource, config: AFTConfig) -> None:
+    if init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
+    if init == "paper":
+        if images is not None:
+            raise ValueError('images are for init="attention"; give both or neither')
+        return
+    if images is None:
+        raise ValueError(
+            'init="attention" needs images to look at; give images, some hundred of those it was trained on'
+        )
+    types = set(config.layer_aft_types)
+    if types == {"simple"}:
+        raise ValueError('init="attention" sets position biases, and aft_type="simple" has none; give init="paper"')
+    if types & {"full", "local"} and config.grid_size != source.grid_size:
+        raise ValueError(
+            "init='attention' sets biases of 'full' and 'local' for each pair of patches, and has them for "
+            f"image_size={source.config.image_size} of the source alone, not for {config.image_size}; leave it, or "
+            "take 'conv'"
+        )
 
 
-def _copies(
-    target: Collection[str], available: Collection[str], source_name: str
-) -> list[tuple[str, tuple[str, ...]]]:
-    """Which tensors of the source make up each tensor of the target that has a counterpart.
-
-    Raises:
-        ConversionError: a counterpart is missing.
-    """
-    copies = []
-    for source_module, target_module in COPIED.items():
-        pattern = re.escape(target_module).replace(r"\{i\}", r"(?P<i>\d+)") + r"\.(?P<kind>weight|bias)"
-        for target_name in target:
-            match = re.fullmatch(pattern, target_name)
-            if not match:
-                continue
-            layer = match.groupdict().get("i", "")
-            names = (f"{source_module.format(i=layer)}.{match['kind']}",)
-            if source_module == "classifier" and names[0] not in available:
-                names = tuple(f"{head}.{match['kind']}" for head in DISTILLED_HEADS)
-                if not any(name in available for name in names):
-                    continue  # a backbone: the classifier is new
-            missing = [name for name in names if name not in available]
-            if missing:
-                raise ConversionError(f"{source_name}: {missing[0]} is missing from the checkpoint")
-            copies.append((target_name, names))
-    return copies
+def _counterparts(canonical_names: Iterable[str], target: Collection[str]) -> dict[str, list[str]]:
+    """For each tensor of the target that comes from the source, the canonical names of what it comes from."""
+    counterparts: dict[str, list[str]] = {}
+    for canonical in canonical_names:
+        layer = re.search(r"\.(\d+)\.", canonical)
+        name = canonical.replace(layer[0], ".{i}.") if layer else canonical
+        module, _, kind = name.rpartition(".")
+        became = COPIED.get(name) or f"{COPIED.get(module, '')}.{kind}"
+        became = became.format(i=layer[1]) if layer else became
+        if became in target:
+            counterparts.setdefault(became, []).append(canonical)
+    return counterparts
 
 
-def _without_prefix(name: str) -> str:
-    return re.sub(r"^(vit|deit)\.", "", name)
+def _copy(source: VisionTransformerSource, config: AFTConfig, canonical: Sequence[str]) -> Derivation:
+    """How a tensor of the target is made of its counterparts: one tensor, or those of the two heads."""
+    first, *others = (source.derivations[name] for name in canonical)
+    derivation = first
+    if others:
+        sources = first.sources + tuple(name for other in others for name in other.sources)
+        derivation = replace(first, sources=sources).then(MEAN)
+    if canonical[0] == "embeddings.position_embeddings":
+        derivation = derivation.then(*_position_steps(source, config))
+    return derivation
 
 
-def _target_config(
-    source: PreTrainedConfig, kernel_size: int, num_heads: int, image_size: int | tuple[int, int] | None
-) -> AFTConfig:
-    return AFTConfig(
-        modality="image",
-        aft_type="conv",
-        conv_kernel_size=kernel_size,
-        num_heads=num_heads,
-        image_size=source.image_size if image_size is None else image_size,
-        patch_size=source.patch_size,
-        num_channels=source.num_channels,
-        hidden_size=source.hidden_size,
-        num_hidden_layers=source.num_hidden_layers,
-        intermediate_size=source.intermediate_size,
-        hidden_act=source.hidden_act,
-        hidden_dropout_prob=source.hidden_dropout_prob,
-        layer_norm_eps=source.layer_norm_eps,
-        initializer_range=source.initializer_range,
-        qkv_bias=source.qkv_bias,
-        id2label=source.id2label,
-        label2id=source.label2id,
-        problem_type=source.problem_type,
-    )
+def _position_steps(source: VisionTransformerSource, config: AFTConfig) -> Iterable[str]:
+    """Of all tokens' positions those that the target has, interpolated where its image size is another."""
+    if source.config.model_type == "deit":
+        yield drop_position(1)
+    if not config.use_cls_token:
+        yield drop_position(0)
+    if config.grid_size != source.grid_size:
+        yield resize_positions(source.grid_size, config.grid_size)
 
 
-def _image_processor(checkpoint: VisionTransformerSource, config: AFTConfig) -> BaseImageProcessor:
-    """The source's processor at the size of the new model; the library's for ViT where the source has none."""
-    height, width = pair(config.image_size)
-    processor = checkpoint.image_processor or ViTImageProcessorPil()
-    if pair(checkpoint.config.image_size) == (height, width) and checkpoint.image_processor is not None:
-        return processor
-    if getattr(processor, "do_center_crop", False):
-        # Keep the margin that is cropped: a resize to 256 before a crop of 224 becomes 438 before 384.
-        ratio = max(height, width) / max(pair(checkpoint.config.image_size))
-        processor.size = {side: round(length * ratio) for side, length in processor.size.items()}
-        processor.crop_size = {"height": height, "width": width}
-    else:
-        processor.size = {"height": height, "width": width}
-    return processor
+def _target_records(
+    target: Mapping[str, torch.Tensor], copies: Mapping[str, Derivation], fitted: Mapping[str, str]
+) -> Iterable[TensorRecord]:
+    for name, tensor in target.items():
+        shape = tuple(tensor.shape)
+        if name in copies:
+            copy = copies[name]
+            yield TensorRecord("copied", name, shape, copy.sources, copy.steps, copy.factor)
+        elif name in fitted:
+            yield TensorRecord("fitted", name, shape, note=fitted[name])
+        else:
+            yield TensorRecord("new", name, shape)
+
+
+def _source_records(source: VisionTransformerSource, copied: Collection[str]) -> Iterable[TensorRecord]:
+    """What the source has beside the tensors that are copied, given by their canonical names."""
+    for canonical, derivation in source.derivations.items():
+        if canonical not in copied:
+            reason = next(why for pattern, why in DROPPED.items() if re.fullmatch(pattern, canonical))
+            shape = tuple(derivation.of(source.tensors).shape)
+            yield TensorRecord("dropped", None, shape, derivation.sources, derivation.steps, note=reason)
+    factors = {derivation.factor: name for name, derivation in source.derivations.items() if derivation.factor}
+    for factor, canonical in factors.items():
+        note = f"into {source.derivations[canonical].sources[0].rpartition('.')[0]}"
+        yield TensorRecord("folded", None, tuple(source.tensors[factor].shape), (factor,), note=note)
+
+
+def _reading(source: VisionTransformerSource) -> dict[str, Any]:
+    """As what the source was read, given or not."""
+    config = source.config
+    return {"source_image_size": config.image_size, "source_num_heads": config.num_attention_heads}
+
+
+def _versions() -> dict[str, str]:
+    return {"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")}

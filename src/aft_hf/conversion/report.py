@@ -3,54 +3,97 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
+import torch
 from rich.table import Table
+
+from .derivation import Derivation, row_range
+from .errors import ConversionError
+
+
+REPORT_NAME = "conversion_report.json"
+STATUSES = ("copied", "fitted", "new", "dropped", "folded")
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor: copied from `sources` to `target`, new in the target, or dropped from the source."""
+    """One tensor, and what became of it.
 
-    status: str  # "copied", "new" or "dropped"
+    Attributes:
+        status: "copied" from the source to `target`, as `sources`, `steps` and `factor` say; "fitted" to the attention
+            of the source; "new" in the target; "dropped" from the source; "folded", the factor of a copied one.
+        target: its name in the target, None where it has no place there.
+        shape: in the target, or else in the source after `steps`.
+        sources, steps, factor: a `Derivation`.
+        note: why, in words.
+    """
+
+    status: str
     target: str | None
-    sources: tuple[str, ...]
     shape: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    factor: str | None = None
     note: str = ""
+
+    @property
+    def derivation(self) -> Derivation:
+        """How the tensor is made of those of the source."""
+        return Derivation(self.sources, self.steps, self.factor)
 
 
 @dataclass
 class ConversionReport:
-    """The account of a conversion: each tensor of the source and of the target stands in it exactly once."""
+    """The account of a conversion: every row of each tensor of the source, and each tensor of the target, once.
+
+    Attributes:
+        source: what was converted.
+        options: how, as given to `convert_deit`, defaults filled in.
+        versions: of the libraries.
+        records: one for each tensor of the target, and for what the source has beside these.
+    """
 
     source: str
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     records: list[TensorRecord] = field(default_factory=list)
 
     def with_status(self, status: str) -> list[TensorRecord]:
         """The records with one status."""
         return [record for record in self.records if record.status == status]
 
-    def check(self, source_names: Iterable[str], target_names: Iterable[str]) -> None:
+    def check(self, source: Mapping[str, torch.Tensor], target: Collection[str]) -> None:
         """Compare with the tensors there are.
 
         Raises:
-            ValueError: a tensor is missing from the account, or stands in it twice.
+            ConversionError: a tensor is missing from the account, or stands in it twice.
         """
-        seen_sources = Counter(name for record in self.records for name in record.sources)
-        seen_targets = Counter(record.target for record in self.records if record.target is not None)
-        for kind, seen, names in (("source", seen_sources, source_names), ("target", seen_targets, target_names)):
-            wrong = sorted(name for name in seen.keys() | set(names) if seen[name] != 1 or name not in set(names))
-            if wrong:
-                raise ValueError(f"the conversion does not account for these {kind} tensors exactly once: {wrong}")
+        rows = Counter(
+            (name, row)
+            for record in self.records
+            for name in record.sources
+            for row in row_range(record.steps, _length(source.get(name)))
+        )
+        expected = {(name, row) for name, tensor in source.items() for row in range(_length(tensor))}
+        wrong = {name for name, row in rows.keys() ^ expected} | {name for (name, _), n in rows.items() if n != 1}
+        targets = Counter(record.target for record in self.records if record.target is not None)
+        wrong |= targets.keys() ^ set(target) | {name for name, n in targets.items() if n != 1}
+        if wrong:
+            raise ConversionError(
+                f"{self.source}: the conversion does not account for these tensors exactly once: "
+                f"{', '.join(sorted(wrong))}"
+            )
 
     def summary(self) -> str:
         """One line: how many tensors and parameters were copied, are new, were dropped."""
         parts = []
-        for status in ("copied", "new", "dropped"):
-            records = self.with_status(status)
-            parameters = sum(math.prod(record.shape) for record in records)
-            parts.append(f"{len(records)} tensors ({parameters / 1e6:.2f} M) {status}")
+        for status in STATUSES:
+            if records := self.with_status(status):
+                parameters = sum(math.prod(record.shape) for record in records)
+                parts.append(f"{len(records)} tensors ({parameters / 1e6:.2f} M) {status}")
         return ", ".join(parts)
 
     def table(self) -> Table:
@@ -60,20 +103,48 @@ class ConversionReport:
                 record.status,
                 _module(record.target or ""),
                 " + ".join(map(_module, record.sources)),
-                record.note,
+                "; ".join([*record.steps, *filter(None, [record.note])]),
             )
             for record in self.records
         )
         table = Table(title=f"Conversion of {self.source}")
-        for column in ("status", "target", "source", "tensors", "note"):
+        for column in ("status", "target", "source", "how and why", "tensors"):
             table.add_column(column, overflow="fold", justify="right" if column == "tensors" else "left")
-        for (status, target, sources, note), count in rows.items():
-            table.add_row(status, target, sources, str(count), note)
+        for row, count in rows.items():
+            table.add_row(*row, str(count))
         return table
 
     def to_json(self) -> str:
         """For programs: everything, as JSON."""
-        return json.dumps({"source": self.source, "tensors": [asdict(record) for record in self.records]}, indent=1)
+        head = {"source": self.source, "options": self.options, "versions": self.versions}
+        return json.dumps(head | {"tensors": [asdict(record) for record in self.records]}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ConversionReport":
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is something else.
+        """
+        content = json.loads(text)
+        return cls(
+            content["source"],
+            content["options"],
+            content["versions"],
+            [TensorRecord(**{key: _tuples(entry[key]) for key in RECORD_FIELDS}) for entry in content["tensors"]],
+        )
+
+
+RECORD_FIELDS = [each.name for each in fields(TensorRecord)]
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _length(tensor: torch.Tensor | None) -> int:
+    """How many rows a tensor has to be accounted for: one where it has none of its own."""
+    return 1 if tensor is None or tensor.dim() == 0 else max(len(tensor), 1)
 
 
 def _module(name: str) -> str:

@@ -1,104 +1,230 @@
-"""Reading a trained vision transformer: its config, its tensors by their names on disk, its image processor."""
+"""Reading a trained vision transformer of any dialect: its config, its tensors, its image processor."""
 
-import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
+from transformers import (
+    AutoImageProcessor,
+    DeiTConfig,
+    DeiTForImageClassification,
+    DeiTForImageClassificationWithTeacher,
+    DeiTModel,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
 from transformers.image_processing_utils import BaseImageProcessor
-from transformers.utils import IMAGE_PROCESSOR_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
+
+from ..configuration_aft import pair
+from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
+from .derivation import Derivation, cast
+from .dialects import timm_derivations, transformers_derivations
+from .errors import ConversionError, first_line
+from .files import WEIGHT_SUFFIXES, find_file, read_json, read_tensors
+from .image_processing import timm_image_processor, vit_image_processor
+from .timm_config import check_timm_config, infer_config
 
 
-MODEL_TYPES = ("vit", "deit")
+CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig}
+# The models of transformers by type and heads.
+MODEL_CLASSES = {
+    ("vit", ()): ViTModel,
+    ("vit", HEAD): ViTForImageClassification,
+    ("deit", ()): DeiTModel,
+    ("deit", HEAD): DeiTForImageClassification,
+    ("deit", DISTILLED_HEADS): DeiTForImageClassificationWithTeacher,
+}
 
-# What the library raises for files that are missing, damaged, or JSON of another shape.
+# What libraries raise for a config or a processor that is damaged, or JSON of another shape.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
-
-
-class ConversionError(ValueError):
-    """A source that cannot be converted, said in one line."""
 
 
 @dataclass(frozen=True)
 class VisionTransformerSource:
-    """A ViT or DeiT checkpoint."""
+    """A ViT or DeiT checkpoint of any dialect.
+
+    Attributes:
+        name: what it was read from.
+        config: in the words of transformers; a DeiT has a distillation token, a ViT has none.
+        tensors: by their names in its files.
+        derivations: how each tensor of the network is made of these, by its canonical name.
+        image_processor: the checkpoint's own, or the usual one of its dialect.
+    """
 
     name: str
-    config: PreTrainedConfig
+    config: ViTConfig | DeiTConfig
     tensors: dict[str, torch.Tensor]
-    image_processor: BaseImageProcessor | None  # None where the checkpoint has none
+    derivations: dict[str, Derivation]
+    image_processor: BaseImageProcessor
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return next((tensor.dtype for tensor in self.tensors.values()), torch.float32)
+        """The dtype of the weights; the smallest that holds them all where they differ."""
+        return reduce(torch.promote_types, {tensor.dtype for tensor in self.tensors.values()})
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return grid_of(self.config)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The canonical names of its classifiers: none, one, or the two of a distilled DeiT."""
+        return tuple(head for head in (*HEAD, *DISTILLED_HEADS) if f"{head}.weight" in self.derivations)
+
+    def to_transformers(self) -> PreTrainedModel:
+        """The model of transformers that computes just what this checkpoint was trained to, in evaluation mode.
+
+        Returns:
+            `DeiTForImageClassificationWithTeacher` where there are two heads, `DeiTForImageClassification` or
+            `ViTForImageClassification` where there is one, `DeiTModel` or `ViTModel` (without pooler) for a backbone.
+        """
+        model_class = MODEL_CLASSES[self.config.model_type, self.heads]
+        prefix = f"{model_class.base_model_prefix}." if self.heads else ""
+        state = {
+            name if name.startswith(self.heads) else prefix + name: derivation.of(self.tensors)
+            for name, derivation in self.derivations.items()
+            if not is_optional(name)
+        }
+        options = {} if self.heads else {"add_pooling_layer": False}
+        return model_class.from_pretrained(
+            None, config=self.config, state_dict=state, dtype=self.dtype, **options
+        ).eval()
 
 
-def read_source(source: str | os.PathLike) -> VisionTransformerSource:
-    """Read a directory that transformers saved, or a repository of the Hub.
+def read_source(
+    source: str | os.PathLike,
+    *,
+    source_image_size: int | tuple[int, int] | None = None,
+    source_num_heads: int | None = None,
+) -> VisionTransformerSource:
+    """Read a ViT or DeiT that transformers, timm or the original DeiT saved.
+
+    Args:
+        source: a directory or a repository of the Hub with the config.json of transformers or timm, or a file of
+            weights in the dialect of timm and the original DeiT. Weights are safetensors, or pickles of which
+            tensors alone are read.
+        source_image_size: image size it was trained at, (height, width) in pixels, where this does not follow from
+            its config or from a square of positions.
+        source_num_heads: its attention heads, where they are not those that are usual at its width.
 
     Raises:
         ConversionError: there is no such checkpoint, it is damaged, or it is not a ViT or DeiT.
     """
     name = str(source)
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ConversionError(f"{name}: no such directory")
-    config = _read_config(name)
-    return VisionTransformerSource(name, config, _read_tensors(name), _read_image_processor(name))
+    config = {} if Path(name).is_file() else _read_config(name)
+    if "model_type" in config:
+        if source_image_size is not None or source_num_heads is not None:
+            raise ConversionError(
+                f"{name}: its {CONFIG_NAME} has the image size and the heads; leave out source_image_size and "
+                "source_num_heads"
+            )
+        return _checked(_in_one_dtype(_read_transformers(name, config)))
+    return _checked(_in_one_dtype(_read_timm(name, config, source_image_size, source_num_heads)))
 
 
-def _read_config(name: str) -> PreTrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except UNREADABLE as error:
-        raise ConversionError(f"{name}: no readable config.json ({_first_line(error)})") from error
-    if config.model_type not in MODEL_TYPES:
+def _read_config(name: str) -> dict[str, Any]:
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(WEIGHT_SUFFIXES)
+    if looks_local and not Path(name).exists():
+        raise ConversionError(f"{name}: no such directory or file")
+    path = find_file(name, CONFIG_NAME)
+    if path is None and Path(name).is_dir():
+        raise ConversionError(f"{name}: no {CONFIG_NAME} in it; give a file of weights itself if it has none")
+    if path is None:
         raise ConversionError(
-            f"{name}: a checkpoint of type {config.model_type!r} cannot be converted; "
-            f"give one of {' or '.join(map(repr, MODEL_TYPES))}"
+            f"{name}: no directory or file here, and the Hub does not give it: check the name, download it before "
+            "going offline, or go online (without HF_HUB_OFFLINE)"
+        )
+    config = read_json(path)
+    if not isinstance(config, dict) or not config.keys() & {"model_type", "architecture"}:
+        raise ConversionError(
+            f"{path}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture)"
         )
     return config
 
 
-def _read_tensors(name: str) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in _weight_files(name):
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError) as error:
-            raise ConversionError(f"{path}: damaged or truncated safetensors file ({_first_line(error)})") from error
-    return tensors
-
-
-def _weight_files(name: str) -> list[str]:
-    """The safetensors files of a checkpoint, one or several."""
+def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransformerSource:
+    model_type = config["model_type"]
+    if model_type not in CONFIG_CLASSES:
+        raise ConversionError(
+            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
+            f"give one of {' or '.join(map(repr, CONFIG_CLASSES))}"
+        )
     try:
-        single = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-        if single is not None:
-            return [single]
-        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        if index is not None:
-            shards = json.loads(Path(index).read_text())["weight_map"].values()
-            return [cached_file(name, shard) for shard in sorted(set(shards))]
+        config = CONFIG_CLASSES[model_type].from_dict(dict(config))
     except UNREADABLE as error:
-        raise ConversionError(f"{name}: its weights cannot be read ({_first_line(error)})") from error
-    raise ConversionError(f"{name}: no {SAFE_WEIGHTS_NAME} in it")
+        raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
+    processor = _read_image_processor(name) or vit_image_processor(pair(config.image_size))
+    tensors = read_tensors(name)
+    return VisionTransformerSource(name, config, tensors, transformers_derivations(config, tensors), processor)
+
+
+def _read_timm(
+    name: str, timm_config: Mapping[str, Any], image_size: int | tuple[int, int] | None, num_heads: int | None
+) -> VisionTransformerSource:
+    try:
+        if timm_config:
+            check_timm_config(name, timm_config)
+        tensors = read_tensors(name)
+        config = infer_config(name, tensors, timm_config, image_size=image_size, num_heads=num_heads)
+        pretrained_cfg = timm_config.get("pretrained_cfg") or {}
+        processor = timm_image_processor(name, pretrained_cfg, pair(config.image_size))
+    except ConversionError:
+        raise
+    except UNREADABLE as error:
+        raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
+    return VisionTransformerSource(name, config, tensors, timm_derivations(config, tensors), processor)
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:
     """The checkpoint's own; None where it has none. One that cannot be read is an error: means and sizes matter."""
-    if cached_file(name, IMAGE_PROCESSOR_NAME, _raise_exceptions_for_missing_entries=False) is None:
+    if find_file(name, IMAGE_PROCESSOR_NAME) is None:
         return None
     try:
         return AutoImageProcessor.from_pretrained(name)
     except UNREADABLE as error:
-        raise ConversionError(f"{name}: no readable {IMAGE_PROCESSOR_NAME} ({_first_line(error)})") from error
+        raise ConversionError(f"{name}: no readable {IMAGE_PROCESSOR_NAME} ({first_line(error)})") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:
+    """That source, whose tensors are first of all made those of the dtype that holds them all."""
+    if all(tensor.dtype == source.dtype for tensor in source.tensors.values()):
+        return source
+    to_dtype = cast(source.dtype)
+    derivations = {name: replace(item, steps=(to_dtype, *item.steps)) for name, item in source.derivations.items()}
+    return replace(source, derivations=derivations)
+
+
+def _checked(source: VisionTransformerSource) -> VisionTransformerSource:
+    """That source, whose tensors are all there, of the right shapes, and no others."""
+    used = [name for item in source.derivations.values() for name in (*item.sources, item.factor) if name is not None]
+    if missing := [name for name in used if name not in source.tensors]:
+        raise ConversionError(f"{source.name}: {missing[0]} is missing from the checkpoint")
+    if unknown := sorted(source.tensors.keys() - set(used)):
+        raise ConversionError(
+            f"{source.name}: {unknown[0]} is no tensor of a {source.config.model_type}; only plain ViT and DeiT "
+            "classifiers are converted"
+        )
+    without_data = {name: tensor.to("meta") for name, tensor in source.tensors.items()}
+    for name, expected in canonical_shapes(source.config, source.heads).items():
+        derivation = source.derivations[name]
+        try:
+            fits = tuple(derivation.of(without_data).shape) == expected
+        except (RuntimeError, IndexError):
+            fits = False
+        if not fits:
+            steps = f" (after: {', '.join(derivation.steps)})" if derivation.steps else ""
+            made_of = [*derivation.sources, *filter(None, [derivation.factor])]
+            given = " and ".join(f"{name} is {tuple(source.tensors[name].shape)}" for name in made_of)
+            raise ConversionError(
+                f"{source.name}: {given}, which does not fit the rest: {expected} is expected{steps}"
+            )
+    return source

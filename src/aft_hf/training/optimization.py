@@ -1,4 +1,4 @@
-"""The optimizer and its parameter groups."""
+"""The parameter groups of an optimizer, and the optimizer."""
 
 import torch
 from torch import nn
@@ -6,37 +6,37 @@ from torch import nn
 from ..mixer_aft import AFTMixer
 
 
-def build_optimizer(
+def parameter_groups(
     model: nn.Module, learning_rate: float, *, weight_decay: float = 0.0, position_bias_scale: float = 1.0
-) -> torch.optim.AdamW:
-    """AdamW with weight decay on what has two dimensions or more, and a rate of their own for position biases.
+) -> list[dict]:
+    """Groups for any optimizer: weight decay on what has two dimensions or more, a rate of its own for w.
 
     A new AFT-conv has w = 0 (Eq. 8: gamma = beta = 0), and Adam moves a parameter by about the learning rate in each
     step. In a training of few steps the position biases, which have to grow to the order of 1, get there only with a
     larger rate than the weights.
 
     Args:
-        model: any model with AFT mixers.
+        model: any model; one without AFT mixers has no position biases.
         learning_rate: of the weights.
         weight_decay: of parameters with two dimensions or more that are no position biases.
         position_bias_scale: factor on the learning rate of the position biases.
     """
-    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "position biases": []}
+    decayed, plain, position_biases = [], [], []
     # A mixer's own parameters are those of w; its projections are modules of their own.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
-    position_biases = {id(parameter) for mixer in mixers for parameter in mixer.parameters(recurse=False)}
+    of_mixers = {id(parameter) for mixer in mixers for parameter in mixer.parameters(recurse=False)}
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in position_biases:
-            groups["position biases"].append(parameter)
-        else:
-            groups["decayed" if parameter.dim() > 1 else "plain"].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": groups["decayed"], "weight_decay": weight_decay},
-            {"params": groups["plain"], "weight_decay": 0.0},
-            {"params": groups["position biases"], "weight_decay": 0.0, "lr": learning_rate * position_bias_scale},
-        ],
-        lr=learning_rate,
-    )
+        if parameter.requires_grad:
+            kind = decayed if parameter.dim() > 1 else plain
+            (position_biases if id(parameter) in of_mixers else kind).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay, "lr": learning_rate},
+        {"params": plain, "weight_decay": 0.0, "lr": learning_rate},
+        {"params": position_biases, "weight_decay": 0.0, "lr": learning_rate * position_bias_scale},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, learning_rate: float, **options: float) -> torch.optim.AdamW:
+    """AdamW with the groups of `parameter_groups`, which takes the same arguments."""
+    return torch.optim.AdamW(parameter_groups(model, learning_rate, **options), lr=learning_rate)

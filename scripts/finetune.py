@@ -1,0 +1,293 @@
+"""Fine-tune an AFT, or any model of transformers, on images with labels or on text, with transformers' Trainer.
+
+    python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/aft-conv --train train.parquet \
+        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 5e-4 --position_bias_scale 20
+
+All options of `TrainingArguments` work; a JSON or YAML file with them may be given as the only argument.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, Image
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from aft_hf.conversion import read_source
+from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation, class_names, class_numbers
+from aft_hf.data.loading import hold_out, load_splits, require_column
+from aft_hf.data.text import group_into_blocks
+from aft_hf.training.distillation import DISTILLATIONS
+from aft_hf.training.fine_tuning import FineTuner
+from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
+
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = field(metadata={"help": "Directory or Hub id: an AFT, a ViT, a GPT-2 ..."})
+    revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    position_bias_scale: float = field(
+        default=1.0, metadata={"help": "Factor on the learning rate of AFT's position biases; 20 after a conversion."}
+    )
+    teacher: str | None = field(
+        default=None,
+        metadata={
+            "help": "ViT or DeiT (any source that `aft-hf convert` reads) of the same classes to learn from; it sees "
+            "the images as the model's own image processor makes them."
+        },
+    )
+    distillation: str = field(default="soft", metadata={"help": "DeiT's loss.", "choices": DISTILLATIONS})
+    distillation_weight: float = field(default=0.5, metadata={"help": "Weight of the teacher in the loss."})
+    distillation_temperature: float = field(default=3.0, metadata={"help": "Temperature of soft distillation."})
+    lora_rank: int = field(
+        default=0,
+        metadata={
+            "help": "Train LoRA adapters of this rank on q, k, v and o, and the classifier of images; all else is "
+            "frozen, AFT's position biases too. 0: train everything."
+        },
+    )
+    lora_alpha: float = field(default=16.0, metadata={"help": "Scale of the adapters: alpha / rank."})
+
+
+@dataclass
+class DataArguments:
+    dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the Hub, or a local one."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
+    train: str | None = field(default=None, metadata={"help": "Instead: a folder of images, or a file."})
+    validation: str | None = field(default=None, metadata={"help": "The same to validate on."})
+    validation_share: float = field(
+        default=0.05,
+        metadata={"help": "Of the training rows (the last blocks of text), where no data is given to validate on."},
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use the first images or blocks only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use the first images or blocks only."})
+    image_column: str = field(default="image", metadata={"help": "Column of the images."})
+    label_column: str = field(default="label", metadata={"help": "Column of the labels."})
+    augmentation: str = field(default="none", metadata={"help": "Of images.", "choices": AUGMENTATIONS})
+    text_column: str = field(default="text", metadata={"help": "Column of the texts."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per block; by default what fits, <= 1024."})
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, save, and push if asked to; returns the metrics."""
+    model_args, data_args, training_args = _parse(arguments)
+    set_seed(training_args.seed)
+    hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
+    config = AutoConfig.from_pretrained(model_args.model_name_or_path, **hub)
+    build = _classification if _is_image_classifier(config) else _language_modeling
+    with training_args.main_process_first():
+        splits = load_splits(
+            data_args.dataset_name, data_args.dataset_config_name, data_args.train, data_args.validation
+        )
+        if "train" not in splits and (training_args.do_train or "validation" not in splits):
+            raise ValueError("there is no training data: give --train, or a dataset with a split of this name")
+        model, options = build(model_args, data_args, splits, config, hub)
+    for dataset, count in (
+        ("train_dataset", data_args.max_train_samples),
+        ("eval_dataset", data_args.max_eval_samples),
+    ):
+        if count is not None and options[dataset] is not None:
+            options[dataset] = options[dataset].select(range(min(count, len(options[dataset]))))
+    if model_args.lora_rank:
+        model = _with_adapters(model, model_args)
+
+    trainer = FineTuner(
+        model=model,
+        args=training_args,
+        position_bias_scale=model_args.position_bias_scale,
+        teacher=None if model_args.teacher is None else read_source(model_args.teacher).to_transformers(),
+        distillation={
+            "kind": model_args.distillation,
+            "weight": model_args.distillation_weight,
+            "temperature": model_args.distillation_temperature,
+        },
+        **options,
+    )
+    metrics = {}
+    if training_args.do_train:
+        result = trainer.train(resume_from_checkpoint=_checkpoint(training_args))
+        trainer.save_model()
+        trainer.save_state()
+        metrics |= result.metrics
+        trainer.log_metrics("train", result.metrics)
+        trainer.save_metrics("train", result.metrics)
+    if training_args.do_eval:
+        result = trainer.evaluate()
+        metrics |= result
+        trainer.log_metrics("eval", result)
+        trainer.save_metrics("eval", result)
+    if training_args.push_to_hub:
+        name = data_args.dataset_name
+        on_hub = [name] if name is not None and not Path(name).exists() else []
+        task = "image-classification" if build is _classification else "text-generation"
+        trainer.push_to_hub(tasks=task, dataset=on_hub, dataset_tags=on_hub)
+    return metrics
+
+
+def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    usage = "%(prog)s --model_name_or_path MODEL --train DATA --output_dir OUT --do_train [option ...] | options.json"
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments), description=__doc__, usage=usage)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
+        parse = parser.parse_json_file if arguments[0].endswith(".json") else parser.parse_yaml_file
+        parsed = parse(arguments[0])
+    else:
+        parsed = parser.parse_args_into_dataclasses(arguments)
+    training_args = parsed[2]
+    training_args.remove_unused_columns = False  # images become pixel values when a row is read
+    if not (training_args.do_train or training_args.do_eval):
+        raise ValueError("nothing to do: give --do_train, --do_eval, or both")
+    return parsed
+
+
+def _checkpoint(training_args: TrainingArguments) -> str | None:
+    """Where to go on from: a directory, or the newest checkpoint for `--resume_from_checkpoint true`."""
+    wanted = str(training_args.resume_from_checkpoint)  # a JSON file may have a real `true`
+    if wanted.lower() in ("none", "false"):
+        return None
+    if wanted.lower() != "true":
+        return wanted
+    # The state is written last: a checkpoint without one is that of a run that was stopped while it wrote.
+    states = Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    checkpoints = sorted((state.parent for state in states), key=lambda path: int(path.name.rpartition("-")[2]))
+    return str(checkpoints[-1]) if checkpoints else None
+
+
+def _is_image_classifier(config: PreTrainedConfig) -> bool:
+    if getattr(config, "modality", None) == "text":
+        return False
+    remote = getattr(config, "auto_map", None) or {}
+    return type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote
+
+
+def _classification(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    splits: DatasetDict,
+    config: PreTrainedConfig,
+    hub: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """An image classifier with the classes of the data, and what Trainer needs for it."""
+    require_column(splits, data_args.image_column, "--image_column")
+    require_column(splits, data_args.label_column, "--label_column")
+    names = class_names(splits.get("train", splits.get("validation")), data_args.label_column)
+    splits = hold_out(_decoded(splits, data_args.image_column), data_args.validation_share)
+    if sorted(names) == sorted(config.id2label.values()):
+        names = [config.id2label[number] for number in range(len(names))]  # the order that the weights know
+    model = AutoModelForImageClassification.from_pretrained(
+        model_args.model_name_or_path,
+        id2label=dict(enumerate(names)),
+        label2id={name: number for number, name in enumerate(names)},
+        ignore_mismatched_sizes=True,  # another number of classes gets a new classifier
+        dtype="float32",
+        **hub,
+    )
+    processor = AutoImageProcessor.from_pretrained(model_args.model_name_or_path, **hub)
+    datasets = {
+        split: rows.with_transform(
+            ImagePipeline(
+                processor,
+                image_column=data_args.image_column,
+                label_column=data_args.label_column,
+                numbers=class_numbers(rows, data_args.label_column, names),
+            )
+        )
+        for split, rows in splits.items()
+    }
+    height, width = datasets["validation"][0]["pixel_values"].shape[1:]
+    accuracy = TopKAccuracy(keep_in_memory=True)
+    return model, {
+        "train_dataset": datasets.get("train"),
+        "eval_dataset": datasets["validation"],
+        "processing_class": processor,
+        "augment": build_augmentation(data_args.augmentation, (height, width)),
+        "compute_metrics": lambda p: accuracy.compute(predictions=p.predictions, references=p.label_ids),
+    }
+
+
+def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
+    """`splits` with images where a file has their bytes or paths."""
+    if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
+        return splits
+    try:
+        return splits.cast_column(column, Image())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(f"--image_column: {column!r} holds no images, nor their bytes or paths") from error
+
+
+def _language_modeling(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    splits: DatasetDict,
+    config: PreTrainedConfig,
+    hub: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A language model, and what Trainer needs for it."""
+    if model_args.teacher is not None or data_args.augmentation != "none":
+        raise ValueError("--teacher and --augmentation are for image classifiers")
+    require_column(splits, data_args.text_column, "--text_column")
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype="float32", **hub)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **hub)
+    block_size = data_args.block_size
+    if block_size is None:
+        limits = (1024, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+        block_size = min(limit for limit in limits if limit is not None)
+    blocks = DatasetDict(
+        {
+            split: group_into_blocks(rows, tokenizer, block_size, column=data_args.text_column)
+            for split, rows in splits.items()
+        }
+    )
+    for split, rows in blocks.items():
+        if len(rows) == 0:
+            raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block_size")
+    blocks = hold_out(blocks, data_args.validation_share, shuffle=False)
+    bits = BitsPerToken(keep_in_memory=True)
+    return model, {
+        "train_dataset": blocks.get("train"),
+        "eval_dataset": blocks["validation"],
+        "processing_class": tokenizer,
+        "data_collator": default_data_collator,
+        "preprocess_logits_for_metrics": token_losses,
+        "compute_metrics": lambda p: bits.compute(
+            predictions=p.predictions.flatten(), references=p.label_ids[:, 1:].flatten()
+        ),
+    }
+
+
+def _with_adapters(model: PreTrainedModel, model_args: ModelArguments) -> PreTrainedModel:
+    """LoRA on the projections of the mixers; the classifier of images is trained whole."""
+    lora = LoraConfig(
+        r=model_args.lora_rank,
+        lora_alpha=model_args.lora_alpha,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        modules_to_save=["classifier"] if hasattr(model, "classifier") else None,
+    )
+    model = get_peft_model(model, lora)
+    model.print_trainable_parameters()
+    return model
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"finetune.py: {' '.join(str(error).split())}")

@@ -1,0 +1,92 @@
+"""Where a trained vision transformer looks: its attention, averaged over images and by relative position."""
+
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..configuration_aft import pair
+from ..mixing_aft import widen
+
+
+@torch.no_grad()
+def mean_attention(
+    model: PreTrainedModel, batches: Iterable[torch.Tensor], *, keep_class_token: bool = False
+) -> tuple[list[torch.Tensor], int]:
+    """The attention of every layer and head of a ViT or DeiT between patches, averaged over images.
+
+    Other tokens are left out and each row is normalized again, image by image: A_tt' / sum_t' A_tt' over the tokens
+    that stay. The maps of one layer and one batch are all that is held beside the averages.
+
+    Args:
+        model: a ViT or DeiT of transformers.
+        batches: pixel values, (B, channels, height, width) each.
+        keep_class_token: whether the class token stays, as position 0. A distillation token never does.
+
+    Returns:
+        For each layer (heads, T, T) in float32, rows being queries, and the number of images.
+
+    Raises:
+        ValueError: there is no image.
+    """
+    grid_size, patch_size = pair(model.config.image_size), pair(model.config.patch_size)
+    num_patches = (grid_size[0] // patch_size[0]) * (grid_size[1] // patch_size[1])
+    layers, totals = model.base_model.layers, {}
+
+    def add(index: int, attention: torch.Tensor) -> None:
+        kept = torch.arange(attention.shape[-1], device=attention.device)
+        kept = torch.cat([kept[: int(keep_class_token)], kept[-num_patches:]])
+        attention = widen(attention.index_select(-2, kept).index_select(-1, kept))
+        attention = attention / attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
+        totals[index] = totals.get(index, 0) + attention.sum(0)
+
+    hooks = [
+        layer.attention.register_forward_hook(lambda module, inputs, outputs, index=i: add(index, outputs[1]))
+        for i, layer in enumerate(layers)
+    ]
+    implementation, count = model.config._attn_implementation, 0
+    model.set_attn_implementation("eager")  # the only one that computes maps at all
+    try:
+        for pixels in logging.tqdm(batches, desc="Attention of the teacher", unit="batch"):
+            model(pixels.to(model.device, model.dtype))
+            count += len(pixels)
+    finally:
+        model.set_attn_implementation(implementation)
+        for hook in hooks:
+            hook.remove()
+    if count == 0:
+        raise ValueError("there are no images to measure attention on; give at least one")
+    return [totals[i] / count for i in range(len(layers))], count
+
+
+def relative_attention(attention: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Attention between patches, averaged over all queries by the offset from query to key.
+
+    Args:
+        attention: (heads, T, T) for T = rows * columns patches, rows being queries.
+        grid_size: rows and columns.
+
+    Returns:
+        M, (heads, 2 rows - 1, 2 columns - 1): M[:, dr + rows - 1, dc + columns - 1] is the mean of A_tt' over all
+        pairs of patches with t' dr rows below and dc columns right of t.
+    """
+    totals = attention.new_zeros(attention.shape[0], num_offsets(grid_size).numel())
+    totals.index_add_(1, offset_index(grid_size).flatten(), attention.flatten(1))
+    return totals.unflatten(1, num_offsets(grid_size).shape) / num_offsets(grid_size)
+
+
+def num_offsets(grid_size: tuple[int, int]) -> torch.Tensor:
+    """How many pairs of patches there are for each offset, (2 rows - 1, 2 columns - 1)."""
+    rows, columns = (n - torch.arange(1 - n, n).abs() for n in grid_size)
+    return rows[:, None] * columns
+
+
+def offset_index(grid_size: tuple[int, int]) -> torch.Tensor:
+    """(T, T): for each query and key the index of their offset among the flattened offsets."""
+    rows, columns = grid_size
+    positions = torch.arange(rows * columns)
+    row, column = positions // columns, positions % columns
+    down = row[None, :] - row[:, None] + rows - 1
+    right = column[None, :] - column[:, None] + columns - 1
+    return down * (2 * columns - 1) + right

@@ -1,0 +1,88 @@
+"""Writing a conversion: all of it, verified, or nothing."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers.image_processing_utils import BaseImageProcessor
+
+from ..configuration_aft import pair
+from ..data.image_size import resized_processor
+from ..modeling_aft import AFTForImageClassification
+from .deit import convert_deit
+from .errors import ConversionError, first_line
+from .report import REPORT_NAME, ConversionReport
+from .source import read_source
+from .verification import verify_conversion
+
+
+def save_converted(
+    source: str | os.PathLike,
+    directory: str | os.PathLike,
+    *,
+    overwrite: bool = False,
+    source_image_size: int | tuple[int, int] | None = None,
+    source_num_heads: int | None = None,
+    **options,
+) -> tuple[AFTForImageClassification, ConversionReport]:
+    """Convert, write model, image processor and report, and verify what was written, before it gets its name.
+
+    Args:
+        source, source_image_size, source_num_heads: as for `read_source`.
+        directory: where to write; must not exist or be empty.
+        overwrite: replace an earlier conversion in `directory`.
+        **options: the other arguments of `convert_deit`.
+
+    Raises:
+        ConversionError: as `convert_deit` and `verify_conversion`, or `directory` holds something else or cannot be
+            written.
+    """
+    directory = Path(directory).resolve()
+    _check_target(directory, source, overwrite)
+    reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
+    model, processor, report = _convert(source, reading, options)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
+            finished, replaced = Path(aside) / "finished", Path(aside) / "replaced"
+            model.save_pretrained(finished)
+            processor.save_pretrained(finished)
+            (finished / REPORT_NAME).write_text(report.to_json() + "\n")
+            verify_conversion(source, finished)
+            if directory.exists():
+                directory.rename(replaced)
+            finished.rename(directory)
+    except (OSError, SafetensorError) as error:
+        raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
+    return model, report
+
+
+def _convert(
+    source: str | os.PathLike, reading: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
+    """The model, its image processor and the account. The source leaves the memory before anything is written."""
+    checkpoint = read_source(source, **reading)
+    model, report = convert_deit(checkpoint, **options)
+    processor, size = checkpoint.image_processor, pair(model.config.image_size)
+    if size != pair(checkpoint.config.image_size):
+        processor = resized_processor(processor, size)
+    return model, processor, report
+
+
+def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -> None:
+    """Refuse to write over anything but an earlier conversion that the user wants to be replaced."""
+    if directory.exists() and not directory.is_dir():
+        raise ConversionError(f"{directory}: is a file; give a directory")
+    for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
+        if path.exists() and path.is_relative_to(directory):
+            raise ConversionError(f"{directory}: holds {name}; give another directory")
+    if directory.exists() and any(directory.iterdir()):
+        if not overwrite:
+            raise ConversionError(f"{directory}: is not empty; give another directory, or ask to overwrite it")
+        if not (directory / REPORT_NAME).exists():
+            raise ConversionError(
+                f"{directory}: only an earlier conversion is overwritten, and there is no {REPORT_NAME} in it"
+            )

@@ -1,0 +1,173 @@
+"""The config of a checkpoint in the dialect of timm or of the original DeiT, mostly from the shapes of its tensors."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import DeiTConfig, ViTConfig
+
+from ..configuration_aft import pair
+from .errors import ConversionError
+
+
+# Timm's names for this very network: vit_base_patch16_224, deit_tiny_distilled_patch16_224, deit3_base_patch16_384.
+ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_\d+(_in21k|_in21ft1k)?"
+# Activations by the names of timm, in the words of transformers.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+LAYER_NORM_EPS = 1e-6
+HEAD_WIDTH = 64
+# The widths of the huge, giant and gigantic ViT, whose 16 heads are wider.
+HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
+
+
+def check_timm_config(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse what is no ViT or DeiT that classifies by its class token.
+
+    Raises:
+        ConversionError: another architecture, pooling or activation.
+    """
+    architecture = config["architecture"]
+    if not isinstance(architecture, str) or not re.fullmatch(ARCHITECTURES, architecture):
+        raise ConversionError(
+            f"{name}: timm's {architecture!r} cannot be converted; give a plain ViT or DeiT such as "
+            "deit_small_patch16_224 or deit3_base_patch16_384"
+        )
+    pooling = config.get("global_pool", "token")
+    if pooling not in ("", "token"):
+        raise ConversionError(
+            f"{name}: pools by {pooling!r}; only models that pool by their class token are converted"
+        )
+    activation = _model_args(config).get("act_layer", "gelu")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConversionError(f"{name}: the activation {activation!r} is not known; only {known} are converted")
+
+
+def infer_config(
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    timm_config: Mapping[str, Any],
+    *,
+    image_size: int | tuple[int, int] | None,
+    num_heads: int | None,
+) -> ViTConfig | DeiTConfig:
+    """The config in the words of transformers: a DeiT's where there is a distillation token, else a ViT's.
+
+    Args:
+        name: of the checkpoint, for messages.
+        tensors: by their names in the file.
+        timm_config: timm's config.json; empty where there is none.
+        image_size: in pixels; by default timm's, or that of a square of as many patches as have positions.
+        num_heads: by default timm's, or as many as ViT and DeiT have at this width.
+
+    Raises:
+        ConversionError: what has to be there is missing, or does not go together.
+    """
+    patches, blocks = _tensor(name, tensors, "patch_embed.proj.weight", 4), _num_blocks(name, tensors)
+    positions = _tensor(name, tensors, "pos_embed", 3)
+    distilled = "dist_token" in tensors
+    width, patch_size = patches.shape[0], tuple(patches.shape[2:])
+    model_args = _model_args(timm_config)
+    if num_heads is None:
+        num_heads = model_args.get("num_heads") or _default_heads(name, width)
+    if num_heads < 1 or width % num_heads:
+        raise ConversionError(f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads")
+    if image_size is None:
+        image_size = model_args.get("img_size") or _timm_input_size(timm_config)
+    config_class = DeiTConfig if distilled else ViTConfig
+    return config_class(
+        hidden_size=width,
+        num_hidden_layers=blocks,
+        num_attention_heads=num_heads,
+        intermediate_size=_tensor(name, tensors, "blocks.0.mlp.fc1.weight", 2).shape[0],
+        hidden_act=ACTIVATIONS[model_args.get("act_layer", "gelu")],
+        layer_norm_eps=LAYER_NORM_EPS,
+        image_size=_image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size),
+        patch_size=_one_or_two(patch_size),
+        num_channels=patches.shape[1],
+        qkv_bias="blocks.0.attn.qkv.bias" in tensors,
+        **_labels(timm_config, tensors),
+    )
+
+
+def _model_args(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("model_args") or {}
+
+
+def _tensor(name: str, tensors: Mapping[str, torch.Tensor], tensor_name: str, dim: int) -> torch.Tensor:
+    if tensor_name not in tensors:
+        if any(".patch_embeddings." in other for other in tensors):
+            raise ConversionError(f"{name}: a file of transformers; give its directory, with the config.json in it")
+        raise ConversionError(f"{name}: {tensor_name} is missing from the checkpoint; it is no ViT or DeiT")
+    if tensors[tensor_name].dim() != dim:
+        raise ConversionError(f"{name}: {tensor_name} is {tuple(tensors[tensor_name].shape)}, not of {dim} dimensions")
+    return tensors[tensor_name]
+
+
+def _num_blocks(name: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    numbers = {int(match[1]) for match in map(re.compile(r"blocks\.(\d+)\.").match, tensors) if match}
+    if not numbers:
+        raise ConversionError(f"{name}: blocks.0 is missing from the checkpoint; it is no ViT or DeiT")
+    return max(numbers) + 1
+
+
+def _default_heads(name: str, width: int) -> int:
+    if width % HEAD_WIDTH:
+        raise ConversionError(
+            f"{name}: how many attention heads it has does not follow from its width of {width}; give source_num_heads"
+        )
+    return HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
+
+
+def _image_size(
+    name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
+) -> int | tuple[int, int]:
+    """The size in pixels that has as many patches as there are positions, with those of `prefix` tokens or without."""
+    if image_size is None:
+        for patches in (length - prefix, length):
+            if patches > 0 and math.isqrt(patches) ** 2 == patches:
+                return _one_or_two(tuple(math.isqrt(patches) * size for size in patch_size))
+        raise ConversionError(
+            f"{name}: {length} positions are no square of patches; give source_image_size, its rows and columns in "
+            "pixels"
+        )
+    size = pair(image_size)
+    patches = (size[0] // patch_size[0]) * (size[1] // patch_size[1])
+    if patches not in (length - prefix, length) or size[0] % patch_size[0] or size[1] % patch_size[1]:
+        raise ConversionError(
+            f"{name}: images of {size[0]} x {size[1]} pixels do not fit its {length} positions and patches of "
+            f"{patch_size[0]} x {patch_size[1]}; give the source_image_size it was trained at"
+        )
+    return _one_or_two(size)
+
+
+def _timm_input_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    size = (config.get("pretrained_cfg") or {}).get("input_size")
+    return None if size is None else tuple(size[1:])
+
+
+def _labels(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The classes by name where timm's config has names, described where it has descriptions."""
+    if "head.weight" not in tensors:
+        return {}
+    num_labels, pretrained = len(tensors["head.weight"]), config.get("pretrained_cfg") or {}
+    names = config.get("label_names") or pretrained.get("label_names")
+    descriptions = config.get("label_descriptions") or pretrained.get("label_descriptions") or {}
+    if not names or len(names) != num_labels:
+        return {"num_labels": num_labels}
+    names = names if isinstance(names, list) else [names[key] for key in sorted(names, key=int)]
+    id2label = {i: descriptions.get(label, label) for i, label in enumerate(names)}
+    return {"id2label": id2label, "label2id": {label: i for i, label in id2label.items()}}
+
+
+def _one_or_two(size: tuple[int, int]) -> int | tuple[int, int]:
+    return size[0] if size[0] == size[1] else tuple(size)

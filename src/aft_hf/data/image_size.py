@@ -1,0 +1,24 @@
+"""Image processors for another image size than they were made for."""
+
+import copy
+import math
+
+from transformers.image_processing_utils import BaseImageProcessor
+
+
+def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> BaseImageProcessor:
+    """A copy of an image processor that makes images of `size`, (height, width) in pixels.
+
+    The margin that a centre crop leaves away keeps its share: a resize to 256 before a crop of 224 becomes one to 438
+    before a crop of 384.
+    """
+    processor = copy.deepcopy(processor)
+    height, width = size
+    if getattr(processor, "do_center_crop", False):
+        crop = dict(processor.crop_size)
+        ratio = max(size) / max(crop["height"], crop["width"])
+        processor.size = {side: math.floor(length * ratio) for side, length in dict(processor.size).items() if length}
+        processor.crop_size = {"height": height, "width": width}
+    else:
+        processor.size = {"height": height, "width": width}
+    return processor

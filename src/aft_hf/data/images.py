@@ -1,0 +1,98 @@
+"""Labelled images as pixel values by the model's image processor, classes as numbers, and augmentation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import kornia.augmentation as augmentation
+from datasets import ClassLabel, Dataset, Value
+from torch import nn
+from transformers.image_processing_utils import BaseImageProcessor
+
+
+AUGMENTATIONS = ("none", "crop", "resized_crop")
+
+
+class ImagePipeline:
+    """What `datasets.Dataset.with_transform` takes: rows of decoded images to pixel values and labels.
+
+    Args:
+        processor: the model's image processor.
+        image_column, label_column: names in the dataset.
+        numbers: the number of the class of each label (see `class_numbers`); by default the labels are the numbers.
+    """
+
+    def __init__(
+        self,
+        processor: BaseImageProcessor,
+        *,
+        image_column: str = "image",
+        label_column: str = "label",
+        numbers: Mapping[Any, int] | None = None,
+    ):
+        self.processor, self.image_column, self.label_column = processor, image_column, label_column
+        self.numbers = numbers
+
+    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, Any]:
+        images = [image.convert("RGB") for image in rows[self.image_column]]
+        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+        labels = rows[self.label_column]
+        if self.numbers is not None:
+            labels = [self.numbers[label] for label in labels]
+        return {"pixel_values": list(pixels), "labels": labels}
+
+
+def class_names(dataset: Dataset, column: str) -> list[str]:
+    """The names of the classes, in the order of their numbers.
+
+    Those of a `ClassLabel`; integers are class numbers already, and their own names; other labels are sorted.
+
+    Raises:
+        ValueError: labels that are neither names nor numbers from 0.
+    """
+    feature = dataset.features[column]
+    if isinstance(feature, ClassLabel):
+        return feature.names
+    labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
+    if all(type(label) is int and label >= 0 for label in labels):
+        return [str(number) for number in range(max(labels) + 1)]
+    if all(isinstance(label, (str, bool)) for label in labels):
+        return sorted(map(str, labels))
+    raise ValueError(f"column {column!r} must hold names of classes or numbers from 0, got {str(labels[:5])[1:-1]}")
+
+
+def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
+    """The index in `names` of each label that occurs; labels are compared by name, however a file numbers them.
+
+    Raises:
+        ValueError: labels that are none of these classes.
+    """
+    labels, feature = dataset.unique(column), dataset.features[column]
+    own = (
+        dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {label: str(label) for label in labels}
+    )
+    numbers = {name: number for number, name in enumerate(names)}
+    unknown = [own.get(label, label) for label in labels if own.get(label) not in numbers]
+    if unknown:
+        raise ValueError(f"column {column!r} has labels that are none of the {len(names)} classes: {unknown[:5]}")
+    return {label: numbers[own[label]] for label in labels}
+
+
+def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
+    """The augmentation of batches of (height, width) images, by torch's own random numbers; None for "none".
+
+    "crop" moves an image by up to an eighth of its sides and flips it, as is usual for CIFAR-10; "resized_crop" cuts
+    out 8 to 100 % of the area and flips it, as is usual for ImageNet.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in AUGMENTATIONS:
+        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
+    if name == "none":
+        return None
+    flip = augmentation.RandomHorizontalFlip()
+    if name == "resized_crop":
+        return nn.Sequential(augmentation.RandomResizedCrop(size, scale=(0.08, 1.0)), flip)
+    height, width = size
+    padding = (width // 8, height // 8)  # of kornia: left and right, top and bottom
+    return nn.Sequential(augmentation.RandomCrop(size, padding=padding), flip)

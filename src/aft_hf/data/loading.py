@@ -1,0 +1,92 @@
+"""Datasets from where people have them: the Hub, local folders, parquet and text files."""
+
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+
+
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+
+
+def load_splits(
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    train: str | None = None,
+    validation: str | None = None,
+) -> DatasetDict:
+    """The splits "train" and "validation", as far as they are there; a "test" split serves to validate, too.
+
+    Args:
+        dataset_name: a dataset of the Hub, or a local one that `datasets` knows how to load.
+        dataset_config_name: its configuration.
+        train, validation: instead of a name, a folder of images with a folder for each class, or a parquet, csv, json
+            or text file.
+
+    Raises:
+        ValueError: nothing is given, or both, or something that does not exist or cannot be read.
+    """
+    paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
+    if (dataset_name is None) == (not paths):
+        raise ValueError("give the data as either dataset_name, or train and validation as files or folders")
+    if dataset_name is None:
+        return DatasetDict({split: load_local(path) for split, path in paths.items()})
+    splits = load_dataset(dataset_name, dataset_config_name)
+    if "validation" not in splits and "test" in splits:
+        splits["validation"] = splits["test"]
+    return DatasetDict({split: splits[split] for split in ("train", "validation") if split in splits})
+
+
+def load_local(path: str | Path) -> Dataset:
+    """One file, or one folder of images with a folder for each class.
+
+    Raises:
+        ValueError: it does not exist, has an unknown format, or cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        # All files, in one split: left alone, `datasets` takes "test_1.png" for a part of a test split.
+        reader, options = "imagefolder", {"data_dir": str(path), "data_files": "**"}
+    elif not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    elif path.suffix not in FORMATS:
+        raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
+    else:
+        reader, options = FORMATS[path.suffix], {"data_files": str(path)}
+    if reader == "text":
+        # A text file is one text: lines mean nothing to a language model of bytes, and line breaks must stay.
+        options["sample_by"] = "document"
+    try:
+        return load_dataset(reader, split="train", **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
+        raise ValueError(f"{path}: cannot be read as {what} ({error.__cause__ or error})") from error
+
+
+def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:
+    """`splits` with a split "validation": if there is none, a share of the rows to train on.
+
+    Args:
+        share: of the rows, in (0, 1).
+        shuffle: whether to take them at random, always the same ones, or from the end.
+
+    Raises:
+        ValueError: another share, or less than two rows.
+    """
+    if "validation" in splits:
+        return splits
+    if not 0 < share < 1:
+        raise ValueError(f"validation_share must be between 0 and 1, got {share}")
+    rows = len(splits["train"])
+    if rows < 2:
+        raise ValueError(f"{rows} rows cannot be divided into training and validation: give data to validate on")
+    parts = splits["train"].train_test_split(share, seed=0, shuffle=shuffle)
+    return DatasetDict(train=parts["train"], validation=parts["test"])
+
+
+def require_column(splits: DatasetDict, column: str, option: str) -> None:
+    """Raise a ValueError that tells the columns there are, if `column`, as `option` has it, is not in all splits."""
+    for split, dataset in splits.items():
+        if column not in dataset.column_names:
+            names = ", ".join(map(repr, dataset.column_names))
+            raise ValueError(f"{option}: the {split} data has no column {column!r}, it has {names}")

@@ -1,0 +1,38 @@
+"""Text as blocks of tokens for a language model."""
+
+from itertools import chain
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+
+def group_into_blocks(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, *, column: str = "text"
+) -> Dataset:
+    """Texts joined, a thousand rows at a time, and cut into blocks; the rest that fills no block is left out.
+
+    Args:
+        dataset: with a column of texts.
+        tokenizer: texts end with its `eos_token`, if it has one.
+        block_size: tokens per block, at least 2: each is to predict the next.
+        column: name of that column.
+
+    Returns:
+        Rows of `input_ids` and `labels`, each of `block_size` tokens.
+
+    Raises:
+        ValueError: smaller blocks.
+    """
+    if block_size < 2:
+        raise ValueError(f"block_size must be at least 2, got {block_size}")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        # Joining is the aim here: a text longer than the model's limit is none to warn about.
+        texts = tokenizer(rows[column], add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = list(chain.from_iterable([*ids, *end] for ids in texts))
+        stop = len(tokens) // block_size * block_size
+        blocks = [tokens[i : i + block_size] for i in range(0, stop, block_size)]
+        return {"input_ids": blocks, "labels": blocks}
+
+    return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, desc="Tokenizing")

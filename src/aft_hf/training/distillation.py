@@ -1,0 +1,55 @@
+"""Learning from a teacher, as DeiT does (Touvron et al. 2021, "Training data-efficient image transformers &
+distillation through attention", arXiv 2012.12877, Eq. 2 and 3)."""
+
+import torch
+from torch.nn import functional as F
+
+
+DISTILLATIONS = ("soft", "hard")
+
+
+def distillation_loss(
+    loss: torch.Tensor,
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    kind: str = "soft",
+    weight: float = 0.5,
+    temperature: float = 3.0,
+) -> torch.Tensor:
+    """The loss of the task mixed with that of agreeing with a teacher.
+
+    soft (Eq. 2): (1 - weight) loss + weight temperature^2 KL(softmax(z_t / temperature) || softmax(z / temperature));
+    hard (Eq. 3): (1 - weight) loss + weight CE(z, argmax z_t).
+
+    Args:
+        loss: of the task, a mean over the batch.
+        logits, teacher_logits: z and z_t, (B, classes); no gradient reaches the teacher.
+        kind: "soft" or "hard".
+        weight: of the teacher, in [0, 1]. DeiT takes 0.1 for soft and 0.5 for hard distillation.
+        temperature: of soft distillation, > 0; 3 in DeiT.
+
+    Raises:
+        ValueError: another kind, a weight or temperature out of range, or logits of other classes.
+    """
+    if kind not in DISTILLATIONS:
+        raise ValueError(f"distillation must be one of {', '.join(DISTILLATIONS)}, got {kind!r}")
+    if not 0 <= weight <= 1:
+        raise ValueError(f"the weight of the teacher must be in [0, 1], got {weight}")
+    if temperature <= 0:
+        raise ValueError(f"the temperature of distillation must be greater than 0, got {temperature}")
+    if logits.shape != teacher_logits.shape:
+        raise ValueError(
+            f"the teacher gives {tuple(teacher_logits.shape)} logits and the model {tuple(logits.shape)}: "
+            "both need the same classes"
+        )
+    logits, teacher_logits = logits.float(), teacher_logits.detach().float()
+    if kind == "hard":
+        return (1 - weight) * loss + weight * F.cross_entropy(logits, teacher_logits.argmax(-1))
+    divergence = F.kl_div(
+        F.log_softmax(logits / temperature, -1),
+        F.log_softmax(teacher_logits / temperature, -1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    return (1 - weight) * loss + weight * temperature**2 * divergence

@@ -1,0 +1,89 @@
+"""Metrics of any saved model on any data: AFT, and what it is compared with."""
+
+import inspect
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+from transformers.image_processing_utils import BaseImageProcessor
+
+from ..data.image_size import resized_processor
+from ..data.images import ImagePipeline, class_names, class_numbers
+from ..data.text import group_into_blocks
+from .metrics import BitsPerToken, TopKAccuracy, token_losses
+
+
+@torch.inference_mode()
+def evaluate_classifier(
+    model: PreTrainedModel,
+    processor: BaseImageProcessor,
+    dataset: Dataset,
+    *,
+    image_size: tuple[int, int] | None = None,
+    batch_size: int = 64,
+    image_column: str = "image",
+    label_column: str = "label",
+) -> dict[str, float]:
+    """Top-1 accuracy, and top-5 where there are more than five classes.
+
+    Args:
+        model: an image classifier, on the device to run on.
+        processor: its image processor.
+        dataset: rows with an image and a label; classes whose names the model does not know are taken by number.
+        image_size: (height, width) in pixels in place of the processor's; models with position embeddings that can
+            stretch them (ViT, DeiT) do so.
+        batch_size: images per forward pass.
+        image_column, label_column: names in the dataset.
+    """
+    if image_size is not None:
+        processor = resized_processor(processor, image_size)
+    names, numbers = [model.config.id2label[number] for number in range(model.config.num_labels)], None
+    if set(class_names(dataset, label_column)) <= set(names):
+        numbers = class_numbers(dataset, label_column, names)
+    columns = {"image_column": image_column, "label_column": label_column}
+    pipeline = ImagePipeline(processor, numbers=numbers, **columns)
+    options = {}
+    if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
+        options["interpolate_pos_encoding"] = True
+    metric = TopKAccuracy(keep_in_memory=True)
+    model.eval()
+    loader = DataLoader(dataset.with_transform(pipeline), batch_size, collate_fn=default_data_collator)
+    for batch in tqdm(loader, desc="images", unit="batch"):
+        pixels = batch["pixel_values"].to(model.device, model.dtype)
+        logits = model(pixel_values=pixels, **options).logits
+        metric.add_batch(predictions=logits.float().cpu().numpy(), references=batch["labels"])
+    return metric.compute(top_k=(1, 5) if model.config.num_labels > 5 else (1,))
+
+
+@torch.inference_mode()
+def evaluate_language_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    *,
+    block_size: int,
+    batch_size: int = 16,
+    text_column: str = "text",
+) -> dict[str, float]:
+    """Bits per token and perplexity over blocks that do not overlap; the first token of each has no context.
+
+    Args:
+        model: a language model, on the device to run on.
+        tokenizer: its tokenizer.
+        dataset: rows of text.
+        block_size: tokens per block.
+        batch_size: blocks per forward pass.
+        text_column: name in the dataset.
+    """
+    blocks = group_into_blocks(dataset, tokenizer, block_size, column=text_column)
+    if len(blocks) == 0:
+        raise ValueError(f"the text is shorter than one block of {block_size} tokens")
+    metric = BitsPerToken(keep_in_memory=True)
+    model.eval()
+    for batch in tqdm(DataLoader(blocks, batch_size, collate_fn=default_data_collator), desc="text", unit="batch"):
+        tokens = batch["input_ids"].to(model.device)
+        losses = token_losses(model(input_ids=tokens, use_cache=False).logits, tokens)
+        metric.add_batch(predictions=losses.flatten().cpu(), references=batch["labels"][:, 1:].flatten())
+    return metric.compute()

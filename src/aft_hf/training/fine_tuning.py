@@ -1,0 +1,99 @@
+"""A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from ..configuration_aft import pair
+from .distillation import distillation_loss
+from .optimization import parameter_groups
+
+
+class FineTuner(Trainer):
+    """transformers' Trainer with some options more.
+
+    Args:
+        position_bias_scale: factor on the learning rate of position biases (see `parameter_groups`).
+        augment: applied to the pixel values, (B, channels, height, width), of each batch in training. It is part of
+            the step, not of reading the data, so that a training that is resumed draws the same random numbers.
+        teacher: a ViT or DeiT of the same classes, whose logits enter the training loss (`distillation_loss`). It
+            sees the pixel values of the model, so that both need the same normalization.
+        distillation: the keyword arguments of `distillation_loss`.
+        **options: the arguments of `Trainer`.
+
+    Raises:
+        ValueError: a teacher that numbers the classes otherwise, or options that do not go together.
+    """
+
+    def __init__(
+        self,
+        *,
+        position_bias_scale: float = 1.0,
+        augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        teacher: PreTrainedModel | None = None,
+        distillation: dict[str, Any] | None = None,
+        **options,
+    ):
+        super().__init__(**options)
+        self.position_bias_scale, self.augment = position_bias_scale, augment
+        self.teacher, self.distillation = teacher, distillation or {}
+        if teacher is not None:
+            _require_same_order(teacher.config.id2label, self.model.config.id2label)
+            # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
+            self.model_accepts_loss_kwargs = False
+            teacher.to(self.args.device).eval().requires_grad_(False)
+        if self.label_smoother is not None:
+            if getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
+                raise ValueError(
+                    "label_smoothing_factor takes the place of the model's own loss, and so of what "
+                    "position_bias_entropy_weight adds to it: set one of them to 0"
+                )
+            # Trainer shifts the labels of language models that it knows by name, which AFT is not.
+            if self.model.loss_type == "ForCausalLM":
+                self.label_smoother = partial(self.label_smoother, shift_labels=True)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            groups = parameter_groups(
+                model,
+                self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                position_bias_scale=self.position_bias_scale,
+            )
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optimizer_class(groups, **options)
+        return self.optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Trainer's loss; in training of augmented images, and with the teacher's part."""
+        if self.augment is not None and model.training:
+            inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.teacher is not None and model.training:
+            teacher_logits = self._teacher_logits(inputs["pixel_values"])
+            loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *arguments, **options) -> dict[str, float]:
+        """Trainer's, which leaves the random numbers of the training that goes on as they were."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*arguments, **options)
+
+    @torch.no_grad()
+    def _teacher_logits(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        other_size = tuple(pixel_values.shape[2:]) != pair(self.teacher.config.image_size)
+        with self.accelerator.autocast():
+            return self.teacher(pixel_values.to(self.teacher.dtype), interpolate_pos_encoding=other_size).logits
+
+
+def _require_same_order(teacher: dict[int, str], student: dict[int, str]) -> None:
+    if teacher != student and sorted(teacher.values()) == sorted(student.values()):
+        raise ValueError(
+            f"the teacher numbers the classes {list(teacher.values())}, the model {list(student.values())}"
+        )

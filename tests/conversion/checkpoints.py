@@ -1,0 +1,211 @@
+"""Tiny checkpoints of every dialect, with no parameter at the value it starts training with, and how they compute."""
+
+import json
+
+import torch
+from torch import nn
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    DeiTForImageClassificationWithTeacher,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+
+WIDTH, DEPTH, HEADS, MLP, PATCH, CLASSES = 24, 2, 3, 40, 8, 3
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": HEADS,
+    "intermediate_size": MLP,
+    "image_size": 32,
+    "patch_size": PATCH,
+}
+OPTIONS = {"kernel_size": 3, "num_heads": 4}  # of a conversion to AFT-conv
+TIMM = {"source_num_heads": HEADS}  # 24 is no multiple of 64
+
+
+def randomize(model):
+    """No parameter at its initial 0 or 1, so a forgotten copy cannot pass for a right one."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+def save_vit(path, **config):
+    """A ViT of transformers with classes and an image processor."""
+    labels = {"id2label": {0: "cat", 1: "dog", 2: "owl"}, "label2id": {"cat": 0, "dog": 1, "owl": 2}}
+    model = randomize(ViTForImageClassification(ViTConfig(**SIZES | labels | config)))
+    model.save_pretrained(path)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3]).save_pretrained(path)
+    return model.eval()
+
+
+def save_distilled_deit(path):
+    """A DeiT of transformers with two heads."""
+    model = randomize(DeiTForImageClassificationWithTeacher(DeiTConfig(**SIZES, num_labels=CLASSES)))
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def save_deit(path):
+    """A DeiT of transformers with a distillation token and one head."""
+    model = randomize(DeiTForImageClassification(DeiTConfig(**SIZES, num_labels=CLASSES)))
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def save_backbone(path):
+    """A ViT of transformers with a pooler and no classifier."""
+    model = randomize(ViTModel(ViTConfig(**SIZES)))
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def timm_tensors(
+    *,
+    grid=(4, 4),
+    width=WIDTH,
+    distilled=False,
+    layer_scale=None,  # the name of its two tensors: "ls{}.gamma" or "gamma_{}"
+    position_of_cls=True,
+    bias=True,
+    head=True,
+):
+    """The tensors of timm and the original DeiT."""
+    tokens = grid[0] * grid[1] + position_of_cls + distilled
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, tokens, width),
+        "patch_embed.proj.weight": (width, 3, PATCH, PATCH),
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+    }
+    for i in range(DEPTH):
+        block = f"blocks.{i}"
+        for name, outputs, inputs in (
+            ("attn.qkv", 3 * width, width),
+            ("attn.proj", width, width),
+            ("mlp.fc1", MLP, width),
+            ("mlp.fc2", width, MLP),
+        ):
+            shapes[f"{block}.{name}.weight"] = (outputs, inputs)
+            shapes[f"{block}.{name}.bias"] = (outputs,)
+        for name in ("norm1", "norm2"):
+            shapes[f"{block}.{name}.weight"] = shapes[f"{block}.{name}.bias"] = (width,)
+        if layer_scale:
+            for j in (1, 2):
+                shapes[f"{block}.{layer_scale.format(j)}"] = (width,)
+        if not bias:
+            del shapes[f"{block}.attn.qkv.bias"]
+    if distilled:
+        shapes["dist_token"] = (1, 1, width)
+    for name in ["head", "head_dist"][: (1 + distilled) if head else 0]:
+        shapes |= {f"{name}.weight": (CLASSES, width), f"{name}.bias": (CLASSES,)}
+    return {name: torch.randn(shape) * 0.5 for name, shape in shapes.items()}
+
+
+def save_pth(path, **options):
+    """A file as the original DeiT's."""
+    tensors = timm_tensors(**options)
+    torch.save({"model": tensors}, path)
+    return tensors
+
+
+def save_timm(path, architecture="vit_small_patch8_32", **config):
+    """timm's config.json, beside which its weights are to be put."""
+    path.mkdir()
+    pretrained = {"input_size": [3, 32, 32], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.8}
+    pretrained |= {"interpolation": "bilinear"}
+    content = {"architecture": architecture, "num_classes": CLASSES, "num_features": WIDTH, "global_pool": "token"}
+    content |= {"model_args": {"num_heads": HEADS}, "pretrained_cfg": pretrained}
+    (path / "config.json").write_text(json.dumps(content | config))
+
+
+def timm_block(tensors, i, x, num_heads=HEADS):
+    """A block of timm's ViT, with layer scale where it has one."""
+
+    def linear(x, name):
+        return nn.functional.linear(x, tensors[f"blocks.{i}.{name}.weight"], tensors.get(f"blocks.{i}.{name}.bias"))
+
+    def norm(x, name):
+        weight, bias = tensors[f"blocks.{i}.{name}.weight"], tensors[f"blocks.{i}.{name}.bias"]
+        return nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps=1e-6)
+
+    def scale(j):
+        names = (f"blocks.{i}.ls{j}.gamma", f"blocks.{i}.gamma_{j}")
+        return next((tensors[name] for name in names if name in tensors), 1.0)
+
+    batch, length, width = x.shape
+    qkv = linear(norm(x, "norm1"), "attn.qkv").view(batch, length, 3, num_heads, width // num_heads)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    attention = (q @ k.mT / (width // num_heads) ** 0.5).softmax(-1)
+    mixed = (attention @ v).transpose(1, 2).reshape(batch, length, width)
+    x = x + scale(1) * linear(mixed, "attn.proj")
+    hidden = nn.functional.gelu(linear(norm(x, "norm2"), "mlp.fc1"))
+    return x + scale(2) * linear(hidden, "mlp.fc2")
+
+
+def timm_logits(tensors, pixels, num_heads=HEADS):
+    """timm's ViT, distilled or not, written out; pixels (B, 3, height, width)."""
+    x = nn.functional.conv2d(pixels, tensors["patch_embed.proj.weight"], tensors["patch_embed.proj.bias"], PATCH)
+    x = x.flatten(2).mT
+    batch, num_patches, width = x.shape
+    prefix = [tensors[name].expand(batch, -1, -1) for name in ("cls_token", "dist_token") if name in tensors]
+    if tensors["pos_embed"].shape[1] == num_patches:
+        x = torch.cat([*prefix, x + tensors["pos_embed"]], 1)
+    else:
+        x = torch.cat([*prefix, x], 1) + tensors["pos_embed"]
+    for i in range(DEPTH):
+        x = timm_block(tensors, i, x, num_heads)
+    x = nn.functional.layer_norm(x, (width,), tensors["norm.weight"], tensors["norm.bias"], eps=1e-6)
+    heads = [name for name in ("head", "head_dist") if f"{name}.weight" in tensors]
+    logits = [x[:, j] @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"] for j, name in enumerate(heads)]
+    return sum(logits) / len(logits)
+
+
+def timm_copies(tensors):
+    """What the paper transfers, of unscaled timm tensors, written out by hand for two layers of width 24."""
+    copies = {}
+    for kind in ("weight", "bias"):
+        copies[f"aft.embeddings.patch_embeddings.{kind}"] = tensors[f"patch_embed.proj.{kind}"]
+        copies[f"aft.layernorm.{kind}"] = tensors[f"norm.{kind}"]
+        for i in (0, 1):
+            layer, block = f"aft.layers.{i}", f"blocks.{i}"
+            copies[f"{layer}.layernorm_before.{kind}"] = tensors[f"{block}.norm1.{kind}"]
+            copies[f"{layer}.layernorm_after.{kind}"] = tensors[f"{block}.norm2.{kind}"]
+            if f"{block}.attn.qkv.{kind}" in tensors:
+                copies[f"{layer}.mixer.v_proj.{kind}"] = tensors[f"{block}.attn.qkv.{kind}"][48:72]
+            copies[f"{layer}.mixer.o_proj.{kind}"] = tensors[f"{block}.attn.proj.{kind}"]
+            copies[f"{layer}.mlp.fc1.{kind}"] = tensors[f"{block}.mlp.fc1.{kind}"]
+            copies[f"{layer}.mlp.fc2.{kind}"] = tensors[f"{block}.mlp.fc2.{kind}"]
+    return copies
+
+
+def transformers_copies(tensors, prefix):
+    """What the paper transfers, written out by hand for two layers."""
+    expected = {}
+    for kind in ("weight", "bias"):
+        expected[f"aft.embeddings.patch_embeddings.{kind}"] = f"{prefix}embeddings.patch_embeddings.projection.{kind}"
+        expected[f"aft.layernorm.{kind}"] = f"{prefix}layernorm.{kind}"
+        for i in (0, 1):
+            layer, new = f"{prefix}encoder.layer.{i}", f"aft.layers.{i}"
+            expected[f"{new}.layernorm_before.{kind}"] = f"{layer}.layernorm_before.{kind}"
+            expected[f"{new}.layernorm_after.{kind}"] = f"{layer}.layernorm_after.{kind}"
+            expected[f"{new}.mixer.v_proj.{kind}"] = f"{layer}.attention.attention.value.{kind}"
+            expected[f"{new}.mixer.o_proj.{kind}"] = f"{layer}.attention.output.dense.{kind}"
+            expected[f"{new}.mlp.fc1.{kind}"] = f"{layer}.intermediate.dense.{kind}"
+            expected[f"{new}.mlp.fc2.{kind}"] = f"{layer}.output.dense.{kind}"
+    return {name: tensors[source] for name, source in expected.items()}
+
+
+def assert_copied(model, expected):
+    """Every expected tensor is in the model, bit for bit."""
+    state = model.state_dict()
+    for name, tensor in expected.items():
+        assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name

@@ -1,0 +1,343 @@
+"""Position biases that are fitted to the attention of the source: formulas, and how near they come."""
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import HEADS, TIMM, WIDTH, save_pth
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification
+
+from aft_hf import convert_deit
+from aft_hf.analysis.relative_attention import mean_attention, relative_attention
+from aft_hf.conversion import read_source
+from aft_hf.conversion.attention import (
+    LARGEST_BIAS,
+    band,
+    conv_bias,
+    factorize,
+    full_bias,
+    head_weights,
+    local_bias,
+)
+
+
+GRID = (4, 4)
+
+
+@pytest.fixture
+def deit(tmp_path):
+    """A distilled DeiT of random weights as a file."""
+    save_pth(tmp_path / "deit.pth", distilled=True)
+    return tmp_path / "deit.pth"
+
+
+@pytest.fixture
+def pixels():
+    return torch.randn(6, 3, 32, 32)
+
+
+def attention_by_hand(path, pixels, *, keep_class_token=False):
+    """Mean attention of every layer, from the maps that transformers gives."""
+    model = read_source(path, **TIMM).to_transformers()
+    model.set_attn_implementation("eager")
+    kept = [0, *range(2, 18)] if keep_class_token else list(range(2, 18))
+    maps = []
+    for attention in model(pixels, output_attentions=True).attentions:
+        attention = attention[:, :, kept][:, :, :, kept]
+        maps.append((attention / attention.sum(-1, keepdim=True)).mean(0).detach())
+    return maps
+
+
+def relative_by_hand(attention, grid):
+    """Mean over all pairs of patches with one offset, by loops."""
+    sums = np.zeros((len(attention), 2 * grid[0] - 1, 2 * grid[1] - 1))
+    counts = np.zeros((2 * grid[0] - 1, 2 * grid[1] - 1))
+    for q in range(grid[0] * grid[1]):
+        for k in range(grid[0] * grid[1]):
+            down = k // grid[1] - q // grid[1] + grid[0] - 1
+            right = k % grid[1] - q % grid[1] + grid[1] - 1
+            sums[:, down, right] += attention[:, q, k].numpy()
+            counts[down, right] += 1
+    return sums / counts, counts
+
+
+def relative_pattern(grid, heads=1):
+    """Attention that depends on the offset alone but for its normalization, no two offsets alike."""
+    offsets = torch.randn(heads, 2 * grid[0] - 1, 2 * grid[1] - 1)
+    positions = torch.arange(grid[0] * grid[1])
+    row, column = positions // grid[1], positions % grid[1]
+    scores = offsets[:, row - row[:, None] + grid[0] - 1, column - column[:, None] + grid[1] - 1]
+    return scores.softmax(-1)
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def test_mean_attention_leaves_out_other_tokens_and_normalizes_each_image(deit, pixels):
+    model = read_source(deit, **TIMM).to_transformers()
+    for keep in (False, True):
+        maps, count = mean_attention(model, pixels.split(4), keep_class_token=keep)
+        assert count == 6 and len(maps) == 2
+        for measured, expected in zip(maps, attention_by_hand(deit, pixels, keep_class_token=keep)):
+            torch.testing.assert_close(measured, expected)
+
+
+def test_measuring_leaves_the_model_as_it_was(deit, pixels):
+    model = read_source(deit, **TIMM).to_transformers()
+    implementation = model.config._attn_implementation
+    mean_attention(model, [pixels])
+    assert model.config._attn_implementation == implementation
+    assert not any(layer.attention._forward_hooks for layer in model.deit.layers)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (2, 5)])
+def test_relative_attention_is_the_mean_over_pairs_with_one_offset(grid):
+    attention = torch.rand(3, grid[0] * grid[1], grid[0] * grid[1])
+    expected, _ = relative_by_hand(attention, grid)
+    np.testing.assert_allclose(relative_attention(attention, grid), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "width"), [(4, 3, 24), (3, 3, 24), (1, 3, 24), (12, 3, 24), (2, 12, 24)])
+def test_heads_share_by_the_features_they_have_in_common(ours, theirs, width):
+    expected = torch.zeros(ours, theirs)
+    for feature in range(width):
+        expected[feature // (width // ours), feature // (width // theirs)] += ours / width
+    torch.testing.assert_close(head_weights(ours, theirs, width), expected)
+
+
+# --------------------------------------------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize(("grid", "kernel_size"), [((4, 4), 3), ((2, 5), 3), ((2, 5), 5)])
+def test_the_kernel_of_conv_is_the_log_of_attention_over_that_outside(grid, kernel_size):
+    attention = torch.rand(2, grid[0] * grid[1], grid[0] * grid[1]).double() + 0.1
+    relative, counts = relative_by_hand(attention, grid)
+    bias, reach = conv_bias(attention, grid, kernel_size), kernel_size // 2
+    outside_sum, outside_pairs = 0, 0
+    for down in range(1 - grid[0], grid[0]):
+        for right in range(1 - grid[1], grid[1]):
+            at = down + grid[0] - 1, right + grid[1] - 1
+            if max(abs(down), abs(right)) > reach:
+                outside_sum += relative[:, at[0], at[1]] * counts[at]
+                outside_pairs += counts[at]
+    mean_outside = outside_sum / outside_pairs
+    for down in range(-reach, reach + 1):
+        for right in range(-reach, reach + 1):
+            here = bias[:, down + reach, right + reach].numpy()
+            if abs(down) >= grid[0] or abs(right) >= grid[1]:
+                assert (here == 0).all()
+                continue
+            at = down + grid[0] - 1, right + grid[1] - 1
+            np.testing.assert_allclose(here, np.log(relative[:, at[0], at[1]] / mean_outside))
+
+
+def test_a_kernel_that_covers_the_grid_is_centred():
+    attention = relative_pattern(GRID).double()
+    bias = conv_bias(attention, GRID, 7)
+    assert bias.mean().abs() < 1e-9
+    logs = relative_attention(attention, GRID).log()
+    torch.testing.assert_close(bias, logs - logs.mean())
+
+
+def test_the_biases_of_full_are_centred_logs():
+    attention = torch.rand(2, 9, 9).softmax(-1)
+    expected = attention.log() - attention.log().mean(-1, keepdim=True)
+    torch.testing.assert_close(full_bias(attention), expected)
+
+
+def test_the_biases_of_local_are_logs_over_the_mean_outside_the_window():
+    attention, window = torch.rand(1, 5, 5).softmax(-1), 3
+    bias = local_bias(attention, band(5, window))[0]
+    for t in range(5):
+        outside = [attention[0, t, s] for s in range(5) if abs(t - s) >= window]
+        inside = [s for s in range(5) if abs(t - s) < window]
+        logs = attention[0, t].log()
+        constant = (sum(outside) / len(outside)).log() if outside else logs.mean()
+        for s in range(5):
+            expected = logs[s] - constant if s in inside else torch.tensor(0.0)
+            torch.testing.assert_close(bias[t, s], expected)
+
+
+def test_attention_of_nearly_nothing_gives_a_bias_that_training_can_leave():
+    attention = torch.eye(16)[None] * (1 - 1e-30) + 1e-30
+    for bias in (conv_bias(attention.double(), GRID, 3), full_bias(attention), local_bias(attention, band(16, 4))):
+        assert bias.isfinite().all() and bias.abs().max() <= LARGEST_BIAS
+
+
+# ------------------------------------------------------------------------------------------- the converted layers
+
+
+def implied_attention(mixer, grid_size=None):
+    """What an AFT layer with equal keys gives each position, normalized (Eq. 2 with K = 0)."""
+    bias = mixer.position_bias(None, grid_size) if grid_size else mixer.position_bias()
+    return bias.softmax(-1).detach()
+
+
+def divergence(p, q):
+    """Mean over rows of KL(p | q), nats."""
+    return float((p * (p / q).log()).sum(-1).mean())
+
+
+@pytest.mark.parametrize("num_heads", [3, 4, 1])
+def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
+    model, report = convert_deit(deit, kernel_size=5, num_heads=num_heads, init="attention", images=pixels, **TIMM)
+    weights = head_weights(num_heads, HEADS, WIDTH)
+    for layer, attention in zip(model.aft.layers, attention_by_hand(deit, pixels)):
+        attention = torch.einsum("ij,jts->its", weights, attention)
+        expected = conv_bias(attention.double(), GRID, 5).float()
+        # Eq. 8 gives just these biases.
+        torch.testing.assert_close(layer.mixer.kernel_bias(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.mixer.kernel, expected, atol=1e-5, rtol=1e-5)
+        uniform = torch.full_like(attention, 1 / 16)
+        assert divergence(attention, implied_attention(layer.mixer, GRID)) < divergence(attention, uniform)
+    fitted = {record.target for record in report.with_status("fitted")}
+    names = ("kernel", "kernel_scale", "kernel_shift")
+    assert fitted == {f"aft.layers.{i}.mixer.{name}" for i in (0, 1) for name in names}
+
+
+def save_relative_teacher(path, grid, shift, scale, angle=0.7):
+    """A ViT that looks by relative position alone, and its attention between patches.
+
+    Positions are cosines and sines of the row and the column, a vector of one length and mean 0 for all, so the layer
+    norm keeps it; keys are the positions turned by the shift: a score is a cosine of the offset minus the shift.
+    """
+
+    def wave(phase):
+        return torch.stack([phase.cos(), phase.sin(), -phase.cos(), -phase.sin()], -1)
+
+    config = ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        image_size=tuple(8 * n for n in grid),
+        patch_size=8,
+        num_labels=2,
+    )
+    model = ViTForImageClassification(config)
+    positions = torch.arange(grid[0] * grid[1])
+    row, column = positions // grid[1], positions % grid[1]
+    turned = torch.zeros(8, 8)
+    for start, by in ((0, shift[0]), (4, shift[1])):
+        cosine, sine = np.cos(angle * by), np.sin(angle * by)
+        turn = torch.tensor([[cosine, sine], [-sine, cosine]])
+        turned[start : start + 2, start : start + 2] = turned[start + 2 : start + 4, start + 2 : start + 4] = turn
+    with torch.no_grad():
+        for parameter in model.vit.embeddings.parameters():
+            parameter.zero_()
+        model.vit.embeddings.position_embeddings[0, 1:] = torch.cat([wave(angle * row), wave(angle * column)], -1)
+        attention = model.vit.layers[0].attention
+        attention.q_proj.weight.copy_(scale * torch.eye(8))
+        attention.k_proj.weight.copy_(turned)
+    model.save_pretrained(path)
+    # Normalized, a wave has length sqrt(8); a score is divided by sqrt(8) for the width of the head.
+    down, right = row - row[:, None], column - column[:, None]
+    scores = (angle * (down - shift[0])).cos() + (angle * (right - shift[1])).cos()
+    return (4 * scale / 8**0.5 * scores).softmax(-1)
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (3, 5)])
+def test_conv_takes_over_what_a_teacher_does_that_looks_by_relative_position(tmp_path, grid):
+    expected = save_relative_teacher(tmp_path, grid, shift=(1, -1), scale=0.8)
+    pixels = torch.randn(2, 3, 8 * grid[0], 8 * grid[1])
+    (measured,), _ = mean_attention(read_source(tmp_path).to_transformers(), [pixels])
+    torch.testing.assert_close(measured[0], expected, atol=1e-4, rtol=1e-3)
+    kernel_size = 2 * max(grid) - 1
+    model, _ = convert_deit(tmp_path, kernel_size=kernel_size, num_heads=1, init="attention", images=pixels)
+    mixer = model.aft.layers[0].mixer
+    peak = divmod(int(mixer.kernel_bias()[0].argmax()), kernel_size)
+    assert peak[0] > kernel_size // 2 > peak[1]  # below and to the left, as the shift
+    # But for the edges, where each row is normalized over the patches there are.
+    uniform = torch.full_like(expected, 1 / len(expected))
+    assert divergence(expected, implied_attention(mixer, grid)[0]) < 0.1 * divergence(expected, uniform)
+
+
+def test_a_teacher_that_looks_everywhere_alike_gives_no_biases(tmp_path):
+    save_relative_teacher(tmp_path, GRID, shift=(0, 0), scale=0.0)
+    images = torch.randn(2, 3, 32, 32)
+    model, _ = convert_deit(tmp_path, kernel_size=3, num_heads=2, init="attention", images=images)
+    torch.testing.assert_close(model.aft.layers[0].mixer.kernel_bias(), torch.zeros(2, 3, 3), atol=1e-6, rtol=0)
+
+
+def test_factors_are_the_best_of_their_rank():
+    bias = torch.randn(9, 9)
+    for rank in (2, 9):
+        query, key = factorize(bias, rank, torch.ones(9, 9, dtype=torch.bool))
+        error = (query @ key.mT - bias).square().sum()
+        torch.testing.assert_close(error, torch.linalg.svdvals(bias)[rank:].square().sum(), atol=1e-8, rtol=1e-4)
+
+
+def test_factors_of_a_window_are_fitted_to_the_window():
+    inside = band(17, 3)
+    bias = local_bias(torch.randn(1, 17, 17).softmax(-1), inside)[0].double()
+
+    def error(query, key):
+        return float(((query @ key.mT - bias) * inside).square().sum())
+
+    errors = {rank: error(*factorize(bias, rank, inside)) for rank in (1, 2, 5)}
+    assert errors[5] < 0.05 < errors[2] < errors[1]  # a band of 5 can be completed to rank 5
+    assert errors[2] < 0.5 * error(*factorize(bias, 2, torch.ones_like(inside)))  # the singular values alone
+
+
+def test_an_unfactorized_table_is_the_fit_itself(deit, pixels):
+    options = {"aft_type": "full", "position_bias_dim": None, "num_heads": 3, "init": "attention", **TIMM}
+    model, _ = convert_deit(deit, images=pixels, **options)
+    attention = attention_by_hand(deit, pixels, keep_class_token=True)[0]
+    torch.testing.assert_close(implied_attention(model.aft.layers[0].mixer), attention, atol=1e-5, rtol=1e-4)
+
+
+def test_factors_beyond_the_rank_can_still_learn(deit, pixels):
+    model, _ = convert_deit(deit, aft_type="full", init="attention", images=pixels, **TIMM)
+    mixer = model.aft.layers[0].mixer
+    assert (mixer.position_bias_query[..., 17:] == 0).all() and (mixer.position_bias_key[..., 17:] != 0).all()
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", ["simple", "full"]])
+def test_types_with_a_class_token_are_fitted_with_it(deit, pixels, aft_type):
+    model, report = convert_deit(deit, aft_type=aft_type, init="attention", images=pixels, **TIMM)
+    last = model.aft.layers[1].mixer
+    attention = attention_by_hand(deit, pixels, keep_class_token=True)[1].mean(0, keepdim=True)
+    # Windows of 32 cover all 17 positions, and ranks of 128 suffice.
+    torch.testing.assert_close(implied_attention(last), attention, atol=1e-4, rtol=1e-3)
+    fitted = {record.target for record in report.with_status("fitted")}
+    assert "aft.layers.1.mixer.position_bias_query" in fitted
+    assert ("aft.layers.0.mixer.position_bias_query" in fitted) == isinstance(aft_type, str)
+
+
+def test_conv_may_be_fitted_for_another_image_size(deit, pixels):
+    same, _ = convert_deit(deit, kernel_size=3, num_heads=4, init="attention", images=pixels, **TIMM)
+    larger, _ = convert_deit(deit, kernel_size=3, num_heads=4, image_size=48, init="attention", images=pixels, **TIMM)
+    assert torch.equal(larger.aft.layers[1].mixer.kernel_bias(), same.aft.layers[1].mixer.kernel_bias())
+
+
+def test_pictures_batches_and_single_images_are_the_same_images(deit):
+    pictures = [
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 50, 3), dtype=np.uint8)) for i in range(3)
+    ]
+    pixels = read_source(deit, **TIMM).image_processor(pictures, return_tensors="pt")["pixel_values"]
+    options = {"kernel_size": 3, "num_heads": 4, "init": "attention", **TIMM}
+    kernels = [
+        convert_deit(deit, images=images, **options)[0].aft.layers[1].mixer.kernel_bias()
+        for images in (pictures, iter(pictures), [pixels], pixels)
+    ]
+    for other in kernels[1:]:
+        torch.testing.assert_close(other, kernels[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init": "attention"}, "images"),
+        ({"init": "attention", "images": []}, "no images"),
+        ({"init": "attention", "images": [torch.zeros(3, 32, 32)], "aft_type": "simple"}, "simple"),
+        (
+            {"init": "attention", "images": [torch.zeros(3, 32, 32)], "aft_type": "full", "image_size": 48},
+            "image_size",
+        ),
+        ({"init": "paper", "images": [torch.zeros(3, 32, 32)]}, "attention"),
+        ({"init": "magic"}, "init must be one of"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(deit, options, message):
+    with pytest.raises(ValueError, match=message):
+        convert_deit(deit, **{"kernel_size": 3, "num_heads": 4} | options, **TIMM)

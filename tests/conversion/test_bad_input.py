@@ -1,0 +1,366 @@
+"""What cannot be converted is one clear line, a non-zero exit, and nothing written."""
+
+import json
+import os
+import pickle
+import sys
+
+import pytest
+import torch
+from checkpoints import OPTIONS, SIZES, TIMM, save_pth, save_timm, timm_tensors
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    GPT2Config,
+    GPT2Model,
+    SwinConfig,
+    SwinForImageClassification,
+)
+
+from aft_hf import cli, convert_deit
+from aft_hf.conversion import ConversionError, save_converted
+
+
+def assert_refused(source, tmp_path, message, **options):
+    """Saving a conversion of `source` raises that message on one line and leaves `tmp_path` as it was."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=message) as error:
+        save_converted(source, tmp_path / "aft", **OPTIONS | options)
+    assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def command(capsys, monkeypatch, *arguments):
+    """The exit code of `aft-hf convert`, and its last word."""
+    monkeypatch.setattr(sys, "argv", ["aft-hf", "convert", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    return exited.value.code, capsys.readouterr().err.strip().splitlines()[-1]
+
+
+# ----------------------------------------------------------------------------------------- checkpoints of transformers
+
+
+def damage_truncated(path):
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def damage_garbage(path):
+    (path / "model.safetensors").write_bytes(b"\xff" * 1000)
+
+
+def damage_missing_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+def damage_tensor(change):
+    def damage(path):
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def damage_config(path):
+    (path / "config.json").write_text("{")
+
+
+def damage_config_type(path):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+
+
+def damage_index(path):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text("[]")
+
+
+def damage_shard(path):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+
+
+def damage_processor(path):
+    (path / "preprocessor_config.json").write_text("{bad")
+
+
+def damage_processor_type(path):
+    (path / "preprocessor_config.json").write_text("[]")
+
+
+LAYER = "vit.encoder.layer"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncated, "damaged or truncated"),
+        (damage_garbage, "damaged or truncated"),
+        (damage_missing_weights, "no model.safetensors"),
+        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "encoder.layer.1.output.dense.weight"),
+        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.attention.attention.query.bias")), "query.bias is missing"),
+        (damage_tensor(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
+        (
+            damage_tensor(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
+            r"is \(24, 41\).* \(24, 40\) is expected",
+        ),
+        (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
+        (damage_config, "config.json"),
+        (damage_config_type, "config.json"),
+        (damage_index, "weight"),
+        (damage_shard, "model-00001-of-00002.safetensors is missing"),
+        (damage_processor, "preprocessor_config.json"),
+        (damage_processor_type, "preprocessor_config.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(vit, tmp_path, damage, message):
+    damage(vit)
+    assert_refused(vit, tmp_path, message)
+
+
+def other_model(architecture):
+    if architecture == "clip":
+        return CLIPVisionModel(CLIPVisionConfig(**SIZES))
+    if architecture == "swin":
+        return SwinForImageClassification(
+            SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1], num_heads=[2])
+        )
+    return GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
+
+
+@pytest.mark.parametrize("architecture", ["clip", "swin", "gpt2"])
+def test_a_checkpoint_of_another_architecture_is_refused_by_name(tmp_path, capsys, monkeypatch, architecture):
+    other_model(architecture).save_pretrained(tmp_path / "other")
+    code, line = command(capsys, monkeypatch, tmp_path / "other", tmp_path / "aft")
+    assert code == 1 and f"type '{architecture}" in line and "'vit' or 'deit'" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+# ---------------------------------------------------------------------------------------------------- bare files, timm
+
+
+class Code:
+    """What a pickle that runs code looks like."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize("wrap", [lambda code: code, lambda code: {"model": {"cls_token": code}}])
+@pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
+def test_code_in_a_pickle_does_not_run(tmp_path, capsys, monkeypatch, wrap, save):
+    save(wrap(Code(tmp_path / "it-ran")), tmp_path / "deit.pth")
+    code, line = command(capsys, monkeypatch, tmp_path / "deit.pth", tmp_path / "aft")
+    assert code == 1 and "can run code" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_truncated_pickle_is_refused(tmp_path, zipped):
+    torch.save(timm_tensors(), tmp_path / "deit.pth", _use_new_zipfile_serialization=zipped)
+    content = (tmp_path / "deit.pth").read_bytes()
+    (tmp_path / "deit.pth").write_bytes(content[: len(content) // 2])
+    assert_refused(tmp_path / "deit.pth", tmp_path, "damaged, truncated", **TIMM)
+
+
+@pytest.mark.parametrize("content", ["hello world\n", "", "{}"])
+def test_a_text_file_is_no_checkpoint(tmp_path, content):
+    (tmp_path / "deit.pth").write_text(content)
+    assert_refused(tmp_path / "deit.pth", tmp_path, "no checkpoint of PyTorch|not tensors alone")
+
+
+def test_a_pickle_without_a_state_dict_is_refused(tmp_path):
+    for content in ([torch.zeros(2)], {"model": 3}, {"epoch": 1}):
+        torch.save(content, tmp_path / "deit.pth")
+        assert_refused(tmp_path / "deit.pth", tmp_path, "no state dict")
+
+
+def test_a_file_with_another_suffix_is_refused(tmp_path):
+    (tmp_path / "deit.onnx").write_text("")
+    assert_refused(tmp_path / "deit.onnx", tmp_path, ".safetensors, .bin, .pth")
+
+
+def test_a_file_of_transformers_needs_its_directory(vit, tmp_path):
+    assert_refused(vit / "model.safetensors", tmp_path, "give its directory")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("blocks.1.mlp.fc2.weight"), "blocks.1.mlp.fc2.weight is missing"),
+        (lambda t: t.pop("blocks.1.attn.qkv.bias"), "blocks.1.attn.qkv.bias is missing"),
+        (lambda t: t.pop("patch_embed.proj.weight"), "patch_embed.proj.weight is missing"),
+        (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
+        (lambda t: t.update({"blocks.0.attn.q_norm.weight": torch.zeros(8)}), "q_norm.weight is no tensor"),
+        (lambda t: t.update({"reg_token": torch.zeros(1, 4, 24)}), "reg_token is no tensor"),
+        (lambda t: t.update({"norm_pre.weight": torch.zeros(24)}), "norm_pre.weight is no tensor"),
+        (lambda t: t.update({"fc_norm.weight": t.pop("norm.weight")}), "norm.weight is missing"),
+        (lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}), "head_dist.weight is no tensor"),
+        (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(71, 24)}), r"\(71, 24\)"),
+        (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}), "exactly once.*qkv.weight"),
+        (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
+        (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
+    ],
+)
+def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change, message):
+    tensors = timm_tensors()
+    change(tensors)
+    torch.save(tensors, tmp_path / "deit.pth")
+    assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give source_image_size"),
+        ({"source_image_size": 32}, "do not fit its 7 positions"),
+        ({"source_image_size": (17, 24)}, "do not fit its 7 positions"),
+        ({"source_image_size": (16, 24), "source_num_heads": 5}, "5 heads do not divide"),
+        ({"source_image_size": (16, 24), "source_num_heads": 0}, "0 heads do not divide"),
+        ({"source_image_size": (16, 24), "source_num_heads": None}, "give source_num_heads"),
+    ],
+)
+def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, message):
+    save_pth(tmp_path / "deit.pth", grid=(2, 3))
+    assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM | options)
+
+
+def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tmp_path):
+    assert_refused(vit, tmp_path, "leave out source_image_size", source_image_size=48)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architecture": "resnet50"}, "'resnet50' cannot be converted"),
+        ({"architecture": "vit_base_patch16_rope_224"}, "rope"),
+        ({"architecture": "vit_base_patch16_clip_224"}, "clip"),
+        ({"architecture": 3}, "3 cannot be converted"),
+        ({"global_pool": "avg"}, "pools by 'avg'"),
+        ({"model_args": {"act_layer": "mish"}}, "'mish' is not known"),
+        ({"model_args": {"num_heads": "many"}}, "no readable config.json"),
+        ({"pretrained_cfg": {"crop_mode": "border"}}, "border"),
+        ({"pretrained_cfg": {"input_size": [3, 40, 40]}}, "do not fit"),
+    ],
+)
+def test_what_timm_calls_something_else_is_refused(tmp_path, config, message):
+    save_timm(tmp_path / "timm", **config)
+    save_file(timm_tensors(), tmp_path / "timm" / "model.safetensors")
+    assert_refused(tmp_path / "timm", tmp_path, message)
+
+
+# ------------------------------------------------------------------------------------------------- where it comes from
+
+
+@pytest.mark.parametrize("name", ["{}/nowhere", "./nowhere", "nowhere.pth", "deit/model.safetensors"])
+def test_a_missing_directory_or_file_is_said_so(tmp_path, name):
+    with pytest.raises(ConversionError, match="no such directory or file"):
+        convert_deit(name.format(tmp_path), **OPTIONS)
+
+
+def test_a_directory_without_a_config_is_said_so(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert_refused(tmp_path / "empty", tmp_path, "no config.json in it")
+    (tmp_path / "empty" / "config.json").write_text('{"name": "mine"}')
+    assert_refused(tmp_path / "empty", tmp_path, "neither a config.json of transformers")
+
+
+def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, line = command(capsys, monkeypatch, "nobody/no-such-deit", tmp_path / "aft")
+    assert code == 1 and "download it" in line and "HF_HUB_OFFLINE" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- where it goes to
+
+
+def test_a_directory_with_something_in_it_is_kept(vit, tmp_path):
+    target = tmp_path / "aft"
+    target.mkdir()
+    (target / "precious.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ConversionError, match="not empty" if not overwrite else "earlier conversion"):
+            save_converted(vit, target, overwrite=overwrite, **OPTIONS)
+    assert [path.name for path in target.iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.parametrize("target", ["vit", "."])
+def test_the_source_is_never_written_over(vit, tmp_path, target):
+    before = sorted(path.name for path in vit.iterdir())
+    with pytest.raises(ConversionError, match="holds the source"):
+        save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
+    assert sorted(path.name for path in vit.iterdir()) == before
+
+
+def test_the_working_directory_is_never_replaced(vit, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConversionError, match="working directory"):
+        save_converted(vit, ".", **OPTIONS)
+
+
+def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConversionError, match="cannot be written"):
+        save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel_size": 4}, "conv_kernel_size=4"),
+        ({"kernel_size": 9}, "conv_kernel_size=9"),  # a 4 x 4 grid has offsets for 7
+        ({"num_heads": 5}, "num_heads=5"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"image_size": 33}, "image_size=33"),
+        ({"image_size": 0}, "image_size"),
+        ({"aft_type": "fast"}, "aft_type='fast'"),
+        ({"aft_type": "alibi"}, "alibi"),
+        ({"aft_type": ["conv"]}, "lists 1 types"),
+        ({"aft_type": "full", "position_bias_dim": -1}, "position_bias_dim"),
+        ({"aft_type": "local", "local_window_size": 0}, "local_window_size"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):
+    assert_refused(vit, tmp_path, message, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--init", "attention"], "needs images"),
+        (["--init", "attention", "--images", "nowhere"], "no such folder"),
+        (["--init", "attention", "--images", "empty"], "no images in it"),
+        (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
+        (["--init", "attention", "--images", "unreadable", "--num-images", 0], "at least 1"),
+        (["--init", "attention", "--images", "bad.parquet"], "no readable parquet"),
+        (["--images", "pictures"], "init="),
+        (["--init", "magic"], "init must be one of"),
+        (["--image-size", "large"], "--image-size 'large'"),
+        (["--aft-type", "conv,fast"], "'fast'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
+    vit, tmp_path, capsys, monkeypatch, arguments, message
+):
+    for name in ("empty", "unreadable", "pictures"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "unreadable" / "picture.png").write_text("no picture")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    Image.new("RGB", (40, 40)).save(tmp_path / "pictures" / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    arguments = [vit, tmp_path / "aft", "--kernel-size", 3, "--num-heads", 4, *arguments]
+    code, line = command(capsys, monkeypatch, *arguments)
+    assert code == 1 and line.startswith("aft-hf: ") and message in line
+    assert not (tmp_path / "aft").exists()

@@ -1,0 +1,102 @@
+"""Every image type of AFT gets what it has a place for, at any image size."""
+
+import pytest
+import torch
+from checkpoints import TIMM, WIDTH, assert_copied, save_pth, timm_copies
+from torch import nn
+
+from aft_hf import convert_deit
+
+
+def resized(positions, old, new):
+    """(n, d) positions of a grid, interpolated as ViT does."""
+    grid = positions.reshape(1, *old, -1).permute(0, 3, 1, 2)
+    grid = nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
+    return grid.permute(0, 2, 3, 1).reshape(new[0] * new[1], -1)
+
+
+@pytest.fixture
+def deit(tmp_path):
+    """A distilled DeiT as a file, and its tensors."""
+    return tmp_path / "deit.pth", save_pth(tmp_path / "deit.pth", distilled=True)
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", "simple"])
+def test_types_with_a_class_token_keep_it_and_its_positions(deit, aft_type):
+    path, tensors = deit
+    model, report = convert_deit(path, aft_type=aft_type, **TIMM)
+    expected = timm_copies(tensors)
+    expected["aft.embeddings.cls_token"] = tensors["cls_token"]
+    # The second row is that of the distillation token.
+    expected["aft.embeddings.position_embeddings"] = tensors["pos_embed"][:, [0, *range(2, 18)]]
+    assert_copied(model, expected)
+    assert model.config.pooling == "cls" and model.config.num_heads == 1
+    assert model(torch.randn(1, 3, 32, 32)).logits.shape == (1, 3)
+    dropped = {name for record in report.with_status("dropped") for name in record.sources}
+    assert dropped == {"dist_token", "blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias"} | {
+        "blocks.1.attn.qkv.weight",
+        "blocks.1.attn.qkv.bias",
+    }
+
+
+def test_the_factorized_biases_of_full_have_the_rank_of_the_paper_or_none(deit):
+    path, _ = deit
+    model, _ = convert_deit(path, aft_type="full", **TIMM)
+    assert model.aft.layers[0].mixer.position_bias_query.shape == (1, 17, 128)
+    model, _ = convert_deit(path, aft_type="full", position_bias_dim=None, num_heads=2, **TIMM)
+    assert model.aft.layers[0].mixer.position_bias_table.shape == (2, 17, 17)
+    model, _ = convert_deit(path, aft_type="local", local_window_size=5, position_bias_dim=7, **TIMM)
+    assert model.aft.layers[0].mixer.window == 5
+    assert model.aft.layers[0].mixer.position_bias_query.shape == (1, 17, 7)
+
+
+@pytest.mark.parametrize("image_size", [48, (24, 40)])
+def test_positions_are_interpolated_and_the_class_token_keeps_its_own(deit, image_size):
+    path, tensors = deit
+    model, _ = convert_deit(path, aft_type="simple", image_size=image_size, **TIMM)
+    grid, positions = model.config.grid_size, tensors["pos_embed"][0]
+    kept = model.aft.embeddings.position_embeddings[0]
+    assert torch.equal(kept[0], positions[0])
+    torch.testing.assert_close(kept[1:], resized(positions[2:], (4, 4), grid))
+
+
+def test_positions_of_an_image_that_is_not_square_are_interpolated(tmp_path):
+    tensors = save_pth(tmp_path / "deit.pth", grid=(2, 3))
+    source = {"source_image_size": (16, 24), **TIMM}
+    model, _ = convert_deit(tmp_path / "deit.pth", aft_type="full", image_size=(32, 24), **source)
+    expected = resized(tensors["pos_embed"][0, 1:], (2, 3), (4, 3))
+    torch.testing.assert_close(model.aft.embeddings.position_embeddings[0, 1:], expected)
+
+
+def test_a_class_token_without_a_position_gets_a_zero(tmp_path):
+    tensors = save_pth(tmp_path / "deit3.pth", position_of_cls=False)
+    model, _ = convert_deit(tmp_path / "deit3.pth", aft_type="simple", **TIMM)
+    positions = model.aft.embeddings.position_embeddings
+    assert torch.equal(positions[:, 1:], tensors["pos_embed"])
+    assert torch.equal(positions[:, 0], torch.zeros(1, WIDTH))
+
+
+def test_a_list_of_types_with_conv_keeps_the_positions_of_patches_alone(deit):
+    path, tensors = deit
+    model, report = convert_deit(path, aft_type=["conv", "full"], kernel_size=3, num_heads=2, **TIMM)
+    assert [type(layer.mixer).__name__ for layer in model.aft.layers] == ["AFTConv", "AFTFull"]
+    assert_copied(model, timm_copies(tensors) | {"aft.embeddings.position_embeddings": tensors["pos_embed"][:, 2:]})
+    assert model.aft.embeddings.cls_token is None
+    assert "cls_token" in {name for record in report.with_status("dropped") for name in record.sources}
+
+
+def test_conv_has_the_heads_and_kernels_of_the_paper_by_default(tmp_path):
+    save_pth(tmp_path / "deit.pth", grid=(8, 8), width=64)
+    model, _ = convert_deit(tmp_path / "deit.pth")
+    assert model.aft.layers[0].mixer.kernel.shape == (16, 11, 11)
+    assert model.aft.layers[0].mixer.k_proj.weight.shape == (16, 64)
+
+
+def test_patches_of_two_sizes_convert(tmp_path):
+    tensors = save_pth(tmp_path / "deit.pth")
+    tensors["patch_embed.proj.weight"] = torch.randn(WIDTH, 3, 4, 8)
+    torch.save(tensors, tmp_path / "deit.pth")
+    model, _ = convert_deit(tmp_path / "deit.pth", kernel_size=3, num_heads=4, **TIMM)
+    assert tuple(model.config.patch_size) == (4, 8) and tuple(model.config.image_size) == (16, 32)
+    assert_copied(model, timm_copies(tensors))
+    assert model(torch.randn(1, 3, 16, 32)).logits.shape == (1, 3)

@@ -1,0 +1,142 @@
+"""Images as pixel values, classes as numbers, and augmentation."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+from PIL import Image
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf.data.images import ImagePipeline, build_augmentation, class_names, class_numbers
+
+
+def picture(size: tuple[int, int] = (20, 30), mode: str = "RGB") -> Image.Image:
+    """Random pixels; `size` is (width, height), as PIL has it."""
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def batch(count: int, height: int, width: int) -> torch.Tensor:
+    """Images whose values are all different, and none of them 0."""
+    size = count * 3 * height * width
+    return torch.arange(1.0, size + 1).reshape(count, 3, height, width)
+
+
+# Pixel values
+
+
+def test_pixel_values_are_those_of_the_processor():
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 12}, image_mean=[0.1, 0.2, 0.3])
+    images = [picture(), picture((9, 9))]
+    rows = ImagePipeline(processor, image_column="x", label_column="y")({"x": images, "y": [3, 1]})
+    expected = processor(images, return_tensors="pt")["pixel_values"]
+    assert expected.shape == (2, 3, 8, 12)
+    assert torch.equal(torch.stack(rows["pixel_values"]), expected) and rows["labels"] == [3, 1]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "LA"])
+def test_images_of_any_mode_become_rgb(mode):
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    (pixels,) = ImagePipeline(processor)({"image": [picture(mode=mode)], "label": [0]})["pixel_values"]
+    expected = processor([picture(mode=mode).convert("RGB")], return_tensors="pt")["pixel_values"][0]
+    assert pixels.shape == (3, 8, 8) and torch.equal(pixels, expected)
+
+
+def test_rows_of_a_dataset_are_made_when_they_are_read():
+    dataset = Dataset.from_dict({"image": [picture()] * 3, "label": ["b", "a", "b"]})
+    pipeline = ImagePipeline(ViTImageProcessorPil(size={"height": 8, "width": 8}), numbers={"a": 0, "b": 1})
+    rows = dataset.with_transform(pipeline)
+    assert [row["labels"] for row in rows.__getitems__([0, 1])] == [1, 0]
+    assert rows[2]["pixel_values"].shape == (3, 8, 8)
+
+
+# Classes
+
+
+def dataset(labels: list, feature=None) -> Dataset:
+    return Dataset.from_dict({"label": labels}, features=None if feature is None else Features(label=feature))
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (dataset([1, 0], ClassLabel(names=["z", "a"])), ["z", "a"]),
+        (dataset(["z", "a", "z"]), ["a", "z"]),
+        (dataset([True, False]), ["False", "True"]),
+        (dataset([10, 2]), [str(number) for number in range(11)]),
+    ],
+)
+def test_classes_have_the_names_of_the_labels(rows, names):
+    assert class_names(rows, "label") == names
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.5], [-1, 0], ["a", None], [[0, 1], [1, 0]]])
+def test_labels_that_are_no_classes_are_refused(labels):
+    with pytest.raises(ValueError, match="'label' must hold names of classes or numbers from 0"):
+        class_names(dataset(labels), "label")
+
+
+def test_labels_are_numbered_by_name():
+    assert class_numbers(dataset(["b", "a"]), "label", ["a", "b"]) == {"b": 1, "a": 0}
+    assert class_numbers(dataset([0, 1], ClassLabel(names=["b", "a"])), "label", ["a", "b"]) == {0: 1, 1: 0}
+    assert class_numbers(dataset([7]), "label", [str(number) for number in range(10)]) == {7: 7}
+    assert class_numbers(dataset([True], Value("bool")), "label", ["False", "True"]) == {True: 1}
+
+
+@pytest.mark.parametrize(
+    "rows", [dataset(["a", "c"]), dataset([0, 1], ClassLabel(names=["a", "c"])), dataset(["c", None])]
+)
+def test_labels_of_other_classes_are_named(rows):
+    with pytest.raises(ValueError, match=r"none of the 2 classes: \['c'"):
+        class_numbers(rows, "label", ["a", "b"])
+
+
+def test_rows_without_a_class_are_told():
+    with pytest.raises(ValueError, match=r"none of the 1 classes: \[-1\]"):
+        class_numbers(dataset([0, -1], ClassLabel(names=["a"])), "label", ["a"])
+
+
+# Augmentation
+
+
+@pytest.mark.parametrize("name", ["crop", "resized_crop"])
+def test_augmentation_keeps_the_shape_and_follows_the_seed(name):
+    augment, images = build_augmentation(name, (16, 24)), batch(4, 16, 24)
+    torch.manual_seed(1)
+    first, second = augment(images), augment(images)
+    torch.manual_seed(1)
+    assert torch.equal(augment(images), first)
+    assert first.shape == images.shape and not torch.equal(first, second)
+
+
+def test_crop_moves_each_image_by_up_to_an_eighth_and_flips_half_of_them():
+    height, width, count = 16, 24, 64
+    images = batch(1, height, width).expand(count, -1, -1, -1)
+    padded = torch.nn.functional.pad(images[0], (3, 3, 2, 2))
+    moved = {(top, left): padded[:, top : top + height, left : left + width] for top in range(5) for left in range(7)}
+    flips, offsets = 0, set()
+    for image in build_augmentation("crop", (height, width))(images):
+        matches = [
+            (at, flip) for at in moved for flip in (0, 1) if torch.equal(image.flip(-1) if flip else image, moved[at])
+        ]
+        ((offset, flip),) = matches
+        flips, offsets = flips + flip, offsets | {offset}
+    assert 16 < flips < 48 and len(offsets) > 15
+
+
+def test_resized_crop_shows_8_to_100_percent_of_each_image():
+    height = width = 32
+    ramp = torch.stack(torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij"))
+    images = torch.cat([ramp, ramp[:1]])[None].expand(64, -1, -1, -1)
+    shown = build_augmentation("resized_crop", (height, width))(images)
+    heights, widths = (shown[:, i].amax((1, 2)) - shown[:, i].amin((1, 2)) + 1 for i in (0, 1))
+    areas = heights * widths / (height * width)
+    assert areas.min() > 0.04 and areas.max() <= 1 and areas.std() > 0.1
+    flipped = shown[:, 1, 0, -1] < shown[:, 1, 0, 0]
+    assert 16 < flipped.sum() < 48
+
+
+def test_no_augmentation_is_none_and_an_unknown_one_is_told():
+    assert build_augmentation("none", (8, 8)) is None
+    with pytest.raises(ValueError, match="one of none, crop, resized_crop, got 'flip'"):
+        build_augmentation("flip", (8, 8))

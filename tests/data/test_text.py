@@ -1,0 +1,39 @@
+"""Texts as blocks of tokens."""
+
+import pytest
+from datasets import Dataset
+
+from aft_hf import build_byte_tokenizer
+from aft_hf.data.text import group_into_blocks
+
+
+def test_texts_are_joined_and_lose_nothing_but_the_rest():
+    texts = ["a first text", "", "é", "and the last one"]
+    joined = "".join(texts).encode()
+    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(), 8)
+    assert blocks.column_names == ["input_ids", "labels"] and blocks["labels"][:] == blocks["input_ids"][:]
+    assert all(len(block) == 8 for block in blocks["input_ids"])
+    tokens = [token for block in blocks["input_ids"] for token in block]
+    assert bytes(tokens) == joined[: len(joined) // 8 * 8]
+
+
+def test_texts_end_where_the_tokenizer_has_a_token_for_that():
+    tokenizer = build_byte_tokenizer(eos_token="</s>", bos_token="<s>")
+    blocks = group_into_blocks(Dataset.from_dict({"story": ["ab", "c"]}), tokenizer, 5, column="story")
+    assert blocks["input_ids"][:] == [[*b"ab", tokenizer.eos_token_id, *b"c", tokenizer.eos_token_id]]
+
+
+def test_a_text_longer_than_the_model_takes_is_nothing_to_warn_about(caplog, capsys):
+    tokenizer = build_byte_tokenizer(model_max_length=4)
+    assert len(group_into_blocks(Dataset.from_dict({"text": ["abcdefgh"]}), tokenizer, 4)) == 2
+    assert "longer than" not in caplog.text + capsys.readouterr().err
+
+
+def test_a_short_text_gives_no_block():
+    assert len(group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), 4)) == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 0, -4])
+def test_a_block_has_a_token_to_predict(block_size):
+    with pytest.raises(ValueError, match=f"block_size must be at least 2, got {block_size}"):
+        group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), block_size)

@@ -1,0 +1,418 @@
+"""Fine-tuning from saved directories, as users start it: images and text, teachers, adapters, and going on again."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as Picture
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
+_spec = importlib.util.spec_from_file_location("finetune", SCRIPT)
+finetune = importlib.util.module_from_spec(_spec)
+sys.modules["finetune"] = finetune  # where its dataclasses look for the types of their fields
+_spec.loader.exec_module(finetune)
+
+IMAGE_MODEL = {"modality": "image", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
+IMAGE_MODEL |= {"conv_kernel_size": 3, "image_size": 8, "patch_size": 4}
+QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no", "--use_cpu", "true"]
+BOTH = ["--do_train", "--do_eval"]
+SENTENCE = "the quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Prepared data of these tests goes away with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of noisy images, red or blue."""
+    root, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for name, channel in (("blue", 2), ("red", 0)):
+        (root / name).mkdir()
+        for i in range(20):
+            pixels = random.integers(0, 100, (10, 9, 3), dtype=np.uint8)
+            pixels[..., channel] += 120
+            Picture.fromarray(pixels).save(root / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return save_classifier(tmp_path_factory.mktemp("classifier"), num_labels=2)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """For images of twice the size."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=16, patch_size=4
+    )
+    directory = tmp_path_factory.mktemp("vit")
+    ViTForImageClassification(config).save_pretrained(directory)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(SENTENCE * 40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    return save_language_model(tmp_path_factory.mktemp("language model"))
+
+
+def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) -> Path:
+    torch.manual_seed(0)
+    AFTForImageClassification(AFTConfig(**{**IMAGE_MODEL, **options})).save_pretrained(directory)
+    ViTImageProcessorPil(size={"height": size[0], "width": size[1]}).save_pretrained(directory)
+    return directory
+
+
+def save_language_model(directory: Path, **options) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 8}
+    AFTForCausalLM(AFTConfig(**{"aft_type": "conv", **sizes, **options})).save_pretrained(directory)
+    build_byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def start(model: Path, out: Path, *options: object) -> dict[str, float]:
+    """`python finetune.py` in this process."""
+    words = ["--model_name_or_path", model, "--output_dir", out, *QUIET, *options]
+    return finetune.main([str(word) for word in words])
+
+
+def losses(out: Path) -> list[float]:
+    """The loss of each step, of a run that logged each."""
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def parquet(path: Path, labels: list, feature=None, image=None) -> Path:
+    """Images whose brightness grows with the index of the row, and labels."""
+    rows = {"image": [Picture.new("RGB", (8, 8), (20 * i,) * 3) for i in range(len(labels))], "label": labels}
+    features = Features(image=Image(), label=feature or Value("string"))
+    Dataset.from_dict(rows, features=features).to_parquet(path)
+    return path
+
+
+# Images
+
+
+def test_an_aft_conv_learns_two_colours_from_a_folder(classifier, images, tmp_path):
+    options = ["--train", images, "--validation_share", 0.25, "--num_train_epochs", 5, "--learning_rate", 1e-2]
+    options += ["--augmentation", "crop", "--position_bias_scale", 20, "--eval_on_start", "true"]
+    metrics = start(classifier, tmp_path, *BOTH, *options, "--eval_strategy", "epoch")
+    assert metrics["eval_accuracy"] == 1.0
+    model = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert model.config.id2label == {0: "blue", 1: "red"}
+    assert json.loads((tmp_path / "all_results.json").read_text())["eval_accuracy"] == 1.0
+    again = start(tmp_path, tmp_path / "again", "--do_eval", "--validation", images)
+    assert again["eval_accuracy"] == 1.0
+
+
+def test_a_vit_and_images_that_are_not_square_are_fine_tuned_the_same_way(vit, images, tmp_path):
+    wide = save_classifier(tmp_path / "wide", size=(8, 12), image_size=[8, 12])
+    for model in (vit, wide):
+        metrics = start(model, tmp_path / "out", *BOTH, "--train", images, "--max_steps", 2, "--augmentation", "crop")
+        assert np.isfinite(metrics["eval_loss"])
+
+
+@pytest.mark.parametrize("options", [["--bf16"], ["--gradient_checkpointing"], ["--label_smoothing_factor", 0.1]])
+def test_options_of_trainer_work_with_both_heads(options, classifier, images, language_model, text, tmp_path):
+    common = [*BOTH, *options, "--max_steps", 2, "--gradient_accumulation_steps", 2]
+    assert np.isfinite(start(classifier, tmp_path / "images", *common, "--train", images)["train_loss"])
+    metrics = start(language_model, tmp_path / "text", *common, "--train", text, "--block_size", 16)
+    assert np.isfinite(metrics["train_loss"])
+
+
+def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_is_not(images, tmp_path):
+    before = AutoModelForImageClassification.from_pretrained(save_classifier(tmp_path / "two", num_labels=2))
+    options = [*BOTH, "--train", images, "--max_steps", 1, "--learning_rate", 0]
+    start(tmp_path / "two", tmp_path / "kept", *options)
+    kept = AutoModelForImageClassification.from_pretrained(tmp_path / "kept")
+    assert all(torch.equal(a, b) for a, b in zip(before.state_dict().values(), kept.state_dict().values()))
+    assert kept.config.id2label == {0: "blue", 1: "red"}
+
+    before = AutoModelForImageClassification.from_pretrained(save_classifier(tmp_path / "five", num_labels=5))
+    start(tmp_path / "five", tmp_path / "new", *options)
+    new = AutoModelForImageClassification.from_pretrained(tmp_path / "new")
+    assert new.classifier.weight.shape == (2, 16)
+    assert torch.equal(new.aft.layers[0].mixer.v_proj.weight, before.aft.layers[0].mixer.v_proj.weight)
+
+
+def test_a_model_that_knows_the_classes_keeps_their_order(images, tmp_path):
+    id2label = {0: "red", 1: "blue"}
+    model = save_classifier(tmp_path / "model", id2label=id2label, label2id={"red": 0, "blue": 1})
+    metrics = start(
+        model, tmp_path / "out", *BOTH, "--train", images, "--num_train_epochs", 5, "--learning_rate", 0.01
+    )
+    assert metrics["eval_accuracy"] == 1.0
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "out").config.id2label == id2label
+
+
+def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classifier, tmp_path):
+    parquet(tmp_path / "train.parquet", [0, 1] * 4, ClassLabel(names=["dark", "light"]))
+    # The same images with the same names.
+    parquet(tmp_path / "validation.parquet", [1, 0] * 4, ClassLabel(names=["light", "dark"]))
+    parquet(tmp_path / "strings.parquet", ["dark", "light"] * 4)
+    results = []
+    for validation in ("train", "validation", "strings"):
+        paths = ["--train", tmp_path / "train.parquet", "--validation", tmp_path / f"{validation}.parquet"]
+        results.append(start(classifier, tmp_path / "out", "--do_eval", *paths)["eval_loss"])
+    assert results[0] == results[1] == results[2]
+
+
+def test_more_than_ten_numbers_as_labels_stay_the_numbers_that_they_are(tmp_path):
+    parquet(tmp_path / "train.parquet", [2, 11, 0, 10], Value("int64"))
+    model = save_classifier(tmp_path / "model", num_labels=12)
+    out = tmp_path / "out"
+    start(model, out, "--do_train", "--train", tmp_path / "train.parquet", "--validation_share", 0.5, "--max_steps", 1)
+    assert AutoModelForImageClassification.from_pretrained(out).config.id2label == {i: str(i) for i in range(12)}
+
+
+def test_a_test_split_serves_to_validate(classifier, images, tmp_path):
+    for name in ("train", "test"):
+        for colour in ("blue", "red"):
+            folder = tmp_path / "data" / name / colour
+            folder.mkdir(parents=True)
+            for i in range(3):
+                Picture.open(images / colour / f"{i}.png").save(folder / f"{i}.png")
+    metrics = start(classifier, tmp_path / "out", "--do_eval", "--dataset_name", tmp_path / "data")
+    assert metrics["eval_runtime"] > 0 and metrics["eval_accuracy"] in [i / 6 for i in range(7)]
+
+
+def test_max_samples_are_the_first_rows(classifier, images, tmp_path, monkeypatch):
+    seen = {}
+
+    class Tuner(finetune.FineTuner):
+        def __init__(self, **options):
+            seen.update({name: len(options[name]) for name in ("train_dataset", "eval_dataset")})
+            super().__init__(**options)
+
+    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    counts = ["--max_train_samples", 7, "--max_eval_samples", 3, "--validation_share", 0.5]
+    start(classifier, tmp_path, "--do_eval", "--train", images, *counts)
+    assert seen == {"train_dataset": 7, "eval_dataset": 3}
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_a_vit_for_larger_images_teaches(kind, classifier, vit, images, tmp_path):
+    options = [*BOTH, "--train", images, "--max_steps", 2, "--teacher", vit, "--distillation", kind]
+    smoothed = ["--label_smoothing_factor", 0.1, "--gradient_accumulation_steps", 2, "--augmentation", "resized_crop"]
+    assert np.isfinite(start(classifier, tmp_path, *options, *smoothed)["train_loss"])
+
+
+# Text
+
+
+def test_a_language_model_learns_a_sentence_from_one_text_file(language_model, text, tmp_path):
+    options = ["--train", text, "--validation_share", 0.1, "--block_size", 64, "--num_train_epochs", 20]
+    metrics = start(
+        language_model, tmp_path, *BOTH, *options, "--learning_rate", 2e-2, "--lr_scheduler_type", "cosine"
+    )
+    assert metrics["eval_bits_per_token"] < 2.5  # 8 before; 3.9 knowing the letters alone
+    assert metrics["eval_bits_per_token"] == pytest.approx(metrics["eval_loss"] / np.log(2), rel=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == list(b"fox")
+
+
+def test_gpt2_is_fine_tuned_on_a_parquet_column(tmp_path):
+    config = GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path / "gpt2")
+    Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
+    options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
+    metrics = start(tmp_path / "gpt2", tmp_path / "out", *BOTH, *options)  # blocks of the 16 tokens that fit
+    assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
+
+
+def test_label_smoothing_predicts_the_next_token(language_model, text, tmp_path):
+    """Trainer by itself would let AFT, whose name it does not know, learn to repeat its input."""
+    options = ["--train", text, "--block_size", 64, "--num_train_epochs", 20, "--learning_rate", 2e-2]
+    metrics = start(language_model, tmp_path, *BOTH, *options, "--label_smoothing_factor", 0.01)
+    assert metrics["eval_bits_per_token"] < 3
+
+
+# Going on
+
+
+@pytest.mark.parametrize("every", [2, 3])  # steps; an epoch has 3
+def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path):
+    model = save_classifier(tmp_path / "model", num_labels=2, hidden_dropout_prob=0.2)
+    options = [*BOTH, "--train", images, "--validation_share", 0.4, "--num_train_epochs", 3, "--logging_steps", 1]
+    options += ["--augmentation", "crop", "--save_strategy", "steps", "--save_steps", every]
+    options += ["--eval_strategy", "epoch", "--resume_from_checkpoint", "true"]
+    start(model, tmp_path / "whole", *options)
+    whole = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
+
+    class Stop(finetune.FineTuner):
+        def _save_checkpoint(self, *arguments):
+            super()._save_checkpoint(*arguments)
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(finetune, "FineTuner", Stop)
+        start(model, tmp_path / "parts", *options)
+    unfinished = tmp_path / "parts" / "checkpoint-100"  # of a run that was stopped while it wrote
+    unfinished.mkdir()
+    torch.rand(7)
+    start(model, tmp_path / "parts", *options)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 9
+    parts = AutoModelForImageClassification.from_pretrained(tmp_path / "parts").state_dict()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+# Adapters
+
+
+def test_adapters_of_images_are_loaded_again_and_gone_on_with(images, tmp_path):
+    base = save_classifier(tmp_path / "base", num_labels=2)
+    options = [*BOTH, "--train", images, "--lora_rank", 2, "--learning_rate", 0.05, "--logging_steps", 1]
+    options += ["--num_train_epochs", 2, "--augmentation", "crop", "--save_strategy", "epoch"]
+    start(base, tmp_path / "out", *options)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    model = AutoModelForImageClassification.from_pretrained(base)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "out").eval()
+    adapted = model.merge_and_unload().state_dict()
+    changed = {name for name in before if not torch.equal(before[name], adapted[name])}
+    projections = {f"aft.layers.0.mixer.{name}_proj.weight" for name in "qkvo"}
+    assert changed == projections | {"classifier.weight", "classifier.bias"}
+
+    # From the checkpoint after the first epoch, the second is the same.
+    whole = losses(tmp_path / "out")
+    first = min((tmp_path / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    start(base, tmp_path / "again", *options, "--resume_from_checkpoint", first)
+    assert losses(tmp_path / "again") == whole
+
+
+def test_adapters_give_the_logits_of_training_when_loaded_again(language_model, text, tmp_path, monkeypatch):
+    trained = []
+
+    class Tuner(finetune.FineTuner):
+        def save_model(self, *arguments, **options):
+            trained.append(self.model)
+            super().save_model(*arguments, **options)
+
+    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    options = ["--train", text, "--block_size", 32, "--max_steps", 3, "--lora_rank", 2, "--learning_rate", 0.05]
+    start(language_model, tmp_path, "--do_train", *options)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(language_model), tmp_path).eval()
+    tokens = torch.arange(20)[None]
+    ours, plain = (
+        trained[-1].eval()(tokens).logits,
+        AutoModelForCausalLM.from_pretrained(language_model)(tokens).logits,
+    )
+    assert torch.equal(loaded(tokens).logits, ours) and not torch.allclose(plain, ours)
+
+
+# Options and errors
+
+
+def test_options_come_from_a_json_file(classifier, images, tmp_path):
+    options = {"model_name_or_path": str(classifier), "train": str(images), "output_dir": str(tmp_path / "out")}
+    options |= {"do_train": True, "max_steps": 1, "disable_tqdm": True, "use_cpu": True}
+    (tmp_path / "options.json").write_text(json.dumps({**options, "resume_from_checkpoint": True}))
+    assert "train_loss" in finetune.main([str(tmp_path / "options.json")])
+
+
+def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifier, images, tmp_path, monkeypatch):
+    pushed = []
+
+    class Tuner(finetune.FineTuner):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.args.push_to_hub = False  # there is no Hub here
+
+        def evaluate(self, *arguments, **options):
+            self.args.push_to_hub = True
+            return super().evaluate(*arguments, **options)
+
+        def push_to_hub(self, **options):
+            self.create_model_card(**options)
+            pushed.append((options["tasks"], (Path(self.args.output_dir) / "README.md").read_text()))
+
+    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    monkeypatch.setattr(finetune.FineTuner, "init_hf_repo", lambda *_, **__: None)
+    start(classifier, tmp_path / "out", "--do_eval", "--train", images, "--push_to_hub", "true")
+    ((task, card),) = pushed
+    assert task == "image-classification"
+    assert not any(local in card for local in (str(tmp_path), str(classifier), str(images), "imagefolder"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train", "{images}"], "nothing to do"),
+        (["--do_train"], "either dataset_name, or train"),
+        (["--do_train", "--train", "missing.parquet"], "no such file or folder"),
+        (["--do_train", "--validation", "{images}"], "no training data"),
+        (["--do_train", "--train", "{images}", "--label_column", "kind"], "no column 'kind', it has 'image', 'label'"),
+        (["--do_train", "--train", "{images}", "--image_column", "label"], "holds no images"),
+        (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
+        (["--do_train", "--train", "{images}", "--validation_share", "1"], "validation_share must be between"),
+    ],
+)
+def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        start(classifier, tmp_path, *(option.format(images=images) for option in options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text_column", "story"], "no column 'story', it has 'text'"),
+        (["--block_size", "5000"], "shorter than one block of 5000 tokens"),
+        (["--block_size", "1"], "at least 2"),
+        (["--augmentation", "crop"], "for image classifiers"),
+        (["--teacher", "somewhere"], "for image classifiers"),
+    ],
+)
+def test_wrong_options_for_text_are_told(options, message, language_model, text, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        start(language_model, tmp_path, "--do_train", "--train", text, *options)
+
+
+def test_a_wrong_path_ends_in_one_line(tmp_path):
+    command = [sys.executable, SCRIPT, "--do_train", "--model_name_or_path", "./missing", "--train", "x.txt"]
+    done = subprocess.run(
+        [*command, "--output_dir", tmp_path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("finetune.py: ") and "./missing" in line

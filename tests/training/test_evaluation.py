@@ -1,0 +1,111 @@
+"""Metrics of saved models: what they are compared with here is computed by hand."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL import Image as PILImage
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.training.evaluation import evaluate_classifier, evaluate_language_model
+
+
+CLASSES = 7
+
+
+@pytest.fixture
+def images():
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (11, 16, 16, 3), dtype=np.uint8)
+    rows = {"image": [PILImage.fromarray(x) for x in pixels], "label": [i % CLASSES for i in range(11)]}
+    features = Features({"image": Image(), "label": ClassLabel(CLASSES)})
+    return Dataset.from_dict(rows, features=features)
+
+
+def classifier(aft=True):
+    if not aft:
+        sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=CLASSES)).eval()
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 3}
+    config = AFTConfig(modality="image", aft_type="conv", **sizes, image_size=16, patch_size=4, num_labels=CLASSES)
+    model = AFTForImageClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model.eval()
+
+
+def accuracies_by_hand(model, processor, images, **options):
+    """Top-1 and top-5, one image at a time."""
+    first = fifth = 0
+    for row in images:
+        pixels = processor([row["image"]], return_tensors="pt")["pixel_values"]
+        with torch.no_grad():
+            order = model(pixel_values=pixels, **options).logits[0].argsort(descending=True).tolist()
+        first, fifth = first + (order[0] == row["label"]), fifth + (row["label"] in order[:5])
+    return {"accuracy": first / len(images), "top_5_accuracy": fifth / len(images)}
+
+
+def test_accuracy_counts_every_image_once_whatever_the_batch_size(images):
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    expected = accuracies_by_hand(model, processor, images)
+    for batch_size in (1, 4, 64):
+        assert evaluate_classifier(model, processor, images, batch_size=batch_size) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("aft", [True, False], ids=["AFT-conv", "ViT"])
+def test_images_of_another_size_go_through_models_that_can_take_them(images, aft):
+    model, processor = classifier(aft), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    larger = ViTImageProcessorPil(size={"height": 24, "width": 32})
+    expected = accuracies_by_hand(model, larger, images, **({} if aft else {"interpolate_pos_encoding": True}))
+    assert evaluate_classifier(model, processor, images, image_size=(24, 32)) == pytest.approx(expected)
+
+
+def test_the_margin_that_is_cropped_keeps_its_share(images):
+    model = classifier()
+    processor = DeiTImageProcessorPil(size={"height": 20, "width": 20}, crop_size={"height": 16, "width": 16})
+    larger = DeiTImageProcessorPil(size={"height": 40, "width": 40}, crop_size={"height": 32, "width": 32})
+    expected = accuracies_by_hand(model, larger, images)
+    assert evaluate_classifier(model, processor, images, image_size=(32, 32)) == pytest.approx(expected)
+
+
+def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    expected = accuracies_by_hand(model, processor, images)
+    names = [f"class {i}" for i in range(CLASSES)]
+    model.config.id2label = dict(enumerate(names))
+    shuffled = names[3:] + names[:3]
+    labels = [shuffled.index(names[row["label"]]) for row in images]
+    renamed = Dataset.from_dict(
+        {"image": images["image"], "label": labels},
+        features=Features({"image": Image(), "label": ClassLabel(names=shuffled)}),
+    )
+    assert evaluate_classifier(model, processor, renamed) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("aft", [True, False], ids=["AFT", "GPT-2"])
+def test_bits_per_token_are_those_of_each_block_alone(aft):
+    if aft:
+        model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=8, n_layer=1, n_head=1, n_positions=10))
+    text = "The quick brown fox jumps over the lazy dog, again."
+    dataset = Dataset.from_dict({"text": [text]})
+    result = evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, batch_size=2)
+    tokens, losses = torch.tensor(list(text.encode())), []
+    for block in tokens[: len(tokens) // 10 * 10].view(-1, 10):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=block[None]).logits[0].double()
+        losses += [-torch.log_softmax(logits[i], -1)[block[i + 1]].item() for i in range(9)]
+    bits = np.mean(losses) / np.log(2)
+    assert result["bits_per_token"] == pytest.approx(bits, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(2**bits, rel=1e-5)
+
+
+def test_a_text_shorter_than_a_block_is_refused():
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
+    with pytest.raises(ValueError, match="shorter than one block of 100"):
+        evaluate_language_model(model, build_byte_tokenizer(), Dataset.from_dict({"text": ["x"]}), block_size=100)

@@ -1,0 +1,195 @@
+"""Trainer with position biases at their own rate, augmentation, and a teacher."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf.training.distillation import distillation_loss
+from aft_hf.training.fine_tuning import FineTuner
+
+
+CLASSES = 3
+
+
+def classifier(**options) -> AFTForImageClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2, "conv_kernel_size": 3, "num_labels": CLASSES}
+    sizes |= {"image_size": 8, "patch_size": 2}
+    return AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **{**sizes, **options}))
+
+
+def vit(image_size: int, **options) -> ViTForImageClassification:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = ViTConfig(**sizes, image_size=image_size, patch_size=2, initializer_range=1.0, **options)
+    return ViTForImageClassification(config)
+
+
+def rows(count: int) -> list[dict]:
+    return [{"pixel_values": torch.randn(3, 8, 8), "labels": i % CLASSES} for i in range(count)]
+
+
+def collated(count: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(count, 3, 8, 8), "labels": torch.arange(count) % CLASSES}
+
+
+def tuner(
+    model, directory, *, teacher=None, train=None, position_bias_scale=1.0, augment=None, kind="soft", **options
+):
+    arguments = TrainingArguments(
+        directory,
+        **{
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "max_steps": 1,
+            **options,
+        },
+    )
+    return FineTuner(
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        teacher=teacher,
+        position_bias_scale=position_bias_scale,
+        augment=augment,
+        distillation={"kind": kind, "weight": 0.3, "temperature": 2.0},
+    )
+
+
+# The optimizer
+
+
+def test_position_biases_have_a_rate_of_their_own_and_no_weight_decay_through_the_schedule(tmp_path):
+    model = classifier()
+    options = {"learning_rate": 0.1, "weight_decay": 0.5, "warmup_steps": 4, "lr_scheduler_type": "cosine"}
+    trainer = tuner(model, tmp_path, position_bias_scale=20, **options)
+    trainer.create_optimizer_and_scheduler(num_training_steps=12)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, plain, biases = (
+        {names[id(parameter)] for parameter in group["params"]} for group in trainer.optimizer.param_groups
+    )
+    assert biases == {name for name in names.values() if ".mixer." in name and "_proj" not in name} and biases
+    assert decayed == {name for name in set(names.values()) - biases if model.get_parameter(name).dim() > 1}
+    assert plain == set(names.values()) - biases - decayed
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.5, 0, 0]
+    for factor in (0, 0.25, 0.5, 0.75, 1.0):
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        assert rates == pytest.approx([0.1 * factor, 0.1 * factor, 2.0 * factor])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+
+
+def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path):
+    trainer = tuner(vit(8), tmp_path, optim="adafactor", learning_rate=0.1)
+    assert "Adafactor" in type(trainer.create_optimizer()).__name__
+    assert len(trainer.optimizer.param_groups) == 2  # a ViT has no position biases in this sense
+
+
+# The teacher
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_accumulated_steps_equal_one_large_batch(kind, label_smoothing, tmp_path):
+    teacher, train = vit(8, num_labels=CLASSES), rows(8)
+    trained = []
+    for batch_size in (8, 2):
+        model = classifier(position_bias_entropy_weight=0.0 if label_smoothing else 0.1)
+        options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
+        options |= {
+            "optim": "sgd",
+            "learning_rate": 1.0,
+            "max_grad_norm": 0.0,
+            "label_smoothing_factor": label_smoothing,
+        }
+        tuner(model, tmp_path, teacher=teacher, train=train, kind=kind, **options).train()
+        trained.append(model.state_dict())
+    fresh = classifier().state_dict()
+    for name in fresh:
+        torch.testing.assert_close(trained[0][name], trained[1][name], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(trained[0]["classifier.weight"], fresh["classifier.weight"])
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_loss_is_mixed_with_that_of_a_teacher_of_any_image_size(size, tmp_path):
+    model, teacher, batch = classifier().train(), vit(size, num_labels=CLASSES), collated(4)
+    trainer = tuner(model, tmp_path, teacher=teacher)
+    outputs = model(**batch)
+    logits = teacher.eval()(batch["pixel_values"], interpolate_pos_encoding=size != 8).logits
+    expected = distillation_loss(outputs.loss, outputs.logits, logits, weight=0.3, temperature=2.0)
+    loss = trainer.compute_loss(model, batch)
+    assert loss.item() == pytest.approx(expected.item()) != pytest.approx(outputs.loss.item())
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert not teacher.training and model.classifier.weight.grad is not None
+
+
+def test_evaluation_is_without_the_teacher(tmp_path):
+    model, batch = classifier().eval(), collated(4)
+    with_teacher = tuner(model, tmp_path, teacher=vit(8, num_labels=CLASSES)).compute_loss(model, dict(batch))
+    assert with_teacher.item() == pytest.approx(model(**batch).loss.item())
+
+
+def test_a_teacher_in_half_precision_teaches_a_model_in_mixed_precision(tmp_path):
+    teacher = vit(8, num_labels=CLASSES).to(torch.bfloat16)
+    result = tuner(classifier(), tmp_path, teacher=teacher, train=rows(8), bf16=True).train()
+    assert torch.isfinite(torch.tensor(result.training_loss))
+
+
+def test_a_teacher_that_numbers_the_classes_otherwise_is_refused(tmp_path):
+    student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
+    with pytest.raises(ValueError, match=r"numbers the classes \['dog', 'cat'\], the model \['cat', 'dog'\]"):
+        tuner(student, tmp_path, teacher=vit(8, id2label={0: "dog", 1: "cat"}))
+
+
+# Augmentation and evaluation
+
+
+def test_images_are_augmented_in_training_and_not_in_evaluation(tmp_path):
+    seen = []
+
+    def augment(pixels: torch.Tensor) -> torch.Tensor:
+        seen.append(pixels.shape)
+        return pixels.flip(-1)
+
+    model, batch = classifier(), collated(4)
+    teacher = vit(8, num_labels=CLASSES)
+    trainer = tuner(model, tmp_path, augment=augment, teacher=teacher)
+    flipped = {**batch, "pixel_values": batch["pixel_values"].flip(-1)}
+    plain = tuner(model, tmp_path, teacher=teacher)
+    assert trainer.compute_loss(model.train(), batch).item() == plain.compute_loss(model, flipped).item()
+    assert trainer.compute_loss(model.eval(), batch).item() == plain.compute_loss(model, batch).item()
+    assert seen == [(4, 3, 8, 8)]
+
+
+def test_evaluating_draws_no_random_number_that_training_would_miss(tmp_path):
+    trainer = tuner(classifier(), tmp_path)
+    state = torch.get_rng_state()
+    trainer.evaluate(constant_rows(4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def constant_rows(count: int) -> list[dict]:
+    """Rows that take no random numbers to make."""
+    return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": i % CLASSES} for i in range(count)]
+
+
+# Label smoothing
+
+
+def test_label_smoothing_of_a_language_model_is_about_the_next_token(tmp_path):
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, aft_type="simple", vocab_size=11))
+    tokens = torch.randint(0, 11, (2, 9))
+    trainer = tuner(model, tmp_path, label_smoothing_factor=0.2)
+    loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+    logits = model(tokens).logits[:, :-1].flatten(0, 1).double()
+    expected = F.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.2)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_label_smoothing_would_lose_the_entropy_and_is_refused_with_it(tmp_path):
+    with pytest.raises(ValueError, match="position_bias_entropy_weight"):
+        tuner(classifier(position_bias_entropy_weight=0.1), tmp_path, label_smoothing_factor=0.1)
