@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text test conformance lint format clean
+.PHONY: install quickstart quickstart-text test conformance roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -29,6 +29,13 @@ test: install
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
+
+roundtrip: install  ## Every type saved here and loaded in a new environment with torch and transformers only
+	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
+
+soak: install  ## One training run killed 20 times at random moments, and runs of two processes
+	KILLS=20 KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
+		$(RUN) -m pytest tests/training/test_kill.py tests/training/test_distributed.py $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from .configuration_aft import AFTConfig
 from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
+from .publishing.command import publish_command
+from .training.command import evaluate_command, train_command
 
 
 app = typer.Typer(
@@ -18,11 +20,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `convert` a sub-command while it is the only one."""
+app.command("train")(train_command)
+app.command("evaluate")(evaluate_command)
+app.command("publish")(publish_command)
 
 
 @app.command()

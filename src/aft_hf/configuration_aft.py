@@ -1,5 +1,6 @@
 """AFT model configuration."""
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -10,6 +11,15 @@ from transformers.configuration_utils import PreTrainedConfig
 
 
 AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
+
+# Where the Auto classes find the code that is saved beside a checkpoint, by modality (`auto_map` in config.json).
+AUTO_MAPS = {
+    "text": {"AutoModel": "modeling_aft.AFTModel", "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM"},
+    "image": {
+        "AutoModel": "modeling_aft.AFTModel",
+        "AutoModelForImageClassification": "modeling_aft.AFTForImageClassification",
+    },
+}
 
 # The fast forms of mixing_aft.py by name. "auto" takes the one that fits type, shape and mask.
 MIXING_IMPLEMENTATIONS = ("auto", "reference", "dense", "chunked", "convolution")
@@ -172,12 +182,38 @@ class AFTConfig(PreTrainedConfig):
         return height // patch_height, width // patch_width
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How processes share the features of a model (`tp_plan="auto"`).
+
+        The AFT operation never mixes features: with one position bias for all of them, processes mix their own and
+        meet in the output projection only. Where heads have biases of their own, or `conv` a key per head, mixers
+        stay whole in each process, and the MLPs are shared.
+        """
+        plan = {"layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise"}
+        types = set(self.layer_aft_types)
+        one_bias = types == {"simple"} or (self.num_heads == 1 and "conv" not in types)
+        if one_bias and self.use_output_projection:
+            plan |= {f"layers.*.mixer.{name}_proj": "colwise" for name in "qkv"}
+            plan["layers.*.mixer.o_proj"] = "rowwise"
+        return plan
+
+    @property
     def max_positions(self) -> int:
         """Positions that the learned tables cover: `max_position_embeddings`, or patches and class token."""
         if self.modality == "text":
             return self.max_position_embeddings
         rows, columns = self.grid_size
         return rows * columns + self.use_cls_token
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save config.json with an `auto_map` for all classes of the modality, not only the one that is being saved.
+
+        So `AutoModel` loads a checkpoint with a head too, and a backbone takes a head, from the code beside the
+        weights. References to another repository ("name--module.Class") are left behind with it.
+        """
+        own = {name: place for name, place in (getattr(self, "auto_map", None) or {}).items() if "--" not in place}
+        self.auto_map = AUTO_MAPS[self.modality] | own
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     # Class validators of `@strict`: each runs after construction and again before saving.
 
@@ -294,5 +330,8 @@ def _require_one_of(field: str, value: Any, allowed: Any) -> None:
     if value not in allowed:
         raise ValueError(f"{field}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
 
+
+# Saving a config, and so any model, saves this file beside it.
+AFTConfig.register_for_auto_class("AutoConfig")
 
 __all__ = ["AFTConfig"]

@@ -105,6 +105,32 @@ def test_bits_per_token_are_those_of_each_block_alone(aft):
     assert result["perplexity"] == pytest.approx(2**bits, rel=1e-5)
 
 
+@pytest.mark.parametrize("stride", [1, 4, 9])
+def test_with_a_stride_every_token_but_the_first_counts_once_and_with_context(stride):
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
+    text = "The quick brown fox jumps over the lazy dog, again."
+    dataset = Dataset.from_dict({"text": [text]})
+    result = evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, stride=stride)
+    tokens, losses = torch.tensor(list(text.encode())), []
+    piece = max(stride, 2)
+    last = 10 + (len(tokens) // piece * piece - 10) // stride * stride
+    for position in range(1, last):
+        begin = max(0, -(-(position - 9) // stride) * stride)  # of the first block that holds it
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None, begin:position]).logits[0, -1].double()
+        losses.append(-torch.log_softmax(logits, -1)[tokens[position]].item())
+    assert len(losses) >= len(tokens) - 1 - 2 * stride
+    assert result["bits_per_token"] == pytest.approx(np.mean(losses) / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [-1, 10, 11])
+def test_a_stride_that_leaves_tokens_out_is_refused(stride):
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
+    dataset = Dataset.from_dict({"text": ["x" * 50]})
+    with pytest.raises(ValueError, match=r"must be .*1"):
+        evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, stride=stride)
+
+
 def test_a_text_shorter_than_a_block_is_refused():
     model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
     with pytest.raises(ValueError, match="shorter than one block of 100"):

@@ -193,3 +193,17 @@ def test_label_smoothing_of_a_language_model_is_about_the_next_token(tmp_path):
 def test_label_smoothing_would_lose_the_entropy_and_is_refused_with_it(tmp_path):
     with pytest.raises(ValueError, match="position_bias_entropy_weight"):
         tuner(classifier(position_bias_entropy_weight=0.1), tmp_path, label_smoothing_factor=0.1)
+
+
+def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(tmp_path):
+    trainer = tuner(classifier(), tmp_path / "aft", train=rows(6))
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "aft" / "README.md").read_text()
+    assert "Attention Free Transformer" in card and "generated_from_trainer" not in card
+    other = tuner(vit(8, num_labels=CLASSES), tmp_path / "vit", train=rows(6))
+    other.save_model()
+    other.create_model_card()
+    card = (tmp_path / "vit" / "README.md").read_text()
+    assert "Attention Free Transformer" not in card and "generated_from_trainer" in card

@@ -12,7 +12,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
-from .metrics import BitsPerToken, TopKAccuracy, token_losses
+from .metrics import IGNORED, BitsPerToken, TopKAccuracy, token_losses
 
 
 @torch.inference_mode()
@@ -64,22 +64,34 @@ def evaluate_language_model(
     dataset: Dataset,
     *,
     block_size: int,
+    stride: int | None = None,
     batch_size: int = 16,
     text_column: str = "text",
 ) -> dict[str, float]:
-    """Bits per token and perplexity over blocks that do not overlap; the first token of each has no context.
+    """Bits per token and perplexity over blocks of a text.
+
+    By default blocks do not overlap, and the first token of each, which has no context, does not count. With a stride
+    every token but the first of the text counts once, and after at least `block_size - stride` others where there are
+    so many.
 
     Args:
         model: a language model, on the device to run on.
         tokenizer: its tokenizer.
         dataset: rows of text.
         block_size: tokens per block.
+        stride: tokens from the beginning of one block to that of the next.
         batch_size: blocks per forward pass.
         text_column: name in the dataset.
+
+    Raises:
+        ValueError: a text shorter than a block, or a stride that would leave tokens out.
     """
-    blocks = group_into_blocks(dataset, tokenizer, block_size, column=text_column)
-    if len(blocks) == 0:
+    piece = block_size if stride is None else max(stride, 2)
+    blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column)
+    if len(blocks) * piece < block_size:
         raise ValueError(f"the text is shorter than one block of {block_size} tokens")
+    if stride is not None:
+        blocks = overlapping_blocks(blocks, block_size, stride)
     metric = BitsPerToken(keep_in_memory=True)
     model.eval()
     for batch in tqdm(DataLoader(blocks, batch_size, collate_fn=default_data_collator), desc="text", unit="batch"):
@@ -87,3 +99,21 @@ def evaluate_language_model(
         losses = token_losses(model(input_ids=tokens, use_cache=False).logits, tokens)
         metric.add_batch(predictions=losses.flatten().cpu(), references=batch["labels"][:, 1:].flatten())
     return metric.compute()
+
+
+def overlapping_blocks(pieces: Dataset, block_size: int, stride: int) -> list[dict[str, torch.Tensor]]:
+    """Blocks from the joined `input_ids` of `pieces`, one every `stride` tokens; labels that the block before has had
+    are -100.
+
+    Raises:
+        ValueError: a stride that is not in 1 .. block_size - 1: the first label of a block does not count.
+    """
+    if not 0 < stride < block_size:
+        raise ValueError(f"stride must be in 1 .. block_size - 1 = {block_size - 1}, got {stride}")
+    tokens = torch.cat([torch.tensor(ids) for ids in pieces["input_ids"]])
+    blocks = []
+    for start in range(0, len(tokens) - block_size + 1, stride):
+        labels = tokens[start : start + block_size].clone()
+        labels[: block_size - stride if start else 0] = IGNORED
+        blocks.append({"input_ids": tokens[start : start + block_size], "labels": labels})
+    return blocks

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from ..configuration_aft import pair
+from ..configuration_aft import AFTConfig, pair
+from ..publishing import write_card
 from .distillation import distillation_loss
 from .optimization import parameter_groups
 
@@ -84,6 +86,14 @@ class FineTuner(Trainer):
         """Trainer's, which leaves the random numbers of the training that goes on as they were."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
+
+    def create_model_card(self, *arguments, **options) -> None:
+        """The card of `aft_hf.publishing`, from the files of the run; Trainer's for adapters and other models."""
+        config = Path(self.args.output_dir) / "config.json"
+        if not config.is_file() or self.model.config.model_type != AFTConfig.model_type:
+            super().create_model_card(*arguments, **options)
+        elif self.is_world_process_zero():
+            write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None))
 
     @torch.no_grad()
     def _teacher_logits(self, pixel_values: torch.Tensor) -> torch.Tensor:

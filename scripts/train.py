@@ -1,0 +1,22 @@
+"""Train from a recipe, the same as `aft-hf train`; `accelerate launch scripts/train.py ...` for many processes.
+
+    python scripts/train.py configs/examples/bytes_aft_local.yaml data.train=FILE
+    python scripts/train.py configs/examples/bytes_aft_local.yaml data.train=FILE steps=500 model.hidden_size=128
+    accelerate launch --config_file configs/accelerate/ddp.yaml scripts/train.py RECIPE.yaml data.train=FILE
+
+Run again, the same command goes on from the newest checkpoint. SIGTERM and Ctrl-C save one first; the run is then not
+finished, and the exit code is 128 + the signal's number (143, 130).
+"""
+
+import sys
+
+import typer
+
+from aft_hf.training.command import train_command
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(train_command)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: {' '.join(str(error).split())}")

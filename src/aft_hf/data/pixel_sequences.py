@@ -1,0 +1,79 @@
+"""Images as sequences of sub-pixels, and back."""
+
+import numpy as np
+import torch
+from datasets import Dataset as Rows
+from PIL import Image
+from torch.utils.data import Dataset
+
+from .order import SampleKey
+
+
+# The values of a sub-pixel are the tokens 0 .. 255; a sequence begins after this one, which is no sub-pixel.
+START_TOKEN = 256
+
+
+def pixels_to_tokens(pixels: np.ndarray) -> np.ndarray:
+    """(H, W, C) bytes to (H * W * C,): pixels in raster order, the channels of a pixel side by side."""
+    return pixels.reshape(-1)
+
+
+def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int], channels: int = 3) -> Image.Image:
+    """The image of (H * W * channels,) tokens; the inverse of `pixels_to_tokens`.
+
+    Raises:
+        ValueError: another number of tokens, or a token that is no byte.
+    """
+    tokens = np.asarray(tokens)
+    if tokens.shape != (size[0] * size[1] * channels,):
+        raise ValueError(f"an image of {size[0]} x {size[1]} x {channels} has no {tokens.shape} tokens")
+    if tokens.min() < 0 or tokens.max() > 255:
+        raise ValueError(f"sub-pixels are 0 .. 255, got tokens {tokens.min()} .. {tokens.max()}")
+    pixels = tokens.astype(np.uint8).reshape(*size, channels)
+    return Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+
+
+class PixelSequences(Dataset):
+    """Rows with an image as `input_ids`, which begin with the start token, and `labels`, the 3 H W sub-pixels.
+
+    Args:
+        rows: of `datasets`, with decoded images.
+        image_size: side in pixels; images of another size are resized (mean over areas).
+        image_column: name in `rows`.
+        seed: for training: samples are asked for by `SampleKey` and augmented. None: as they are, by index.
+        flip: whether to mirror half of the samples.
+        brightness_shift: the largest shift of all sub-pixels of a sample, which are then clipped to 0 .. 255.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        image_size: int,
+        image_column: str = "image",
+        seed: int | None = None,
+        flip: bool = True,
+        brightness_shift: int = 10,
+    ):
+        self.rows, self.image_size, self.image_column = rows, image_size, image_column
+        self.seed, self.flip, self.brightness_shift = seed, flip, brightness_shift
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
+        index = key if self.seed is None else key.index
+        image = self.rows[index][self.image_column].convert("RGB")
+        if image.size != (self.image_size, self.image_size):
+            image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
+        pixels = np.asarray(image)
+        if self.seed is not None:
+            pixels = self._augment(pixels, key.random(self.seed))
+        labels = torch.from_numpy(pixels_to_tokens(pixels).astype(np.int64))
+        return {"input_ids": torch.cat([torch.tensor([START_TOKEN]), labels[:-1]]), "labels": labels}
+
+    def _augment(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        shift = random.integers(-self.brightness_shift, self.brightness_shift, endpoint=True)
+        if self.flip and random.random() < 0.5:
+            pixels = pixels[:, ::-1]
+        return np.clip(pixels.astype(np.int64) + shift, 0, 255)

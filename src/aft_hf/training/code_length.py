@@ -1,0 +1,30 @@
+"""Code length: how many bits a model takes for the data."""
+
+import datasets
+import evaluate
+import numpy as np
+
+
+class CodeLength(evaluate.Metric):
+    """Code length of the data in bits per unit: per byte, per dimension (sub-pixel), per character.
+
+    It sums nats and units before it divides, so rows may stand for any number of units each. It needs no network.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Code length in bits per unit.",
+            citation="",
+            inputs_description=(
+                "predictions: losses in nats, summed over a row (n,); references: how many of each unit the row "
+                'stands for (n, units); units: their names, ("byte",) by default.'
+            ),
+            features=datasets.Features(
+                {"predictions": datasets.Value("float64"), "references": datasets.Sequence(datasets.Value("int64"))}
+            ),
+        )
+
+    def _compute(self, predictions, references, units: tuple[str, ...] = ("byte",)) -> dict[str, float]:
+        bits = np.asarray(predictions, dtype=np.float64).sum() / np.log(2)
+        counts = np.asarray(references).sum(0)
+        return {f"bits_per_{unit}": float(bits / count) for unit, count in zip(units, counts)}

@@ -1,0 +1,93 @@
+"""`aft-hf train` and `aft-hf evaluate`. What they need is imported when they run: the other commands do without."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, such as optimizer.learning_rate=1e-3.")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Apply the recipe's overrides for a run of seconds.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved recipe, and stop.")] = False,
+) -> None:
+    """Train from a recipe, or go on with what was interrupted."""
+    from .recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides or (), smoke=smoke)
+    if print_config:
+        print(resolved.to_yaml(), end="")
+        return
+    from .loop import train  # slow to import, and wrong recipes should be quick to say
+
+    train(resolved)
+
+
+def evaluate_command(
+    model: Annotated[str, typer.Argument(help="Directory or Hub id: AFT, ViT, DeiT, GPT-2 ...")],
+    data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a file.")],
+    image_size: Annotated[
+        list[int] | None,
+        typer.Option(help="Side of the images in pixels, as often as you like; by default as trained."),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of text.")] = 1024,
+    stride: Annotated[
+        int | None, typer.Option(help="New tokens in each block, the others being context; by default all.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images or blocks per forward pass.")] = 64,
+    max_samples: Annotated[int | None, typer.Option(help="Use the first rows only.")] = None,
+    image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
+    label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
+    text_column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
+    out: Annotated[Path | None, typer.Option(help="Write the metrics here, too, as JSON.")] = None,
+) -> None:
+    """Print accuracy, or bits per token, of any saved model of transformers on any data."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        AutoConfig,
+        AutoImageProcessor,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoTokenizer,
+    )
+
+    from ..data.loading import load_local
+    from .evaluation import evaluate_classifier, evaluate_language_model
+
+    dataset = load_local(data)
+    if max_samples is not None:
+        dataset = dataset.select(range(min(max_samples, len(dataset))))
+    config = AutoConfig.from_pretrained(model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results: dict[str, dict[str, float]] = {}
+    if getattr(config, "modality", None) != "text" and type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        classifier = AutoModelForImageClassification.from_pretrained(model).to(device)
+        processor = AutoImageProcessor.from_pretrained(model)
+        options = {"batch_size": batch_size, "image_column": image_column, "label_column": label_column}
+        for side in image_size or [None]:
+            size = None if side is None else (side, side)
+            name = "as trained" if side is None else f"{side} px"
+            results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
+    else:
+        language_model = AutoModelForCausalLM.from_pretrained(model).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}
+        results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
+    metrics = list(next(iter(results.values())))
+    table = Table("", *metrics, title=f"{model} on {data}")
+    for name, values in results.items():
+        table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
+    Console().print(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = out.with_suffix(".tmp")
+        aside.write_text(json.dumps(results, indent=1) + "\n")
+        os.replace(aside, out)

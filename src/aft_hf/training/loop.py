@@ -1,0 +1,189 @@
+"""The training loop, on Accelerate: one for all tasks, for one process or many.
+
+A step is a global batch, which is cut into micro-batches. Micro-batch k of step t holds the same samples and uses the
+same random numbers whichever process takes it and whatever happened before. So a run is the same for any number of
+processes (with one `micro_batch_size`), and a resumed run is the one that was never interrupted.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
+
+from .recipe import Recipe
+from .records import move_into, peak_memory, plot_losses, write_results
+from .setup import Run, set_up
+from .stopping import StopSignal
+from .tasks import Batch
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Run a recipe to its end, from its newest checkpoint if there is one; returns what `results.json` holds.
+
+    Raises:
+        ValueError: a recipe that does not fit the data, the checkpoint or the processes, or a loss that is not finite.
+        OSError: data that cannot be read, or a checkpoint that cannot be written.
+        SystemExit: with 128 + the number of the signal, after SIGTERM or Ctrl-C and a checkpoint.
+    """
+    run = set_up(recipe)
+    batches, record = iter(run.batches), run.record
+    run.model.train()
+    record.lap()
+    with StopSignal(run.accelerator) as stop, progress_bar(run) as progress:
+        for step in range(run.start + 1, run.total + 1):
+            rate = run.scheduler.get_last_lr()[0]
+            losses = [training_pass(run, next(batches), step, i) for i in range(run.accumulation)]
+            run.scheduler.step()
+            record.add(step, torch.stack(losses).mean(), rate)
+            progress.update()
+
+            stopped = stop.agreed()
+            evaluates = step % run.evaluate_every == 0
+            saves = step % run.save_every == 0 or step == run.total or stopped
+            if step % recipe.log_every == 0 or evaluates or saves:
+                record.collect()
+                show(run, progress)
+            if evaluates:
+                split = next(iter(run.evaluated))
+                record.evaluations.append({"step": step, **evaluate(run, split)})
+                run.accelerator.log(record.evaluations[-1], step=step)
+                record.lap()
+            if saves:
+                check_weights(run, step, rate)
+                path = run.checkpoints.save(step, {"record": record.state(), "recipe": recipe.model_dump()})
+                record.lap()
+            if stopped and step < run.total:
+                run.accelerator.end_training()
+                run.accelerator.print(
+                    f"{signal.Signals(stopped).name}: saved {path}; the same command goes on from it"
+                )
+                raise SystemExit(128 + stopped)
+    return finish(run)
+
+
+def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor:
+    """Forward and backward pass of a micro-batch, and with the last one of a step the update; returns the loss."""
+    accelerator, clip = run.accelerator, run.recipe.max_grad_norm
+    seed_random(run.recipe.seed, step, index * accelerator.num_processes + accelerator.process_index)
+    with accelerator.accumulate(run.model):
+        loss = run.task.loss(run.model, send_to_device(batch, accelerator.device, non_blocking=True))
+        accelerator.backward(loss)
+        if clip is not None and accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(run.model.parameters(), clip)
+        run.optimizer.step()  # does nothing before the last micro-batch
+        run.optimizer.zero_grad()
+    return loss.detach()
+
+
+def seed_random(*numbers: int) -> None:
+    """Begin the random numbers that belong to these numbers: dropout, drop path, augmentation."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
+
+
+@torch.no_grad()
+def evaluate(run: Run, split: str) -> dict[str, float]:
+    """The metrics of a split, every sample counted once; of the averaged weights, if there are any."""
+    metric, options = run.task.metric()
+    show = run.accelerator.is_main_process
+    run.model.eval()
+    with averaged_weights(run):
+        for batch in tqdm(run.evaluated[split], desc=split, unit="batch", leave=False, disable=not show):
+            predictions, references = run.accelerator.gather_for_metrics(run.task.scores(run.model, batch))
+            metric.add_batch(predictions=predictions.cpu().numpy(), references=references.cpu().numpy())
+    run.model.train()
+    return metric.compute(**options)
+
+
+@contextmanager
+def averaged_weights(run: Run) -> Iterator[None]:
+    """Within, the model has its averaged weights, where the recipe asks for an average."""
+    if run.recipe.ema_decay is None:
+        yield
+        return
+    with run.optimizer.optimizer.averaged():
+        _drop_gathered(run.model)
+        yield
+    _drop_gathered(run.model)
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    """Have FSDP gather its shards anew: it keeps some of them from one forward pass to the next."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def check_weights(run: Run, step: int, rate: float) -> None:
+    """Raise a ValueError rather than save weights that are not finite: a gradient can overflow where no loss does."""
+    shards = (getattr(weight, "_local_tensor", weight).detach() for weight in run.model.parameters())
+    if not torch.stack([shard.isfinite().all() for shard in shards]).all():
+        raise ValueError(f"weights are not finite after step {step}, with learning rate {rate:.3g}: training stops")
+
+
+def progress_bar(run: Run) -> tqdm:
+    """Over the steps, on the main process alone."""
+    hidden = not run.accelerator.is_main_process
+    return tqdm(total=run.total, initial=run.start, unit="step", dynamic_ncols=True, disable=hidden)
+
+
+def show(run: Run, progress: tqdm) -> None:
+    """The newest loss and rates, on the bar and to the trackers."""
+    step, loss, rate = run.record.curve()[-1]
+    per_second = run.record.steps_per_second * run.recipe.global_batch_size * run.task.units_per_sample
+    memory = peak_memory(run.accelerator.device)
+    unit = f"{run.task.unit}/s"
+    progress.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {per_second:,.0f} {unit}, {memory:.2f} GiB")
+    values = {
+        "loss": loss,
+        "learning_rate": rate,
+        f"{run.task.unit}_per_second": per_second,
+        "peak_memory_gib": memory,
+    }
+    run.accelerator.log(values, step=step)
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Evaluate all splits, save the model, and write down what came of the run."""
+    accelerator, directory = run.accelerator, Path(run.recipe.output_dir)
+    metrics = {split: evaluate(run, split) for split in run.evaluated}
+    with averaged_weights(run):
+        weights = accelerator.get_state_dict(run.model)
+        if accelerator.is_main_process:
+            save_model(run, weights, directory)
+    results: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        results = write_results(
+            directory,
+            run.recipe,
+            run.record,
+            metrics=metrics,
+            steps=run.total,
+            parameters=run.parameters,
+            processes=accelerator.num_processes,
+            device=str(accelerator.device.type),
+            peak_memory_gib=round(peak_memory(accelerator.device), 3),
+        )
+        plot_losses(directory / "losses.png", run.record)
+    for split, values in metrics.items():
+        accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    accelerator.end_training()
+    return results
+
+
+def save_model(run: Run, weights: dict[str, torch.Tensor], directory: Path) -> None:
+    """The model as `from_pretrained` reads it, whatever it was wrapped in for training, with its tokenizer or image
+    processor."""
+    model = run.task.auto_model.from_config(run.accelerator.unwrap_model(run.model).config)
+    model.load_state_dict(weights)
+    with move_into(directory) as aside:
+        model.save_pretrained(aside)
+        if run.task.processor is not None:
+            run.task.processor.save_pretrained(aside)

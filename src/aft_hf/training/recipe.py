@@ -1,0 +1,341 @@
+"""Recipes: everything that decides a training run, as a typed schema that YAML files fill in."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from transformers import CONFIG_MAPPING, SchedulerType
+
+
+# Keys of which a recipe has one: to override one is to drop the other.
+ALTERNATIVES = (("epochs", "steps"), ("warmup_epochs", "warmup_steps"), ("architecture", "pretrained"))
+
+# Schedules that need more than the step.
+UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
+
+Count = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: no key that it does not know, no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Data(Section):
+    """What all tasks say about their data. A Hub id or files are given, most often on the command line."""
+
+    train: str | None = None  # a file or a folder
+    validation: str | None = None
+    workers: Annotated[int, Field(ge=0)] = 0  # processes that read and decode; 0: the training process itself
+    max_train_samples: Count | None = None  # the first ones
+    max_eval_samples: Count | None = None
+
+
+class BytesData(Data):
+    """A file as bytes. One file alone is split by position (see `aft_hf.data.bytes.split_bytes`)."""
+
+    test: str | None = None
+    seq_len: Count = 1024  # bytes that a sample predicts
+    eval_stride: Count | None = None  # bytes that are new in each evaluated window; None: all, no overlap
+
+
+class ImageRows(Data):
+    """Rows of a dataset that hold an image."""
+
+    dataset: str | None = None  # an id on the Hub, in place of files
+    dataset_config: str | None = None
+    image_column: str = "image"
+
+
+class PixelsData(ImageRows):
+    """Images as sequences of the values of their sub-pixels."""
+
+    image_size: Count = 32  # side in pixels; other images are resized
+    flip: bool = True
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = 10  # of 255: uniform in [-shift, shift], then clipped
+
+
+class Augmentation(Section):
+    """What training does to images; the defaults do nothing but flip, `DeiT` is in the recipes."""
+
+    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = None  # share of the area
+    flip: bool = True
+    rand_augment_operations: Annotated[int, Field(ge=0)] = 0
+    rand_augment_magnitude: Annotated[int, Field(ge=1, le=30)] = 9
+    erasing: Probability = 0.0
+    mixup: NonNegative = 0.0  # alpha of its Beta distribution
+    cutmix: NonNegative = 0.0
+    repetitions: Count = 1  # repeated augmentation: copies of an image in each batch
+
+
+class ImagesData(ImageRows):
+    """Labelled images."""
+
+    label_column: str = "label"
+    image_size: Count = 224  # side in pixels
+    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0  # evaluated is this much of the side, the centre
+    image_mean: list[float] = [0.485, 0.456, 0.406]
+    image_std: list[Positive] = [0.229, 0.224, 0.225]
+    augmentation: Augmentation = Augmentation()
+
+
+class Optimizer(Section):
+    """AdamW; weight decay acts on the weights of linear layers and convolutions only."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: Positive
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    position_bias_scale: Positive = 1.0  # factor on the learning rate of AFT's position biases
+
+
+class Schedule(Section):
+    """A schedule of `transformers.get_scheduler`; "inverse_sqrt" is that of "Attention is all you need"."""
+
+    name: str = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_epochs: NonNegative | None = None
+    options: dict[str, Any] = {}  # more arguments of that schedule
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        names = {kind.value for kind in SchedulerType} - UNUSABLE_SCHEDULES
+        if name not in names:
+            raise ValueError(f"not a schedule that is known{_suggestion(name, names)}")
+        return name
+
+    @model_validator(mode="after")
+    def _one_warmup(self):
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("give warmup_steps or warmup_epochs, not both")
+        return self
+
+
+class Recipe(Section):
+    """One training run.
+
+    `model` has the fields of a config and either `architecture`, a `model_type` of transformers ("aft" is one), or
+    `pretrained`, a directory or Hub id to start from. What follows from the data (vocabulary, lengths, labels) is
+    filled in where `model` does not say it.
+    """
+
+    task: Literal["bytes", "pixels", "images"]
+    notes: str = ""  # where the paper is silent: what was chosen, and why
+    model: dict[str, Any]
+    data: Data
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    epochs: Positive | None = None
+    steps: Count | None = None
+    global_batch_size: Count  # samples in each step of the optimizer, over all processes
+    micro_batch_size: Count | None = None  # samples in each pass of a process; None: its whole share
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    max_grad_norm: Positive | None = None
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # the average is then evaluated and saved
+    label_smoothing: Share = 0.0
+    seed: Annotated[int, Field(ge=0)] = 0
+    log_every: Count = 10  # steps
+    evaluate_every: Count | None = None  # steps; None: an epoch
+    save_every: Count | None = None  # steps; None: an epoch
+    keep_checkpoints: Count = 2
+    resume: str = "auto"  # or "never", or a checkpoint
+    tracker: str | None = "tensorboard"  # a tracker of Accelerate by name
+    output_dir: str
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
+        if ("architecture" in model) == ("pretrained" in model):
+            raise ValueError("give either architecture (a model_type of transformers) or pretrained (a directory)")
+        if "architecture" in model:
+            check_architecture(**model)
+        return model
+
+    @model_validator(mode="after")
+    def _one_length(self):
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give either epochs or steps")
+        return self
+
+    def accumulation(self, processes: int) -> tuple[int, int]:
+        """(micro-batch size, micro-batches that each process adds up in a step).
+
+        Raises:
+            ValueError: the global batch cannot be cut that way.
+        """
+        size = self.micro_batch_size or self.global_batch_size // processes
+        if size == 0 or self.global_batch_size % (processes * size):
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} is no multiple of the processes x micro_batch_size, "
+                f"{processes} x {size or 1}: change one of them"
+            )
+        return size, self.global_batch_size // (processes * size)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True, width=100)
+
+
+class BytesRecipe(Recipe):
+    data: BytesData = BytesData()
+
+
+class PixelsRecipe(Recipe):
+    data: PixelsData = PixelsData()
+
+
+class ImagesRecipe(Recipe):
+    data: ImagesData = ImagesData()
+
+
+RECIPES: dict[str, type[Recipe]] = {"bytes": BytesRecipe, "pixels": PixelsRecipe, "images": ImagesRecipe}
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
+    """Read a recipe. It may name a file to start from as `base`, beside it. Without an `output_dir` it is
+    outputs/FOLDER/NAME of the file.
+
+    Args:
+        path: a YAML file.
+        overrides: "dotted.key=value" with a value in YAML, applied last.
+        smoke: whether to apply the recipe's own overrides under `smoke`, which make a run of seconds.
+
+    Raises:
+        ValueError: no such recipe, or one that is wrong; the message names the key, the value and what is allowed.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    values = _read(path)
+    small = values.pop("smoke", None)
+    place = Path("outputs", path.resolve().parent.name, path.stem)
+    if smoke:
+        if not isinstance(small, dict):
+            raise ValueError(f"{path}: --smoke needs a section `smoke` with overrides")
+        values = _merge(values, small)
+        place = Path("outputs", "smoke", path.resolve().parent.name, path.stem)
+    values.setdefault("output_dir", str(place))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{override!r} is no override: write key=value, such as optimizer.learning_rate=1e-3")
+        values = _merge(values, {key: _parse(value, override)})
+    return build_recipe(values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The nested values of a file and of its bases."""
+    values = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
+    base = values.pop("base", None)
+    return _merge({} if base is None else _read(path.parent / base), values)
+
+
+def build_recipe(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested mappings.
+
+    Raises:
+        ValueError: as `load_recipe`.
+    """
+    if values.get("task") not in RECIPES:
+        raise ValueError(f"task={values.get('task')!r}: must be one of {', '.join(RECIPES)}")
+    kind = RECIPES[values["task"]]
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(item, kind) for item in error.errors())) from None
+
+
+def check_architecture(architecture: Any, **fields: Any) -> None:
+    """Raise a ValueError unless transformers knows the architecture, and its config the fields."""
+    if architecture not in CONFIG_MAPPING:
+        near = _suggestion(str(architecture), CONFIG_MAPPING.keys())
+        raise ValueError(f"model.architecture={architecture!r} is not known to transformers{near}")
+    config = CONFIG_MAPPING[architecture]
+    known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
+    for name in fields.keys() - known:
+        raise ValueError(
+            f"unknown key model.{name} for architecture {architecture!r}{_suggestion(name, known, ['model'])}"
+        )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 3e-4 is a number; PyYAML, of YAML 1.1, wants 3.0e-4 for that."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source}: not YAML: {error}") from None
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with those of `more` in their place, mapping by mapping; dotted keys of `more` reach inside."""
+    merged = dict(values)
+    for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
+        if more.get(one) is not None and other not in more:
+            merged.pop(other, None)
+    for key, value in more.items():
+        first, *rest = str(key).split(".")
+        value, there = _nested(rest, value), merged.get(first)
+        if isinstance(value, Mapping):
+            value = _merge(there if isinstance(there, Mapping) else {}, value)
+        merged[first] = value
+    return merged
+
+
+def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
+    """One line on one error of pydantic."""
+    # Names of types in unions are part of pydantic's location, but no part of the key.
+    path = [str(part) for part in error["loc"] if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key}{_suggestion(path[-1], _fields(kind, path[:-1]), path[:-1])}"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "model_type":
+        return f"{key}={error['input']!r}: must be a mapping of keys to values"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # about several keys, which it names
+        return f"{key}: {message}" if key and f"{key}." not in message else message
+    return f"{key}={error['input']!r}: {message}"
+
+
+def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
+    for name in path:
+        kind = kind.model_fields[name].annotation
+    return list(kind.model_fields)
+
+
+def _suggestion(name: str, known: Iterable[str], path: Iterable[str] = ()) -> str:
+    """'; did you mean ...?' with the name nearest to one that is not known, or the known ones where none is near."""
+    known = sorted(known)  # so that of two names as near, it is always the same one
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {'.'.join([*path, near[0]])}?"
+    return f"; there are {', '.join(known)}" if len(known) <= 40 else ""

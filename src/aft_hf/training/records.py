@@ -1,0 +1,169 @@
+"""What a run leaves behind: its losses, its results, and a picture of them."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .recipe import Recipe
+
+
+PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evaluate", "kornia", "numpy")
+
+
+class Record:
+    """The losses, evaluations and seconds of a run, which its checkpoints carry on.
+
+    Losses stay on the device until they are asked for. What is kept is the mean over each `every` steps, counted from
+    the first step of the run, so a run that was interrupted keeps what the uninterrupted one does.
+    """
+
+    def __init__(self, accelerator: Accelerator, every: int):
+        self.accelerator, self.every = accelerator, every
+        self.losses: list[tuple[int, float, float]] = []  # (steps done, mean loss, learning rate)
+        self.evaluations: list[dict[str, float]] = []
+        self.seconds = 0.0  # of training: without evaluations and checkpoints
+        self.steps_per_second = 0.0  # of late
+        self._pending: list[tuple[int, float, float]] = []  # of the steps since then
+        self._on_device: list[tuple[int, torch.Tensor, float]] = []
+        self._since = time.perf_counter()
+
+    def add(self, step: int, loss: torch.Tensor, learning_rate: float) -> None:
+        """The loss of this process in a step (1, 2 ...), and the rate of the update made with it."""
+        self._on_device.append((step, loss, learning_rate))
+
+    def collect(self) -> None:
+        """Fetch the losses of all processes.
+
+        Raises:
+            ValueError: one is not finite; the message has the step and the learning rate.
+        """
+        if not self._on_device:
+            return
+        losses = self.accelerator.reduce(torch.stack([loss for _, loss, _ in self._on_device]), "mean").tolist()
+        seconds = self.lap()  # after the losses, for which a GPU has to finish
+        self.seconds, self.steps_per_second = self.seconds + seconds, len(losses) / seconds
+        for (step, _, rate), loss in zip(self._on_device, losses):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss is {loss} at step {step}, with learning rate {rate:.3g}: training stops; "
+                    "a smaller rate, a longer warm-up or max_grad_norm may help"
+                )
+            self._pending.append((step, loss, rate))
+            if step % self.every == 0:
+                self.losses, self._pending = self.curve(), []
+        self._on_device.clear()
+
+    def curve(self) -> list[tuple[int, float, float]]:
+        """What is kept, and the mean of the steps since."""
+        if not self._pending:
+            return self.losses
+        step, _, rate = self._pending[-1]
+        return [*self.losses, (step, sum(loss for _, loss, _ in self._pending) / len(self._pending), rate)]
+
+    def lap(self) -> float:
+        """Seconds since the last call; what came before is then not counted as training."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "evaluations": self.evaluations,
+            "seconds": self.seconds,
+            "pending": self._pending,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.losses, self.evaluations = [tuple(loss) for loss in state["losses"]], list(state["evaluations"])
+        self.seconds, self._pending = state["seconds"], [tuple(loss) for loss in state["pending"]]
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory this process has had in use, in GiB: on the GPU if it computes there, else its own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what decides a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_results(directory: Path, recipe: Recipe, record: Record, **more: Any) -> dict[str, Any]:
+    """`results.json`: the recipe, the losses and evaluations, `more`, and the versions. Returns what it holds.
+
+    It is published with the model, so files are named without the directories they lie in.
+    """
+    results = {
+        **more,
+        "seconds": round(record.seconds, 1),
+        "losses": [{"step": step, "loss": loss, "learning_rate": rate} for step, loss, rate in record.curve()],
+        "evaluations": record.evaluations,
+        "recipe": _portable(recipe.model_dump()),
+        "versions": versions(),
+    }
+    with move_into(directory) as aside:
+        (aside / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def _portable(values: Any) -> Any:
+    """Nested values with the names of files in place of absolute paths, which say nothing to anybody elsewhere."""
+    if isinstance(values, dict):
+        return {key: _portable(value) for key, value in values.items()}
+    return Path(values).name if isinstance(values, str) and Path(values).is_absolute() else values
+
+
+def plot_losses(path: Path, record: Record) -> None:
+    """A picture of the training loss and of the metrics over the steps; none where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        record.accelerator.print("matplotlib is not installed: no picture of the losses")
+        return
+    metrics = sorted({name for row in record.evaluations for name in row} - {"step", "perplexity"})
+    curves = {"training loss (nats)": [(step, loss) for step, loss, _ in record.curve()]}
+    for name in metrics:
+        curves[name.replace("_", " ")] = [(row["step"], row[name]) for row in record.evaluations]
+    figure = Figure(figsize=(7, 2.5 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, points) in zip(figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items()):
+        axes.plot(*zip(*points), marker="." if len(points) < 50 else None)
+        axes.set(ylabel=name, xlabel="step")
+        axes.grid(alpha=0.3)
+    with move_into(path.parent) as aside:
+        figure.savefig(aside / path.name, dpi=120)
+
+
+@contextmanager
+def move_into(directory: Path) -> Iterator[Path]:
+    """A new directory to write into, whose files then move to `directory`: each is there as a whole, or not at all."""
+    aside = directory / ".unfinished"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    for file in aside.iterdir():
+        os.replace(file, directory / file.name)
+    aside.rmdir()

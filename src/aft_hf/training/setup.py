@@ -1,0 +1,234 @@
+"""What a run is made of, from its recipe: the accelerator, the data, the model and its optimizer, where it begins."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..data.order import GlobalBatches, steps_per_epoch
+from .adamw import build_adamw
+from .checkpoints import Checkpoints, read_manifest
+from .recipe import Recipe
+from .records import Record
+from .tasks import TASKS, Task
+
+
+# Keys of a recipe that may differ between a checkpoint and the run that goes on from it.
+FREE_TO_CHANGE = {
+    "notes",
+    "epochs",
+    "steps",
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "compile",
+    "evaluate_every",
+}
+FREE_TO_CHANGE |= {"save_every", "keep_checkpoints", "resume", "tracker", "output_dir", "mixed_precision"}
+FREE_TO_CHANGE |= {
+    f"data.{name}" for name in ("train", "validation", "test", "dataset", "workers", "max_eval_samples")
+}
+
+
+@dataclass
+class Run:
+    """A run that is ready to train: `start` of its `total` steps are done."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    task: Task
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    batches: DataLoader  # the micro-batches of this process from `start` on
+    evaluated: dict[str, DataLoader]
+    checkpoints: Checkpoints
+    record: Record
+    accumulation: int  # micro-batches of this process in a step
+    start: int
+    total: int
+    evaluate_every: int  # steps
+    save_every: int
+    parameters: int
+
+
+def set_up(recipe: Recipe) -> Run:
+    """Build a run, and load the checkpoint that it goes on from.
+
+    Raises:
+        ValueError: a recipe that does not fit the data, the checkpoint or the number of processes.
+        OSError: data that cannot be read.
+    """
+    # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
+    processes = PartialState(cpu=not torch.accelerator.is_available()).num_processes
+    micro_batch_size, accumulation = recipe.accumulation(processes)
+    task = TASKS[recipe.task](recipe)
+    epoch = steps_per_epoch(len(task.train), recipe.global_batch_size)
+    total = recipe.steps or max(1, round(recipe.epochs * epoch))
+    accelerator = build_accelerator(recipe, micro_batch_size, accumulation)
+
+    torch.manual_seed(recipe.seed)
+    model = task.build_model()
+    parameters = model.num_parameters()
+    if recipe.gradient_checkpointing:
+        # The old name of it is deprecated in new releases of transformers, the new one is missing in old ones.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    optimizer = build_adamw(model, recipe.optimizer, recipe.ema_decay)
+    scheduler = build_scheduler(recipe, optimizer, epoch, total)
+    accelerator.register_for_checkpointing(scheduler)
+    _shard_by_blocks(accelerator, model)
+    if recipe.compile:
+        model.compile()  # in place: the weights keep their names
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    checkpoints = Checkpoints(accelerator, Path(recipe.output_dir) / "checkpoints", keep=recipe.keep_checkpoints)
+    record = Record(accelerator, recipe.log_every)
+    start = resume(recipe, checkpoints, record)
+    if start > total:
+        raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
+    sampler = GlobalBatches(
+        len(task.train),
+        recipe.global_batch_size,
+        micro_batch_size,
+        seed=recipe.seed,
+        start=start,
+        stop=total,
+        process=accelerator.process_index,
+        processes=accelerator.num_processes,
+        repetitions=task.repetitions,
+    )
+    loading = {"num_workers": recipe.data.workers, "pin_memory": accelerator.device.type == "cuda"}
+    accelerator.print(
+        f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {total:,} steps; "
+        f"{parameters / 1e6:.2f} M parameters; a step is {accelerator.num_processes} x {accumulation} x "
+        f"{micro_batch_size} (processes x micro-batches x samples)"
+    )
+    return Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=DataLoader(task.train, batch_sampler=sampler, **loading),
+        evaluated={
+            split: accelerator.prepare_data_loader(DataLoader(dataset, micro_batch_size, **loading))
+            for split, dataset in task.evaluated.items()
+        },
+        checkpoints=checkpoints,
+        record=record,
+        accumulation=accumulation,
+        start=start,
+        total=total,
+        evaluate_every=recipe.evaluate_every or epoch,
+        save_every=recipe.save_every or epoch,
+        parameters=parameters,
+    )
+
+
+def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) -> Accelerator:
+    """The accelerator of the recipe, with its tracker; the strategy is that of `accelerate launch`."""
+    tracker = available_tracker(recipe.tracker)
+    Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
+    accelerator = Accelerator(
+        mixed_precision=recipe.mixed_precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+        step_scheduler_with_optimizer=False,
+        log_with=tracker,
+        project_dir=recipe.output_dir,
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if recipe.ema_decay is not None:
+            raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
+    if tracker is not None:
+        accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in _flat(recipe).items()})
+    elif recipe.tracker is not None:
+        accelerator.print(f"{recipe.tracker} is not installed: no tracker; results.json will have the losses")
+    return accelerator
+
+
+def available_tracker(name: str | None) -> str | None:
+    """The tracker if it is installed; None for tensorboard, the default, if it is not.
+
+    Raises:
+        ValueError: another one, which was asked for, is not installed.
+    """
+    available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    if name is None or name in available:
+        return name
+    if name == "tensorboard":
+        return None
+    raise ValueError(f"tracker={name!r} is not installed; there is {', '.join(available) or 'none'}; null: no tracker")
+
+
+def build_scheduler(
+    recipe: Recipe, optimizer: torch.optim.Optimizer, epoch: int, total: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule of the recipe, for epochs of `epoch` steps and `total` steps in all."""
+    schedule = recipe.schedule
+    warmup = schedule.warmup_steps or round((schedule.warmup_epochs or 0) * epoch)
+    options = schedule.options or None
+    try:
+        return get_scheduler(schedule.name, optimizer, warmup, total, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"schedule: {error}") from error
+
+
+def resume(recipe: Recipe, checkpoints: Checkpoints, record: Record) -> int:
+    """Load the checkpoint that the recipe asks for; returns how many steps are done.
+
+    Raises:
+        ValueError: it is damaged or comes from another recipe, or there is one and the recipe says "never".
+    """
+    if recipe.resume == "never":
+        if earlier := checkpoints.steps():
+            raise ValueError(f"{earlier[0][1]} is of an earlier run: remove it, or give another output_dir")
+        return 0
+    path = checkpoints.newest() if recipe.resume == "auto" else checkpoints.complete(recipe.resume)
+    if path is None:
+        return 0
+    manifest = read_manifest(path)
+    check_same_run(recipe, manifest["recipe"], path)
+    checkpoints.load(path)
+    record.restore(manifest["record"])
+    checkpoints.accelerator.print(f"going on from {path}")
+    return manifest["step"]
+
+
+def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
+    """Raise a ValueError where a checkpoint comes from a recipe that differs in what makes the run."""
+    now, then = _flat(recipe), _flat(earlier)
+    for key in sorted((now.keys() | then.keys()) - FREE_TO_CHANGE):
+        if now.get(key) != then.get(key):
+            raise ValueError(
+                f"{path} was made with {key}={then.get(key)!r}, and the recipe has {now.get(key)!r}: "
+                "give another output_dir for another run"
+            )
+
+
+def _shard_by_blocks(accelerator: Accelerator, model: nn.Module) -> None:
+    """Have FSDP take the blocks of the model as its units. Left alone, it takes all of `_no_split_modules`: the
+    embeddings, too, of which Accelerate makes a unit of its own, and classes that this model may not have."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and not plugin.transformer_cls_names_to_wrap:
+        blocks = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
+
+
+def _flat(recipe: Recipe | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    values = recipe.model_dump() if isinstance(recipe, Recipe) else recipe
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

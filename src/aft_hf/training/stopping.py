@@ -1,0 +1,39 @@
+"""Stopping a run from outside: SIGTERM, or Ctrl-C, lets it end its step and save."""
+
+import signal
+import threading
+from types import FrameType
+
+import torch
+from accelerate import Accelerator
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Within, the first SIGTERM or SIGINT is noted for the loop to act on; a second one has its usual effect."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator, self.received = accelerator, 0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+        self.__exit__()
+
+    def agreed(self) -> int:
+        """The signal that any process has received, 0 for none: the same answer for all of them, in the same step."""
+        if self.accelerator.num_processes == 1:
+            return self.received
+        received = torch.tensor([self.received], device=self.accelerator.device)
+        return int(self.accelerator.gather(received).max())

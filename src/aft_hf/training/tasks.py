@@ -1,0 +1,289 @@
+"""The three tasks: what their data are, what a model of them loses on a batch, and how it is scored."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import torch
+from datasets import Dataset as Rows
+from datasets import DatasetDict
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    PreTrainedModel,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from ..data.byte_tokenizer import build_byte_tokenizer
+from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
+from ..data.generated import GENERATED, draw_images, write_text
+from ..data.loading import hold_out, load_splits, require_column
+from ..data.pixel_sequences import START_TOKEN, PixelSequences
+from .code_length import CodeLength
+from .metrics import TopKAccuracy
+from .recipe import BytesRecipe, ImagesRecipe, PixelsRecipe, Recipe
+
+
+Batch = dict[str, torch.Tensor]
+
+
+class First(Dataset):
+    """The first samples of a dataset, whatever it is indexed by."""
+
+    def __init__(self, dataset: Dataset, count: int | None):
+        self.dataset, self.count = dataset, len(dataset) if count is None else min(count, len(dataset))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.dataset[key]
+
+
+class Task(ABC):
+    """What the loop needs to know of a task. Making one reads the data, so there may be an OSError or a ValueError."""
+
+    auto_model: type = AutoModelForCausalLM
+    unit: str  # what rates count
+    units_per_sample: int = 1
+    repetitions: int = 1  # copies of a sample in a row
+    train: Dataset  # indexed by `SampleKey`
+    evaluated: dict[str, Dataset]  # indexed by numbers; the first is looked at during training, all at the end
+    config_values: dict[str, Any]  # what the data say about the model's config
+    processor: Any = None  # saved beside the model
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+    def build_model(self) -> PreTrainedModel:
+        """The model of the recipe, new or pretrained."""
+        fields = dict(self.recipe.model)
+        if "pretrained" in fields:
+            source = fields.pop("pretrained")
+            values = self._fitting(type(AutoConfig.from_pretrained(source))) | fields
+            return self.auto_model.from_pretrained(source, ignore_mismatched_sizes=True, **values)
+        architecture = fields.pop("architecture")
+        try:
+            config = AutoConfig.for_model(architecture, **(self._fitting(CONFIG_MAPPING[architecture]) | fields))
+            return self.auto_model.from_config(config)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model: {error}") from error
+
+    def _fitting(self, config: type) -> dict[str, Any]:
+        """`config_values` as far as a class of configs has them."""
+        known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
+        return {name: value for name, value in self.config_values.items() if name in known}
+
+    @abstractmethod
+    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        """The training loss, a mean over the batch."""
+
+    @abstractmethod
+    def scores(self, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predictions and references of the metric, a row for each sample."""
+
+    @abstractmethod
+    def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
+        """A new metric, and the arguments of its `compute`."""
+
+
+class SequenceTask(Task):
+    """Prediction of the next token, in batches of `input_ids` and `labels` that are aligned already: (B, T) both."""
+
+    unit = "tokens"
+    units: tuple[str, ...]  # what bits are counted per
+
+    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        outputs = model(input_ids=batch["input_ids"], use_cache=False)
+        logits, labels = outputs.logits.float().flatten(0, 1), batch["labels"].flatten()
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
+        return loss + regularization(model, outputs)
+
+    def scores(self, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
+        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=IGNORED)
+        return losses.double().sum(1), self.count(batch["labels"])
+
+    def count(self, labels: torch.Tensor) -> torch.Tensor:
+        """How many of each unit the labels of a row stand for: (B, T) to (B, units)."""
+        return (labels != IGNORED).sum(1, keepdim=True)
+
+    def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
+        return CodeLength(keep_in_memory=True), {"units": self.units}
+
+
+class BytesTask(SequenceTask):
+    """The next byte of a file."""
+
+    units = ("byte", "character")
+
+    def __init__(self, recipe: BytesRecipe):
+        super().__init__(recipe)
+        data = recipe.data
+        if data.train is None:
+            raise ValueError('no data: give data.train=FILE (any file, as bytes), or "generated"')
+        train = write_text(recipe.output_dir) if data.train == GENERATED else data.train
+        files = {"train": train, "validation": data.validation, "test": data.test}
+        for split, file in files.items():
+            if file is not None and not Path(file).is_file():
+                raise ValueError(f"data.{split}={file}: no such file")
+        spans = dict.fromkeys(files)
+        if data.validation is None and data.test is None:
+            files = dict.fromkeys(files, train)
+            spans = split_bytes(Path(train).stat().st_size)
+        parts = {split: (file, spans[split]) for split, file in files.items() if file is not None}
+        train = ByteWindows(*parts.pop("train"), seq_len=data.seq_len, seed=recipe.seed)
+        self.train = First(train, data.max_train_samples)
+        self.evaluated = {
+            split: First(ByteWindows(*part, seq_len=data.seq_len, stride=data.eval_stride), data.max_eval_samples)
+            for split, part in parts.items()
+        }
+        self.units_per_sample = data.seq_len
+        self.config_values = {
+            "modality": "text",
+            "vocab_size": 256,
+            "max_position_embeddings": data.seq_len,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        self.processor = build_byte_tokenizer(model_max_length=data.seq_len)
+
+    def count(self, labels: torch.Tensor) -> torch.Tensor:
+        counted = labels != IGNORED
+        return torch.stack([counted.sum(1), (counted & starts_character(labels)).sum(1)], 1)
+
+
+class PixelsTask(SequenceTask):
+    """The next sub-pixel of an image."""
+
+    units = ("dim",)
+
+    def __init__(self, recipe: PixelsRecipe):
+        super().__init__(recipe)
+        data = recipe.data
+        splits = read_rows(recipe)
+        options = {"image_size": data.image_size, "image_column": data.image_column}
+        augment = {"flip": data.flip, "brightness_shift": data.brightness_shift}
+        train = PixelSequences(splits.pop("train"), seed=recipe.seed, **options, **augment)
+        self.train = First(train, data.max_train_samples)
+        self.evaluated = {
+            split: First(PixelSequences(rows, **options), data.max_eval_samples) for split, rows in splits.items()
+        }
+        self.units_per_sample = 3 * data.image_size**2
+        self.config_values = {
+            "modality": "text",
+            "vocab_size": START_TOKEN + 1,
+            "max_position_embeddings": self.units_per_sample,
+            "bos_token_id": START_TOKEN,
+            "eos_token_id": None,
+        }
+
+
+class ImagesTask(Task):
+    """The class of an image."""
+
+    auto_model = AutoModelForImageClassification
+    unit = "images"
+
+    def __init__(self, recipe: ImagesRecipe):
+        # kornia takes seconds to import, which the other tasks need not wait for.
+        from ..data.classification import BatchAugmentation, TrainingImages
+        from ..data.images import ImagePipeline, class_names, class_numbers
+
+        super().__init__(recipe)
+        data, augmentation = recipe.data, recipe.data.augmentation
+        splits = read_rows(recipe)
+        require_column(splits, data.label_column, "data.label_column")
+        names = class_names(splits["train"], data.label_column)
+        columns = {"image_column": data.image_column, "label_column": data.label_column}
+        self.processor = self._image_processor()
+
+        def numbered(split: str, limit: int | None) -> tuple[Rows, dict[Any, int]]:
+            rows = splits[split] if limit is None else splits[split].take(min(limit, len(splits[split])))
+            return rows, class_numbers(splits[split], data.label_column, names)
+
+        rows, numbers = numbered("train", data.max_train_samples)
+        crop = {"size": data.image_size, "crop_scale": augmentation.crop_scale, "seed": recipe.seed}
+        self.train = TrainingImages(rows, numbers, **crop, **columns)
+        self.evaluated = {}
+        for split in [name for name in splits if name != "train"]:
+            rows, numbers = numbered(split, data.max_eval_samples)
+            self.evaluated[split] = rows.with_transform(ImagePipeline(self.processor, numbers=numbers, **columns))
+        self.augment = BatchAugmentation(
+            len(names),
+            self.processor.image_mean,
+            self.processor.image_std,
+            flip=augmentation.flip,
+            operations=augmentation.rand_augment_operations,
+            magnitude=augmentation.rand_augment_magnitude,
+            erasing=augmentation.erasing,
+            mixup=augmentation.mixup,
+            cutmix=augmentation.cutmix,
+        )
+        self.repetitions, self.num_classes = augmentation.repetitions, len(names)
+        self.config_values = {
+            "modality": "image",
+            "image_size": data.image_size,
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
+
+    def _image_processor(self):
+        """That of the recipe: the whole image, or the centre of a larger one, and the recipe's normalization."""
+        data = self.recipe.data
+        side = round(data.image_size / data.eval_crop_ratio)
+        options: dict[str, Any] = {"size": {"height": side, "width": side}}
+        if data.eval_crop_ratio < 1:
+            crop = {"height": data.image_size, "width": data.image_size}
+            options = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": crop}
+        options |= {"image_mean": data.image_mean, "image_std": data.image_std, "resample": 3}
+        if "pretrained" in self.recipe.model:
+            return AutoImageProcessor.from_pretrained(self.recipe.model["pretrained"], **options)
+        return ViTImageProcessorPil(**options)
+
+    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
+        outputs = model(pixel_values=pixels)
+        loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
+        return loss + regularization(model, outputs)
+
+    def scores(self, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
+
+    def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
+        return TopKAccuracy(keep_in_memory=True), {"top_k": (1, 5) if self.num_classes > 5 else (1,)}
+
+
+TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "pixels": PixelsTask, "images": ImagesTask}
+
+
+def regularization(model: PreTrainedModel, outputs: Any) -> torch.Tensor | float:
+    """Eq. 9: what an AFT-conv adds to the loss for the entropy of its position biases; 0 for other models."""
+    entropy = getattr(outputs, "position_bias_entropy", None)
+    if entropy is None:
+        return 0.0
+    config = getattr(model, "module", model).config
+    return config.position_bias_entropy_weight * entropy
+
+
+def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
+    """The splits of the recipe's dataset; without one to validate on, a twentieth of the training rows."""
+    data = recipe.data
+    if data.dataset is None and data.train is None:
+        raise ValueError("no data: give data.train=FILE_OR_FOLDER, or data.dataset=ID of the Hub")
+    if data.train == GENERATED:
+        return DatasetDict(
+            {
+                split: draw_images(split, data.image_column, getattr(data, "label_column", "label"))
+                for split in ("train", "validation")
+            }
+        )
+    splits = hold_out(load_splits(data.dataset, data.dataset_config, data.train, data.validation), 0.05)
+    require_column(splits, data.image_column, "data.image_column")
+    return splits

@@ -1,0 +1,101 @@
+"""Files as bytes: what is read, what is counted, and what that takes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from aft_hf.data.bytes import ByteWindows, split_bytes, starts_character
+from aft_hf.data.order import SampleKey
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(i * 7 % 256 for i in range(100)))
+    return path
+
+
+def test_enwik8_is_split_as_usual_and_other_files_by_the_same_shares():
+    million = 10**6
+    assert split_bytes(100 * million) == {
+        "train": (0, 90 * million),
+        "validation": (90 * million, 95 * million),
+        "test": (95 * million, 100 * million),
+    }
+    assert split_bytes(1001) == {"train": (0, 900), "validation": (900, 950), "test": (950, 1001)}
+
+
+@pytest.mark.parametrize("span", [None, (0, 97), (3, 100), (10, 12), (20, 37)])
+@pytest.mark.parametrize(("seq_len", "stride"), [(16, None), (16, 16), (16, 5), (16, 1), (200, None)])
+def test_evaluated_windows_predict_each_byte_but_the_first_once_and_after_its_predecessors(
+    file, span, seq_len, stride
+):
+    content, (start, stop) = file.read_bytes(), span or (0, 100)
+    windows, seen, position = ByteWindows(file, span, seq_len=seq_len, stride=stride), [], start
+    for i in range(len(windows)):
+        ids, labels = windows[i]["input_ids"], windows[i]["labels"]
+        assert ids.shape == labels.shape == (seq_len,)
+        for t in range(seq_len):
+            if labels[t] != -100:
+                position += 1
+                seen.append(int(labels[t]))
+                context = min(t + 1, position - start)
+                assert bytes(ids[t + 1 - context : t + 1].tolist()) == content[position - context : position]
+    assert bytes(seen) == content[start + 1 : stop]
+
+
+def test_overlapping_windows_give_every_byte_after_the_first_window_the_context_that_is_asked_for(file):
+    windows = ByteWindows(file, seq_len=16, stride=5)
+    for i in range(1, len(windows)):
+        counted = (windows[i]["labels"] != -100).nonzero().flatten()
+        assert counted[0] == 16 - 5
+
+
+def test_training_windows_are_full_and_begin_elsewhere_in_each_epoch(file):
+    content, windows = file.read_bytes(), ByteWindows(file, (0, 90), seq_len=16, seed=3)
+    assert len(windows) == 4
+    offsets = set()
+    for epoch in range(40):
+        for i in range(len(windows)):
+            window = windows[SampleKey(epoch, i)]
+            piece = bytes(window["input_ids"].tolist())
+            place = content.index(piece + bytes([int(window["labels"][-1])]))
+            assert torch.equal(window["labels"][:-1], window["input_ids"][1:]) and place + 16 < 90
+            offsets.add(place - 16 * i)
+    assert offsets == set(range(16))
+
+
+def test_characters_of_utf8_are_counted_by_their_first_bytes():
+    text = "naïve文字 🙂"
+    assert starts_character(torch.tensor(list(text.encode()))).sum() == len(text) < len(text.encode())
+
+
+def test_too_few_bytes_and_strides_that_leave_some_out_are_errors(file):
+    with pytest.raises(ValueError, match="1 bytes are too few"):
+        ByteWindows(file, (5, 6), seq_len=16)
+    with pytest.raises(ValueError, match="16 bytes are too few for windows of seq_len=16"):
+        ByteWindows(file, (0, 16), seq_len=16, seed=0)
+    for stride in (0, 17):
+        with pytest.raises(ValueError, match=rf"must be in 1 \.\. 16, got {stride}"):
+            ByteWindows(file, seq_len=16, stride=stride)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_stays_flat_while_two_gigabytes_are_read(tmp_path):
+    path, size, length = tmp_path / "large", 2**31, 2**14
+    with path.open("wb") as file:
+        file.truncate(size)  # no room on the disk, but read as so many zeros
+    windows = ByteWindows(path, seq_len=length)
+    windows[0], windows[1]
+    before, most, read = resident_bytes(), 0, 0
+    for i in range(0, len(windows), 16):  # from beginning to end
+        read += len(windows[i]["labels"])
+        most = max(most, resident_bytes())
+    assert len(windows) == size // length and read == 2**27
+    assert most - before < 2**24  # an eighth of what was read

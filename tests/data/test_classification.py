@@ -1,0 +1,118 @@
+"""Labelled images as training sees them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, Value
+from PIL import Image as PILImage
+
+from aft_hf.data.classification import BatchAugmentation, TrainingImages, crop_box
+from aft_hf.data.order import SampleKey
+
+
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % 5
+
+
+def normalized(pixels: torch.Tensor) -> torch.Tensor:
+    return (pixels / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+
+
+def test_crops_lie_in_the_image_and_have_the_area_and_aspect_ratio_asked_for():
+    random, areas = np.random.default_rng(0), []
+    for _ in range(500):
+        left, top, right, bottom = crop_box((200, 100), (0.2, 0.6), random)
+        assert 0 <= left < right <= 200 and 0 <= top < bottom <= 100
+        areas.append((right - left) * (bottom - top) / (200 * 100))
+        assert 0.73 < (right - left) / (bottom - top) < 1.37
+    assert min(areas) < 0.22 and max(areas) > 0.55 and min(areas) > 0.19 and max(areas) < 0.61
+
+
+def test_an_image_that_no_crop_fits_into_gives_its_centre():
+    assert crop_box((300, 10), (1.0, 1.0), np.random.default_rng(0)) == (
+        pytest.approx(150 - 20 / 3),
+        0.0,
+        pytest.approx(150 + 20 / 3),
+        10.0,
+    )
+
+
+def test_training_images_are_bytes_with_the_number_of_their_class():
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    features = Features({"image": Image(), "label": Value("string")})
+    rows = Dataset.from_dict({"image": [PILImage.fromarray(pixels)], "label": ["cat"]}, features=features)
+    whole = TrainingImages(rows, {"cat": 3}, size=6, crop_scale=None, seed=0)[SampleKey(0, 0)]
+    assert whole["labels"] == 3 and whole["pixel_values"].dtype == torch.uint8
+    assert np.array_equal(whole["pixel_values"].permute(1, 2, 0).numpy(), pixels)
+    cropped = TrainingImages(rows, {"cat": 3}, size=6, crop_scale=(0.1, 0.9), seed=0)
+    once, again, later = (cropped[SampleKey(epoch, 0)]["pixel_values"] for epoch in (0, 0, 1))
+    assert torch.equal(once, again) and not torch.equal(once, later)
+
+
+def test_without_augmentation_pixels_are_normalized_and_labels_one_hot(batch):
+    pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False)(*batch)
+    torch.testing.assert_close(pixels, normalized(batch[0]), rtol=1e-5, atol=1e-5)
+    assert torch.equal(targets, torch.eye(5)[batch[1]])
+
+
+def test_half_of_the_images_are_flipped(batch):
+    pixels, _ = BatchAugmentation(5, MEAN, STD)(*batch)
+    plain = normalized(batch[0])
+    same = (pixels - plain).abs().amax((1, 2, 3)) < 1e-4
+    flipped = (pixels - plain.flip(3)).abs().amax((1, 2, 3)) < 1e-4
+    assert (same ^ flipped).all() and same.any() and flipped.any()
+
+
+def test_mixup_adds_pixels_as_it_adds_targets(batch):
+    shares = set()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False, mixup=0.8)(*batch)
+        plain, one_hot = normalized(batch[0]), torch.eye(5)[batch[1]]
+        share = targets[1, 1].item()  # images 1 and 14 mix, of classes 1 and 4
+        torch.testing.assert_close(pixels, share * plain + (1 - share) * plain.flip(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(targets, share * one_hot + (1 - share) * one_hot.flip(0))
+        shares.add(share)
+    assert len(shares) == 5
+
+
+def test_cutmix_gives_each_image_the_share_of_its_pixels_in_the_target(batch):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False, cutmix=1.0)(*batch)
+        plain = normalized(batch[0])
+        own = ((pixels - plain).abs() < 1e-4).all(1)  # (B, H, W)
+        other = ((pixels - plain.flip(0)).abs() < 1e-4).all(1)
+        assert (own | other).all()
+        assert targets[1, 1].item() == pytest.approx(own[1].float().mean().item(), abs=1e-5)
+        torch.testing.assert_close(targets.sum(1), torch.ones(16))
+
+
+def test_erasing_sets_a_part_of_each_image_to_the_mean_colour(batch):
+    pixels, _ = BatchAugmentation(5, MEAN, STD, flip=False, erasing=1.0)(batch[0].clamp(1, 200), batch[1])
+    erased = (pixels == 0).all(1).float().mean((1, 2))
+    assert (erased > 0).all() and (erased < 0.5).all()
+
+
+def test_rand_augment_differs_among_the_images_of_a_batch_and_stays_a_picture(batch):
+    same = batch[0][:1].expand(32, -1, -1, -1)
+    pixels, _ = BatchAugmentation(5, MEAN, STD, flip=False, operations=2)(same, torch.zeros(32, dtype=torch.long))
+    assert len({tuple(image.flatten().tolist()) for image in pixels}) > 4
+    lowest, highest = normalized(torch.zeros(3, 1, 1)), normalized(torch.full((3, 1, 1), 255.0))
+    assert (pixels >= lowest - 1e-4).all() and (pixels <= highest + 1e-4).all()
+
+
+def test_the_same_seed_gives_the_same_batch(batch):
+    augment = BatchAugmentation(5, MEAN, STD, operations=2, erasing=0.25, mixup=0.8, cutmix=1.0)
+    results = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        results.append(augment(*batch)[0])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert math.isfinite(results[0].sum())

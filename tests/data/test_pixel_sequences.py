@@ -1,0 +1,78 @@
+"""Images as sequences of sub-pixels."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image
+from PIL import Image as PILImage
+
+from aft_hf.data.order import SampleKey
+from aft_hf.data.pixel_sequences import START_TOKEN, PixelSequences, pixels_to_tokens, tokens_to_image
+
+
+def rows_of(*pixels: np.ndarray) -> Dataset:
+    images = [PILImage.fromarray(each) for each in pixels]
+    return Dataset.from_dict({"image": images}, features=Features({"image": Image()}))
+
+
+@pytest.fixture
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+
+
+def test_tokens_are_the_channels_of_each_pixel_in_raster_order(pixels):
+    sample = PixelSequences(rows_of(pixels), image_size=4)[0]
+    for row in range(4):
+        for column in range(4):
+            for channel in range(3):
+                assert sample["labels"][(row * 4 + column) * 3 + channel] == pixels[row, column, channel]
+    assert sample["input_ids"][0] == START_TOKEN
+    assert torch.equal(sample["input_ids"][1:], sample["labels"][:-1])
+
+
+def test_tokens_become_the_image_again(pixels):
+    assert np.array_equal(np.asarray(tokens_to_image(pixels_to_tokens(pixels), (4, 4))), pixels)
+    wide = np.arange(2 * 5 * 3, dtype=np.uint8).reshape(2, 5, 3)
+    assert np.array_equal(np.asarray(tokens_to_image(torch.tensor(pixels_to_tokens(wide)), (2, 5))), wide)
+
+
+def test_tokens_that_are_no_image_are_errors():
+    with pytest.raises(ValueError, match=r"sub-pixels are 0 .. 255, got tokens 0 .. 256"):
+        tokens_to_image(np.array([0, 256, 3]), (1, 1))
+    with pytest.raises(ValueError, match="has no"):
+        tokens_to_image(np.zeros(13), (2, 2))
+
+
+def test_larger_images_are_averaged_over_areas(pixels):
+    sample = PixelSequences(rows_of(pixels), image_size=2)[0]
+    expected = pixels.reshape(2, 2, 2, 2, 3).mean((1, 3))
+    assert np.abs(sample["labels"].reshape(2, 2, 3).numpy() - expected).max() < 1  # rounded in each direction
+
+
+def test_training_flips_half_of_the_images_and_shifts_all_channels_of_an_image_by_one_number_clipped(pixels):
+    pixels[0, 0] = (0, 255, 128)
+    dataset, shifts, flips = PixelSequences(rows_of(pixels), image_size=4, seed=1), set(), 0
+    for epoch in range(400):
+        result = dataset[SampleKey(epoch, 0)]["labels"].reshape(4, 4, 3).numpy()
+        found = [
+            (flip, shift)
+            for flip in (False, True)
+            for shift in range(-10, 11)
+            if np.array_equal(np.clip(pixels[:, :: -1 if flip else 1].astype(int) + shift, 0, 255), result)
+        ]
+        assert len(found) == 1
+        flips, shifts = flips + found[0][0], shifts | {found[0][1]}
+    assert shifts == set(range(-10, 11))
+    assert 150 < flips < 250
+
+
+def test_a_sample_of_training_is_the_same_whenever_it_is_read(pixels):
+    dataset = PixelSequences(rows_of(pixels), image_size=4, seed=1)
+    first, again = dataset[SampleKey(3, 0)], dataset[SampleKey(3, 0)]
+    assert torch.equal(first["labels"], again["labels"])
+
+
+def test_grey_images_have_three_equal_channels():
+    grey = np.arange(16, dtype=np.uint8).reshape(4, 4)
+    labels = PixelSequences(rows_of(grey), image_size=4)[0]["labels"].reshape(4, 4, 3)
+    assert (labels == torch.tensor(grey)[..., None]).all()

@@ -1,0 +1,138 @@
+"""Tiny training runs, in this process and in others, which can then be killed."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+
+from aft_hf.training.loop import train
+from aft_hf.training.recipe import build_recipe
+
+
+# Processes that begin with everything imported: that takes seconds, a tiny run does not.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["aft_hf.training.loop"])
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+
+
+def write_text(path: Path, size: int = 6000) -> Path:
+    """A file of bytes in which each letter says which ones may follow, so that there is something to learn."""
+    random = np.random.default_rng(0)
+    letters = np.cumsum(random.integers(1, 3, size)) % 26 + ord("a")
+    path.write_bytes(letters.astype(np.uint8).tobytes())
+    return path
+
+
+def bytes_recipe(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe with all that is random or remembered: dropout, accumulation, warm-up, an average of the weights."""
+    text = directory / "text"
+    if not text.exists():
+        write_text(text)
+    values = {
+        "task": "bytes",
+        "model": {
+            "architecture": "aft",
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "position_bias_dim": 2,
+            "local_window_size": 4,
+            "hidden_dropout_prob": 0.1,
+        },
+        "data": {"train": str(text), "seq_len": 16, "max_eval_samples": 7},
+        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1},
+        "schedule": {"name": "inverse_sqrt", "warmup_steps": 4},
+        "steps": 12,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "max_grad_norm": 1.0,
+        "ema_decay": 0.8,
+        "log_every": 1,
+        "evaluate_every": 6,
+        "save_every": 3,
+        "tracker": None,
+        "output_dir": str(directory / "run"),
+    }
+    return values | changes
+
+
+def run(values: dict[str, Any]) -> dict[str, Any]:
+    """Train here."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return train(build_recipe(values))
+
+
+def start(values: dict[str, Any], processes: int = 1, **environment: str) -> list[Any]:
+    """Train in other processes; what stops one is added to OUTPUT_DIR.error, and its exit code is then 1."""
+    return launch(_run_elsewhere, (values,), processes, **environment)
+
+
+def launch(target: Callable, arguments: tuple, processes: int = 1, **environment: str) -> list[Any]:
+    """Call a function in other processes that can find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = []
+    for rank in range(processes):
+        variables = dict(environment)
+        if processes > 1:
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            variables |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(CONTEXT.Process(target=_call, args=(target, arguments, variables)))
+        started[-1].start()
+    return started
+
+
+def finish(processes: list[Any], timeout: float = 120) -> list[int]:
+    """Wait for them; the exit codes."""
+    for process in processes:
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
+def wait_for(path: Path, process: Any, timeout: float = 60) -> bool:
+    """Whether `path` appears before the process ends."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.exitcode is None:
+        if path.exists():
+            return True
+        time.sleep(0.005)
+    return path.exists()
+
+
+def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    target(*arguments)
+
+
+def _run_elsewhere(values: dict[str, Any]) -> None:
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        # Accelerate shards on accelerators alone; it does so here when it takes these CPU processes for such.
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    try:
+        train(build_recipe(values))
+    except (ValueError, OSError) as error:
+        with open(f"{values['output_dir']}.error", "a") as file:
+            file.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(1)

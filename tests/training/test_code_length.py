@@ -1,0 +1,24 @@
+"""Bits per byte, per dimension, per character."""
+
+import math
+
+import pytest
+
+from aft_hf.training.code_length import CodeLength
+
+
+def test_bits_are_summed_before_they_are_divided_by_each_unit():
+    metric = CodeLength(keep_in_memory=True)
+    # A row of 8 bytes, 4 characters, and 16 bits; one of 2 bytes, 2 characters, and 24 bits.
+    metric.add_batch(predictions=[16 * math.log(2)], references=[[8, 4]])
+    metric.add_batch(predictions=[24 * math.log(2)], references=[[2, 2]])
+    expected = {"bits_per_byte": pytest.approx(4.0), "bits_per_character": pytest.approx(40 / 6)}
+    assert metric.compute(units=("byte", "character")) == expected
+
+
+def test_guessing_a_sub_pixel_takes_eight_bits():
+    metric = CodeLength(keep_in_memory=True)
+    nats = [3072 * math.log(256)] * 3
+    assert metric.compute(predictions=nats, references=[[3072]] * 3, units=("dim",)) == {
+        "bits_per_dim": pytest.approx(8.0)
+    }

@@ -1,0 +1,60 @@
+"""Two processes give the run of one: DDP, FSDP2, and a run that goes on with another number of processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import FSDP2, bytes_recipe, finish, run, start
+from transformers import AutoModelForCausalLM
+
+
+STRATEGIES = {"DDP": {}, "FSDP2": FSDP2}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The recipe and results of one process; 7 evaluated windows do not divide by 2 processes x 2 samples."""
+    values = bytes_recipe(tmp_path_factory.mktemp("single"))
+    return values, run(values)
+
+
+def results_of(values: dict) -> dict:
+    return json.loads((Path(values["output_dir"]) / "results.json").read_text())
+
+
+def assert_same_run(results: dict, expected: dict) -> None:
+    losses, wanted = ([row["loss"] for row in each["losses"]] for each in (results, expected))
+    assert len(losses) == len(wanted) == 12
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    for split, metrics in expected["metrics"].items():
+        assert results["metrics"][split] == pytest.approx(metrics, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_have_the_losses_of_one_also_after_a_restart(tmp_path, single, strategy):
+    values = bytes_recipe(tmp_path)
+    assert finish(start(values | {"steps": 6}, 2, **STRATEGIES[strategy])) == [0, 0]
+    assert finish(start(values, 2, **STRATEGIES[strategy])) == [0, 0]
+    results = results_of(values)
+    assert results["processes"] == 2
+    assert_same_run(results, single[1])
+
+    # Not weight by weight: an AFT does not depend on the biases of its keys, whose gradients are rounding errors.
+    text = torch.arange(97, 113)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(v["output_dir"])(text).logits for v in (values, single[0])]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_of_two_processes_goes_on_in_one(tmp_path, single):
+    values = bytes_recipe(tmp_path)
+    assert finish(start(values | {"steps": 6}, 2)) == [0, 0]
+    results = run(values)
+    assert results["processes"] == 1
+    assert_same_run(results, single[1])
+
+
+def test_a_global_batch_that_the_processes_cannot_share_is_an_error_before_training(tmp_path):
+    assert finish(start(bytes_recipe(tmp_path, micro_batch_size=8), 2)) == [1, 1]
+    message = (tmp_path / "run.error").read_text()
+    assert "global_batch_size=8 is no multiple of the processes x micro_batch_size, 2 x 8" in message

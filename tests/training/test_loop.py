@@ -1,0 +1,207 @@
+"""The training loop: that it learns, that it goes on as if nothing had happened, and what it leaves behind."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from runs import bytes_recipe, run
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from aft_hf.data.order import GlobalBatches
+from aft_hf.training import loop
+from aft_hf.training.adamw import build_adamw
+from aft_hf.training.checkpoints import find_damage
+from aft_hf.training.recipe import build_recipe
+from aft_hf.training.tasks import BytesTask
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that nothing happened to: its recipe and its results."""
+    values = bytes_recipe(tmp_path_factory.mktemp("finished"))
+    return values, run(values)
+
+
+def losses(results: dict) -> list[float]:
+    return [row["loss"] for row in results["losses"]]
+
+
+def same_run(values: dict, results: dict, reference: tuple[dict, dict]) -> bool:
+    weights, expected = (load_file(Path(v["output_dir"]) / "model.safetensors") for v in (values, reference[0]))
+    same_weights = all(torch.equal(weights[name], expected[name]) for name in expected)
+    return same_weights and all(results[key] == reference[1][key] for key in ("losses", "evaluations", "metrics"))
+
+
+def test_the_loss_of_a_text_with_rules_falls(tmp_path):
+    values = bytes_recipe(tmp_path, steps=60, save_every=60, evaluate_every=60, micro_batch_size=None)
+    first, *_, last = losses(run(values))
+    assert first == pytest.approx(math.log(256), abs=0.1)
+    assert last < 3.5 < math.log(256) - 2  # of 26 letters, two can follow: log 2 in the end
+
+
+def test_a_run_leaves_a_model_a_tokenizer_its_results_and_a_picture(finished):
+    values, results = finished
+    directory = Path(values["output_dir"])
+    assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
+    assert (directory / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert AutoTokenizer.from_pretrained(directory)("az")["input_ids"] == [97, 122]
+    assert results["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    assert results["steps"] == len(results["losses"]) == 12 and results["processes"] == 1
+    assert torch.__version__.startswith(results["versions"]["torch"])
+    assert results["recipe"]["optimizer"]["learning_rate"] == 1e-2
+    assert not [path for path in directory.rglob("*") if path.name.startswith(".")]
+    assert results["recipe"]["data"]["train"] == Path(values["data"]["train"]).name  # not where it lay here
+
+
+def test_the_metric_is_that_of_the_saved_model_over_every_byte_but_the_first(finished):
+    values, results = finished
+    text = Path(values["data"]["train"]).read_bytes()
+    validation = text[len(text) * 90 // 100 : len(text) * 95 // 100][: 7 * 16 + 1]
+    model, nats, count = AutoModelForCausalLM.from_pretrained(values["output_dir"]).eval(), 0.0, 0
+    for begin in range(0, len(validation) - 1, 16):
+        window = torch.tensor(list(validation[begin : begin + 17]))
+        with torch.no_grad():
+            logits = model(input_ids=window[None, :-1]).logits[0]
+        nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
+        count += len(window) - 1
+    assert count == len(validation) - 1 == 112
+    assert results["metrics"]["validation"]["bits_per_byte"] == pytest.approx(nats / count / math.log(2), rel=1e-5)
+    assert results["evaluations"][-1]["bits_per_byte"] == results["metrics"]["validation"]["bits_per_byte"]
+
+
+def test_the_saved_weights_are_the_moving_average(tmp_path):
+    values = bytes_recipe(tmp_path, steps=3, save_every=1, keep_checkpoints=3, ema_decay=0.8)
+    run(values)
+    directory = Path(values["output_dir"])
+    step = [load_file(directory / f"checkpoints/step-00000000{i}/model.safetensors") for i in (1, 2, 3)]
+    saved = load_file(directory / "model.safetensors")
+    for name, weight in saved.items():
+        expected = 0.64 * step[0][name] + 0.16 * step[1][name] + 0.2 * step[2][name]
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(saved[name], step[2][name]) for name in saved)
+
+
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path, finished):
+    values = bytes_recipe(tmp_path)
+    run(values | {"steps": 6})
+    results = run(values)
+    assert same_run(values, results, finished)
+
+
+def test_losses_are_means_over_as_many_steps_as_asked_for_also_after_an_interruption(tmp_path, finished):
+    values = bytes_recipe(tmp_path, log_every=5)
+    run(values | {"steps": 6})
+    rows, single = run(values)["losses"], losses(finished[1])
+    assert [row["step"] for row in rows] == [5, 10, 12]
+    means = [sum(single[a:b]) / (b - a) for a, b in ((0, 5), (5, 10), (10, 12))]
+    assert [row["loss"] for row in rows] == pytest.approx(means, rel=1e-12)
+
+
+def test_another_micro_batch_size_gives_the_same_losses_without_dropout(tmp_path):
+    values = bytes_recipe(tmp_path)
+    values["model"] |= {"hidden_dropout_prob": 0.0}
+    whole = losses(run(values | {"micro_batch_size": None, "output_dir": str(tmp_path / "whole")}))
+    assert losses(run(values)) == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
+    values = bytes_recipe(tmp_path, steps=1, save_every=1, max_grad_norm=None)
+    values["model"] |= {"hidden_dropout_prob": 0.0}
+    run(values)
+    recipe = build_recipe(values)
+    torch.manual_seed(0)
+    task = BytesTask(recipe)
+    model = task.build_model()
+    (batch,) = GlobalBatches(336, 8, 8, seed=0, start=0, stop=1)
+    windows = [task.train[key] for key in batch]
+    logits = model(input_ids=torch.stack([window["input_ids"] for window in windows])).logits
+    F.cross_entropy(logits.flatten(0, 1), torch.cat([window["labels"] for window in windows])).backward()
+    checkpoint = tmp_path / "run/checkpoints/step-000000001/optimizer.bin"
+    state = torch.load(checkpoint, weights_only=True)["state"]
+    parameters = [p for group in build_adamw(model, recipe.optimizer).param_groups for p in group["params"]]
+    assert len(parameters) == len(state) == len(list(model.parameters()))
+    for i, parameter in enumerate(parameters):
+        torch.testing.assert_close(state[i]["exp_avg"], 0.1 * parameter.grad, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_after_the_step_and_exits_and_the_run_goes_on(tmp_path, finished, monkeypatch, number, code):
+    values, training_pass = bytes_recipe(tmp_path), loop.training_pass
+
+    def interrupted(run, batch, step, index):
+        if (step, index) == (5, 1):
+            os.kill(os.getpid(), number)
+        return training_pass(run, batch, step, index)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
+        patched.setattr(loop, "training_pass", interrupted)
+        run(values)
+    assert stopped.value.code == code
+    assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == "step-000000005"
+    assert same_run(values, run(values), finished)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rate(tmp_path):
+    values = bytes_recipe(tmp_path, max_grad_norm=None, ema_decay=None, save_every=1)
+    values |= {"optimizer": {"learning_rate": 1e30}, "schedule": {"name": "constant"}}
+    with pytest.raises(
+        ValueError, match=r"(loss is (nan|inf) at step \d+|weights are not finite after step \d+).* 1e\+30"
+    ):
+        run(values)
+    kept = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for path in kept:
+        assert find_damage(path) is None
+        assert all(weight.isfinite().all() for weight in load_file(path / "model.safetensors").values())
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_by_the_key_that_differs(tmp_path):
+    values = bytes_recipe(tmp_path, steps=3)
+    run(values)
+    values["optimizer"] = {"learning_rate": 2e-2, "weight_decay": 0.1}
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate=0.01, and the recipe has 0.02"):
+        run(values)
+
+
+def test_resume_never_refuses_to_run_over_checkpoints(tmp_path):
+    values = bytes_recipe(tmp_path, steps=3)
+    run(values)
+    with pytest.raises(ValueError, match="is of an earlier run"):
+        run(values | {"resume": "never"})
+
+
+def test_resume_takes_the_checkpoint_that_it_is_given(tmp_path, finished):
+    values = bytes_recipe(tmp_path, keep_checkpoints=9)
+    run(values | {"steps": 9})
+    other = values | {
+        "output_dir": str(tmp_path / "other"),
+        "resume": str(tmp_path / "run/checkpoints/step-000000003"),
+    }
+    assert same_run(other, run(other), finished)
+
+
+def test_gpt2_trains_by_the_same_recipe(tmp_path):
+    model = {"architecture": "gpt2", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = bytes_recipe(tmp_path, model=model, gradient_checkpointing=True)
+    results = run(values)
+    assert losses(results)[-1] < losses(results)[0]
+    config = AutoModelForCausalLM.from_pretrained(values["output_dir"]).config
+    assert (config.vocab_size, config.n_positions) == (256, 16)
+
+
+def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):
+    values = bytes_recipe(tmp_path, steps=1, save_every=1, label_smoothing=0.9)
+    # A new model gives all bytes about the same probability, whatever the targets are.
+    assert losses(run(values)) == pytest.approx([math.log(256)], abs=0.1)
+    plain = losses(run(values | {"label_smoothing": 0.0, "output_dir": str(tmp_path / "plain")}))
+    assert plain != losses(run(values))
+
+
+def test_data_that_fill_no_batch_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="has 336 samples, fewer than global_batch_size=400"):
+        run(bytes_recipe(tmp_path, global_batch_size=400))

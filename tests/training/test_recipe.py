@@ -1,0 +1,146 @@
+"""Recipes: what they fill in, and how they say what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from aft_hf.training.recipe import build_recipe, load_recipe
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "accelerate" and path.stem[0] != "_")
+
+MINIMAL = """
+task: bytes
+model: {architecture: aft, hidden_size: 32}
+optimizer: {learning_rate: 3e-3}
+epochs: 2
+global_batch_size: 8
+output_dir: out
+smoke:
+  steps: 5
+  model: {num_hidden_layers: 1}
+  data.seq_len: 16
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_there_are_recipes():
+    assert {path.stem for path in RECIPES} >= {"bytes_aft_local", "bytes_gpt2", "pixels_aft_local", "images_aft_conv"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_recipe_of_the_repository_is_valid_with_and_without_smoke(path):
+    full, smoke = load_recipe(path), load_recipe(path, smoke=True)
+    assert full.output_dir != smoke.output_dir
+    assert full.data.train is None  # no paths of one machine
+    assert smoke.steps is not None
+
+
+def test_numbers_may_be_written_as_people_do(recipe):
+    assert load_recipe(recipe).optimizer.learning_rate == 0.003
+    assert load_recipe(recipe, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
+    assert load_recipe(recipe, ["optimizer.learning_rate=1"]).optimizer.learning_rate == 1.0
+
+
+def test_overrides_reach_into_sections_and_come_after_smoke(recipe):
+    small = load_recipe(recipe, ["model.num_hidden_layers=3", "data.train=a b"], smoke=True)
+    assert small.model == {"architecture": "aft", "hidden_size": 32, "num_hidden_layers": 3}
+    assert (small.data.seq_len, small.data.train, small.steps, small.epochs) == (16, "a b", 5, None)
+    plain = load_recipe(recipe)
+    assert (plain.data.seq_len, plain.steps, plain.epochs) == (1024, None, 2)
+
+
+def test_one_of_two_alternatives_replaces_the_other(recipe):
+    assert load_recipe(recipe, ["steps=7"]).epochs is None
+    assert load_recipe(recipe, ["epochs=7"], smoke=True).steps is None
+    pretrained = load_recipe(recipe, ["model.pretrained=somewhere"]).model
+    assert pretrained == {"hidden_size": 32, "pretrained": "somewhere"}
+    with pytest.raises(ValueError, match="give either epochs or steps"):
+        load_recipe(recipe, ["epochs=null"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rat=1", r"^unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?$"),
+        ("global_batchsize=1", r"^unknown key global_batchsize; did you mean global_batch_size\?$"),
+        ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
+        ("data.image_size=1", r"^unknown key data.image_size; "),
+        ("model.architecture=gtp2", r"^model.architecture='gtp2' is not known to transformers; did you mean gpt2\?$"),
+        ("optimizer.learning_rate=fast", r"^optimizer.learning_rate='fast': must be a valid number$"),
+        ("optimizer.learning_rate=0", r"^optimizer.learning_rate=0: must be greater than 0$"),
+        ("global_batch_size=8.5", r"^global_batch_size=8.5: must be a valid integer"),
+        ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
+        ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
+        ("compile=1", r"^compile=1: must be a valid boolean$"),
+        ("schedule.name=cosin", r"^schedule.name='cosin': not a schedule that is known; did you mean cosine\?$"),
+        ("task=byte", r"^task='byte': must be one of bytes, pixels, images$"),
+        ("data=3", r"^data=3: must be a mapping of keys to values$"),
+        ("output_dir=null", r"^output_dir=None: must be a valid string$"),
+        ("steps", r"^'steps' is no override: write key=value"),
+        ("steps=[", r"^steps=\[: not YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, override, message):
+    with pytest.raises(ValueError, match=message) as error:
+        load_recipe(recipe, [override])
+    assert "\n" not in str(error.value) or "not YAML" in str(error.value)
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ValueError, match=r"^global_batch_size is missing; output_dir is missing$"):
+        build_recipe(
+            {"task": "bytes", "model": {"architecture": "aft"}, "optimizer": {"learning_rate": 1.0}, "steps": 1}
+        )
+
+
+def test_a_recipe_takes_over_what_it_does_not_say_from_its_base(recipe, tmp_path):
+    path = tmp_path / "child.yaml"
+    path.write_text("base: recipe.yaml\noptimizer.weight_decay: 0.5\nsteps: 3\nsmoke: {steps: 2}\noutput_dir: other")
+    child, smoke = load_recipe(path), load_recipe(path, smoke=True)
+    assert (child.optimizer.learning_rate, child.optimizer.weight_decay) == (0.003, 0.5)
+    assert (child.steps, child.epochs, child.output_dir) == (3, None, "other")
+    assert (smoke.steps, smoke.data.seq_len, smoke.model["num_hidden_layers"]) == (2, 16, 1)
+
+
+def test_the_output_goes_by_the_name_of_the_file_where_the_recipe_names_none(tmp_path):
+    path = tmp_path / "folder" / "name.yaml"
+    path.parent.mkdir()
+    path.write_text(MINIMAL.replace("output_dir: out\n", ""))
+    assert load_recipe(path).output_dir == "outputs/folder/name"
+    assert load_recipe(path, smoke=True).output_dir == "outputs/smoke/folder/name"
+    assert load_recipe(path, ["output_dir=here"]).output_dir == "here"
+
+
+def test_smoke_needs_a_section_for_it(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL.partition("smoke:")[0])
+    with pytest.raises(ValueError, match="needs a section `smoke`"):
+        load_recipe(path, smoke=True)
+
+
+def test_the_resolved_recipe_is_a_recipe_again(recipe, tmp_path):
+    resolved = load_recipe(recipe, ["data.train=file"], smoke=True)
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved.to_yaml())
+    assert load_recipe(again) == resolved
+
+
+@pytest.mark.parametrize(("processes", "micro", "expected"), [(1, 2, (2, 4)), (2, 2, (2, 2)), (4, None, (2, 1))])
+def test_accumulation_follows_from_processes_and_micro_batches(recipe, processes, micro, expected):
+    resolved = load_recipe(recipe, [f"micro_batch_size={micro or 'null'}"])
+    assert resolved.accumulation(processes) == expected
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(3, 1), (2, 3), (16, None)])
+def test_a_batch_that_cannot_be_shared_is_an_error(recipe, processes, micro):
+    resolved = load_recipe(recipe, [f"micro_batch_size={micro or 'null'}"])
+    with pytest.raises(ValueError, match="global_batch_size=8 is no multiple of the processes x micro_batch_size"):
+        resolved.accumulation(processes)
