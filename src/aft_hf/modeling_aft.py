@@ -516,4 +516,9 @@ def _with_entropy(
     return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
 
 
+# `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
+AFTModel.register_for_auto_class("AutoModel")
+AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+AFTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+
 __all__ = ["AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]

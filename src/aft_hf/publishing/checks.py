@@ -1,0 +1,242 @@
+"""What must be true of a directory before anybody else gets to see it."""
+
+import filecmp
+import json
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
+from transformers.utils import is_vision_available
+
+from ..configuration_aft import AFTConfig, pair
+from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .card import card_problems
+from .errors import first_line
+
+
+CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "README.md",
+)
+PACKAGE = Path(__file__).parents[1]
+CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
+ARCHITECTURES = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
+
+# What training leaves behind and nobody loads: it stays where it is. Hidden files too, but for Git's own.
+LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
+LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
+LEFT_OUT += ["events.out.tfevents.*", "*.tmp", "*.pyc"]
+PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
+
+SECRETS = {
+    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{20,}",
+    "a Hugging Face organization key": rb"\bapi_org_[A-Za-z0-9]{20,}",
+    "an AWS key": rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "a GitHub token": rb"\b(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
+    "a GitLab token": rb"\bglpat-[A-Za-z0-9_-]{20,}",
+    "a Google key": rb"\bAIza[0-9A-Za-z_-]{35}",
+    "a Slack token": rb"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+    "an OpenAI or Anthropic key": rb"\bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}",
+    "a password in an address": rb"\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]+:[^\s/@\"'<>]+@",
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a Weights & Biases key": rb"(?i)wandb[\w\"' ]{0,20}[:=][\"' ]*[0-9a-f]{40}\b",
+}
+# A path that begins at the root: in JSON or YAML any value of two parts or more, in prose one of the usual places.
+ROOTS = "home|root|Users|tmp|mnt|media|var|opt|srv|work|workspace|data|scratch|private|content|kaggle"
+ABSOLUTE_PATHS = (
+    r"[\"'](/[\w.@+-]+(?:/[\w.@+-]*)+)[\"']",
+    rf"(?<![\w:/.\-}}])(/(?:{ROOTS})/[\w.@+-][\w.@+/-]*)",
+    r"(?<![\w])([A-Za-z]:(?:\\\\?|/)(?:Users|Windows|[\w.-]+(?:\\\\?|/))[\w.\\/-]*)",
+    r"(file://[^\s\"'<>]+)",
+)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+
+
+def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
+    """(what belongs to the model, what is left out), sorted; of a folder that is left out only the folder."""
+    kept, left_out = [], []
+    for folder, folders, names in os.walk(directory):
+        here = Path(folder)
+        for name in [*folders, *names]:
+            hidden = name.startswith(".") and name not in (".gitattributes", ".gitignore")
+            if hidden or any(fnmatch(name, pattern) for pattern in LEFT_OUT):
+                left_out.append(here / name)
+            elif name in names:
+                kept.append(here / name)
+        folders[:] = [name for name in folders if here / name not in left_out]
+    return sorted(kept), sorted(left_out)
+
+
+def find_problems(directory: str | os.PathLike) -> list[str]:
+    """Everything that stands against publishing a directory, a line each; an empty list if nothing does.
+
+    The model loads from its weights alone and runs once with finite results; the code beside it is that of this
+    package; the card has all that the Hub asks for; no file is a pickle, holds a key or tells where it was on the
+    machine that wrote it.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return [f"{directory}: no such directory"]
+    files, _ = files_to_upload(directory)
+    problems = [f"{path.relative_to(directory)}: {problem}" for path in files for problem in _file_problems(path)]
+    problems += _model_problems(directory)
+    problems += [f"{README}: {problem}" for problem in card_problems(directory / README)]
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _file_problems(path: Path) -> Iterator[str]:
+    if path.is_symlink() and not path.exists():
+        yield "is a link to nothing"
+        return
+    if _is_pickle(path):
+        yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
+        return
+    content = _safetensors_header(path) if path.suffix == ".safetensors" else path.read_bytes()
+    for kind, pattern in SECRETS.items():
+        if match := re.search(pattern, content):
+            yield f"holds {kind} (line {_line(content, match)}); remove it, and revoke it"
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return
+    if path.name not in VOCABULARIES:
+        matches = [match for pattern in ABSOLUTE_PATHS for match in re.finditer(pattern, text)]
+        for line, found in sorted({_line(text, match): match[1] for match in matches}.items()):
+            yield f"holds the absolute path {found} (line {line}), which means nothing elsewhere"
+
+
+def _is_pickle(path: Path) -> bool:
+    if path.suffix in PICKLE_SUFFIXES:
+        return True
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return True
+    return zipfile.is_zipfile(path) and any(
+        name.endswith(".pkl")
+        for name in zipfile.ZipFile(path).namelist()  # how torch.save writes
+    )
+
+
+def _safetensors_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        length = file.read(8)
+        return file.read(struct.unpack("<Q", length)[0]) if len(length) == 8 else b""
+
+
+def _line(content: str | bytes, match: re.Match) -> int:
+    before = content[: match.start()]
+    return before.count(b"\n" if isinstance(before, bytes) else "\n") + 1
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+
+
+def _model_problems(directory: Path) -> Iterator[str]:
+    config_file = directory / CONFIG
+    if not config_file.is_file():
+        adapter = (directory / "adapter_config.json").is_file()
+        hint = (
+            "; these are adapters: merge them into their model (`merge_and_unload`) and save that" if adapter else ""
+        )
+        yield f"{CONFIG}: is missing{hint}"
+        return
+    try:
+        values = json.loads(config_file.read_text(encoding="utf-8"))
+        if values.get("model_type") != AFTConfig.model_type:
+            yield f'{CONFIG}: model_type is {values.get("model_type")!r}, not "aft"'
+            return
+        AFTConfig.from_pretrained(directory)
+    except (ValueError, OSError) as error:
+        yield f"{CONFIG}: cannot be read ({first_line(error)})"
+        return
+    yield from _code_problems(directory, values)
+    names = values.get("architectures") or [None]
+    if names[0] not in ARCHITECTURES:
+        yield f"{CONFIG}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
+        return
+    weights = [directory / WEIGHTS, directory / WEIGHTS_INDEX]
+    if not any(path.is_file() for path in weights):
+        yield f"{WEIGHTS}: is missing"
+        return
+    yield from _loading_problems(directory, ARCHITECTURES[names[0]])
+
+
+def _code_problems(directory: Path, config: dict) -> Iterator[str]:
+    again = "load the model and save it again (`save_pretrained`)"
+    if not config.get("auto_map"):
+        yield f"{CONFIG}: has no auto_map, so the model does not load without aft_hf; {again}"
+        return
+    for name, place in config["auto_map"].items():
+        if "--" in place:
+            yield f"{CONFIG}: auto_map takes {name} from another repository, {place}; {again}"
+    for name in CODE:
+        if not (directory / name).is_file():
+            yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
+        elif not filecmp.cmp(directory / name, PACKAGE / name, shallow=False):
+            yield f"{name}: is not that of the installed aft_hf, with which the model was checked; {again}"
+
+
+@torch.no_grad()
+def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) -> Iterator[str]:
+    try:
+        for path in directory.glob("*.safetensors"):
+            with safe_open(path, "pt"):
+                pass
+        model, info = model_class.from_pretrained(
+            directory, output_loading_info=True, dtype="auto", ignore_mismatched_sizes=True
+        )
+    except (ValueError, OSError, RuntimeError, SafetensorError, KeyError) as error:
+        yield f"the model does not load: {first_line(error)}"
+        return
+    for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "have no place in it")):
+        if names := sorted(info[kind]):
+            yield f"the model does not load: {len(names)} tensors {what}, such as {names[0]}"
+    if info["mismatched_keys"]:
+        yield f"the model does not load: {sorted(info['mismatched_keys'])[0][0]} has another shape"
+    if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        return
+    outputs = model.eval()(**_example(model.config))
+    if not outputs[0].float().isfinite().all():
+        yield "the model does not run: its outputs are not finite"
+    yield from _companion_problems(directory, model)
+
+
+def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
+    """The smallest input that a model of this config takes."""
+    if config.modality == "text":
+        return {"input_ids": torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size}
+    return {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
+
+
+def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
+    """Tokenizer and image processor, without which `pipeline` does not know what to do."""
+    is_text = model.config.modality == "text"
+    file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
+    what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
+    if not (directory / file).is_file():
+        yield f"{file}: is missing; save the {what} beside the model (`save_pretrained`)"
+        return
+    try:
+        if is_text:
+            tokenizer = auto_class.from_pretrained(directory)
+            if len(tokenizer) > model.config.vocab_size:
+                yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
+            if model.can_generate():
+                GenerationConfig.from_pretrained(directory)
+        elif is_vision_available():
+            auto_class.from_pretrained(directory)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        yield f"{file}: the {what} does not load ({first_line(error)})"

@@ -1,0 +1,27 @@
+"""`aft-hf publish`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .upload import publish
+
+
+def publish_command(
+    directory: Annotated[Path, typer.Argument(help="Saved model, with its tokenizer or image processor.")],
+    repo_id: Annotated[str, typer.Argument(help="Where to on the Hub: name/model; made if it is not there.")],
+    private: Annotated[
+        bool | None,
+        typer.Option(
+            "--private/--public", help="Of a new repository; by default as the account has it.", show_default=False
+        ),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to, by default main.")] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, write the card and show what would be sent; send nothing.")
+    ] = False,
+) -> None:
+    """Check a model, write its card, upload it to the Hub in one commit and verify what arrived."""
+    publish(directory, repo_id, private=private, revision=revision, create_pr=pr, dry_run=dry_run)

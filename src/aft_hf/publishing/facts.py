@@ -1,0 +1,228 @@
+"""What the files beside a model say about it: the only source of the numbers on its card."""
+
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..configuration_aft import AFTConfig
+from .errors import PublishError, first_line
+
+
+# Files of the training loop, of Trainer and of the converter.
+RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
+CONVERSION = "conversion_report.json"
+
+# What counts as a result, by the end of the name; all other numbers tell how the training went.
+METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
+SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
+COST = re.compile(r"carbon|co2|emission|energy|kwh|cost|price|watt", re.IGNORECASE)
+MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value with its name, and the file that holds it."""
+
+    name: str
+    value: Any
+    file: str
+    split: str | None = None
+
+    @property
+    def text(self) -> str:
+        """As a card shows it: numbers with four digits, whole ones in full."""
+        return ", ".join(map(number, self.value)) if isinstance(self.value, list) else number(self.value)
+
+
+@dataclass
+class Facts:
+    """All that is known of a saved model."""
+
+    config: AFTConfig
+    architecture: str
+    parameters: int | None = None
+    results: list[Fact] = field(default_factory=list)
+    training: list[Fact] = field(default_factory=list)
+    cost: list[Fact] = field(default_factory=list)
+    dataset: str | None = None  # an id on the Hub, or the name of a file or folder
+    dataset_on_hub: bool = False
+    base_model: str | None = None  # on the Hub
+    conversion: dict[str, Any] | None = None
+
+    @property
+    def was_trained(self) -> bool:
+        return bool(self.training or self.results)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a source is on the Hub: it has the form of an id, and is no directory here."""
+    return MODEL_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def number(value: Any) -> str:
+    """Four significant digits of a number; anything else as it is."""
+    if isinstance(value, float) and not isinstance(value, bool):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+    return str(value)
+
+
+def read_facts(directory: Path) -> Facts:
+    """Read the files of a saved model.
+
+    Raises:
+        PublishError: config.json is not that of an AFT, or another file is not JSON.
+    """
+    raw = _read_json(directory / "config.json")
+    if raw is None:
+        raise PublishError(f"{directory / 'config.json'}: no such file")
+    try:
+        config = AFTConfig.from_pretrained(directory)
+    except (ValueError, OSError) as error:
+        raise PublishError(f"{directory / 'config.json'}: cannot be read ({first_line(error)})") from error
+    architecture = (raw.get("architectures") or ["AFTModel"])[0]
+    facts = Facts(config, architecture, _count_parameters(directory))
+    _read_results(directory, facts)
+    _read_trainer(directory, facts)
+    _read_conversion(directory, facts)
+    return facts
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PublishError(f"{path}: is not JSON ({first_line(error)})") from error
+    if not isinstance(content, dict):
+        raise PublishError(f"{path}: holds no keys and values")
+    return content
+
+
+def _count_parameters(directory: Path) -> int | None:
+    """Elements of all tensors in the weights, from the headers of the files; None where there are none."""
+    count = 0
+    for path in sorted(directory.glob("model*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        except (struct.error, ValueError, OverflowError, MemoryError):
+            return None  # not safetensors, as the checks say in their words
+        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return count or None
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings, by dotted name; a list of numbers is a leaf."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif values is not None and values != "" and values != {} and values != []:
+        yield prefix, values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _split_of(name: str) -> tuple[str | None, str]:
+    """("validation", "accuracy") of "eval_accuracy", "validation.accuracy" and the like."""
+    head, separator, rest = re.match(r"([a-z]+)?([._])?(.*)", name).groups()
+    if head in SPLITS and separator:
+        return SPLITS[head], rest
+    return None, name
+
+
+def _is_result(name: str) -> bool:
+    return name.endswith(METRICS) and not name.startswith("train")
+
+
+# ------------------------------------------------------------------------------------------------- the training loop
+
+
+def _read_results(directory: Path, facts: Facts) -> None:
+    """results.json of `aft_hf.training`: metrics, recipe, versions and what else it measured."""
+    content = _read_json(directory / RESULTS)
+    if content is None:
+        return
+    for name, value in _flat(content.get("metrics")):
+        split, metric = _split_of(name)
+        if _is_number(value) and _is_result(metric):
+            facts.results.append(Fact(metric, value, RESULTS, split))
+    recipe = content.get("recipe") if isinstance(content.get("recipe"), dict) else {}
+    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
+    if data.get("dataset"):
+        facts.dataset, facts.dataset_on_hub = str(data["dataset"]), is_hub_id(str(data["dataset"]))
+    elif data.get("train"):
+        facts.dataset = re.split(r"[/\\]", str(data["train"]).rstrip("/\\"))[-1]
+    model = recipe.get("model") if isinstance(recipe.get("model"), dict) else {}
+    if is_hub_id(str(model.get("pretrained"))):
+        facts.base_model = str(model["pretrained"])
+    # The model is described by its config, places by nothing, and the series of losses are for pictures.
+    hidden = (
+        "metrics",
+        "losses",
+        "evaluations",
+        "recipe.model",
+        "recipe.output_dir",
+        "recipe.data.train",
+        "parameters",
+    )
+    hidden += ("recipe.data.validation", "recipe.data.test", "recipe.notes", "recipe.resume", "recipe.tracker")
+    for name, value in _flat(content):
+        if any(name == each or name.startswith(f"{each}.") for each in hidden) or isinstance(value, dict):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            continue
+        fact = Fact(name.removeprefix("recipe."), value, RESULTS)
+        (facts.cost if COST.search(name) else facts.training).append(fact)
+
+
+# ---------------------------------------------------------------------------------------------------------- Trainer
+
+
+def _read_trainer(directory: Path, facts: Facts) -> None:
+    """What transformers' Trainer writes: all_results.json and trainer_state.json."""
+    for name, value in _flat(_read_json(directory / TRAINER_RESULTS)):
+        split, metric = _split_of(name)
+        if not _is_number(value):
+            continue
+        if _is_result(metric) and split is not None:
+            facts.results.append(Fact(metric, value, TRAINER_RESULTS, split))
+        elif COST.search(name):
+            facts.cost.append(Fact(name, value, TRAINER_RESULTS))
+        else:
+            facts.training.append(Fact(name, value, TRAINER_RESULTS))
+    state = _read_json(directory / TRAINER_STATE) or {}
+    for name in ("global_step", "train_batch_size", "best_metric"):
+        if _is_number(state.get(name)):
+            facts.training.append(Fact(name, state[name], TRAINER_STATE))
+
+
+# ------------------------------------------------------------------------------------------------------- conversion
+
+
+def _read_conversion(directory: Path, facts: Facts) -> None:
+    content = _read_json(directory / CONVERSION)
+    if content is None:
+        return
+    source = str(content.get("source", "another model"))
+    on_hub = is_hub_id(source)
+    tensors = [each for each in content.get("tensors") or [] if isinstance(each, dict)]
+    counts, sizes = Counter(), Counter()
+    for each in tensors:
+        counts[each.get("status")] += 1
+        sizes[each.get("status")] += math.prod(each.get("shape") or [0])
+    facts.base_model = facts.base_model or (source if on_hub else None)
+    facts.conversion = {
+        "source": f"[{source}](https://huggingface.co/{source})" if on_hub else f"`{Path(source).name}`",
+        "file": CONVERSION,
+        "counts": ", ".join(f"{counts[each]} tensors ({sizes[each]} parameters) {each}" for each in counts),
+        "new": counts["new"] > 0,
+    }

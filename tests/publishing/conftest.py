@@ -1,0 +1,64 @@
+"""The stand-in for the Hub, and clients in this process that talk to it."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import _http
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny
+from hub import Hub
+from processes import HERE
+
+
+@pytest.fixture
+def hub():
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Pauses of the clients in this process: noted, and not made."""
+    pauses: list[float] = []
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr("aft_hf.publishing.upload.time", SimpleNamespace(sleep=pauses.append))
+    return pauses
+
+
+@pytest.fixture
+def online(monkeypatch, waits):
+    """This process may talk to the stand-in, whatever the environment says; not by Xet, which that does not speak."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    huggingface_hub.utils.disable_progress_bars()
+    yield
+    huggingface_hub.utils.enable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def old(tmp_path_factory) -> dict[str, Path]:
+    """Directories as earlier versions published them, by the name of their archive."""
+    root = tmp_path_factory.mktemp("old")
+    archives = sorted((HERE / "fixtures").glob("*.tar.xz"))
+    for archive in archives:
+        shutil.unpack_archive(archive, root / archive.name, filter="data")
+    return {archive.name: root / archive.name for archive in archives}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Directories of a saved text and image model, not to be changed: copy them."""
+    root = tmp_path_factory.mktemp("saved")
+    for task in ("text", "image"):
+        tiny.save(tiny.build(task, "conv"), root / task)
+    return root

@@ -1,0 +1,511 @@
+"""A stand-in for the Hub: as much of its HTTP API as the real clients need to push and load models, in memory.
+
+    with Hub() as hub:
+        HfApi(endpoint=hub.url, token=WRITE).create_repo("me/model")
+
+It answers on loopback. Large files go by LFS to a storage under another host name, as on the Hub, in one part or in
+several. `Hub.fail` makes it misbehave on demand.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+
+# Who may do what: a token that may write, one that may read only.
+WRITE, READ, USER = "stand-in-write", "stand-in-read", "me"
+LFS_SUFFIXES = (".safetensors", ".png")
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file in a commit; `lfs` tells which storage it lies in."""
+
+    content: bytes
+    lfs: bool
+
+    @property
+    def oid(self) -> str:
+        """What identifies it to the client: sha256 for LFS, git's hash otherwise."""
+        if self.lfs:
+            return hashlib.sha256(self.content).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
+
+
+@dataclass
+class Repository:
+    """Commits are dictionaries of files by path; refs name them."""
+
+    private: bool = False
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def commit(self, ref: str, files: dict[str, Blob], message: str) -> str:
+        """Everything or nothing: the ref moves when all files are known."""
+        listing = json.dumps([len(self.commits), ref, {path: blob.oid for path, blob in files.items()}])
+        oid = hashlib.sha1(listing.encode()).hexdigest()
+        self.commits[oid] = files
+        self.refs[ref] = oid
+        self.messages.append(message)
+        return oid
+
+    def files(self, ref: str = "main") -> dict[str, bytes]:
+        """Contents by path, as tests compare them."""
+        return {path: blob.content for path, blob in self.commits[self.refs[ref]].items()}
+
+
+@dataclass
+class Fault:
+    """What goes wrong, how often, and where: `kind` is one of "status", "drop", "lost", "slow"."""
+
+    kind: str
+    method: str
+    pattern: str
+    times: int
+    options: dict
+
+
+class ApiError(Exception):
+    """An answer with an error, as the Hub words it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **content):
+        super().__init__(message)
+        self.status, self.message, self.code, self.content = status, message, code, content
+
+
+class Hub:
+    """The server and all that it knows. `part_size` makes larger LFS files go in parts of that size."""
+
+    def __init__(self, part_size: int | None = None):
+        self.part_size = part_size
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}  # LFS by sha256, verified
+        self.unverified: dict[str, bytes] = {}
+        self.parts: dict[str, dict[int, bytes]] = {}
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> "Hub":
+        self.server = Server(("127.0.0.1", 0), partial(Handler, self))
+        port = self.server.server_address[1]
+        self.url, self.storage = f"http://127.0.0.1:{port}", f"http://localhost:{port}/storage"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def fail(self, kind: str, method: str, pattern: str, times: int = 1, **options) -> None:
+        """Answer the next `times` requests of `method` whose path matches `pattern` badly.
+
+        Kinds: "status" with `status` and `headers`; "drop" the connection after `received` bytes of the body; "lost":
+        do what is asked and drop the connection instead of answering; "slow": wait for `seconds` first.
+        """
+        assert kind in ("status", "drop", "lost", "slow")
+        self.faults.append(Fault(kind, method, pattern, times, options))
+
+    def next_fault(self, method: str, path: str) -> Fault | None:
+        with self.lock:
+            for fault in self.faults:
+                if fault.times > 0 and fault.method == method and re.search(fault.pattern, path):
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def count(self, method: str, pattern: str) -> int:
+        """How many such requests there were."""
+        return sum(bool(re.search(rf"^{method} .*{pattern}", request)) for request in self.requests)
+
+    def repository(self, repo_id: str, token: str | None) -> Repository:
+        repository = self.repositories.get(repo_id)
+        if repository is None or (repository.private and token is None):
+            raise ApiError(401 if token is None else 404, "Repository not found", "RepoNotFound")
+        return repository
+
+    def commit_of(self, repository: Repository, revision: str) -> str:
+        oid = repository.refs.get(revision, revision)
+        if oid not in repository.commits:
+            raise ApiError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return oid
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that goes away, or was sent away, is part of the play."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: Hub, *arguments):
+        self.hub = hub
+        super().__init__(*arguments)
+
+    def log_message(self, *_) -> None:
+        """Silence."""
+
+    def answer_request(self) -> None:
+        parts = urlsplit(self.path)
+        path, self.query = unquote(parts.path), parse_qs(parts.query)
+        self.hub.requests.append(f"{self.command} {path}")
+        fault = self.hub.next_fault(self.command, path)
+        if fault is not None and fault.kind == "drop":
+            self.rfile.read(min(fault.options.get("received", 0), int(self.headers.get("Content-Length") or 0)))
+            return self.hang_up()
+        body = self.read_body()
+        if fault is not None and fault.kind == "slow":
+            time.sleep(fault.options["seconds"])
+        if fault is not None and fault.kind == "status":
+            return self.send(fault.options["status"], b"{}", fault.options.get("headers", {}))
+        try:
+            token = self.token()
+            for method, pattern, function in ROUTES:
+                match = re.fullmatch(pattern, path)
+                if method == self.command and match:
+                    with self.hub.lock:
+                        status, content, headers = function(self, token, body, **match.groupdict())
+                    break
+            else:
+                raise ApiError(404, f"no such page: {self.command} {path}")
+        except ApiError as error:
+            headers = {"X-Error-Message": error.message}
+            if error.code is not None:
+                headers["X-Error-Code"] = error.code
+            status, content = error.status, json.dumps({"error": error.message} | error.content).encode()
+        if fault is not None and fault.kind == "lost":
+            return self.hang_up()
+        self.send(status, content, headers)
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer_request
+
+    def hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def token(self) -> str | None:
+        value = self.headers.get("Authorization")
+        if value is None:
+            return None
+        if (token := value.removeprefix("Bearer ")) not in (WRITE, READ):
+            raise ApiError(401, "Invalid credentials in Authorization header")
+        return token
+
+
+ROUTES: list[tuple[str, str, Callable]] = []
+REPO = r"(?P<repo_id>[\w.-]+/[\w.-]+)"
+
+
+def route(method: str, pattern: str):
+    """Register a function of (handler, token, body, **groups of the pattern) -> (status, content, headers)."""
+
+    def register(function: Callable) -> Callable:
+        ROUTES.append((method, pattern, function))
+        return function
+
+    return register
+
+
+def as_json(content, status: int = 200) -> tuple[int, bytes, dict]:
+    return status, json.dumps(content).encode(), {"Content-Type": "application/json"}
+
+
+def require_write(token: str | None) -> None:
+    if token is None:
+        raise ApiError(401, "Invalid username or password.")
+    if token != WRITE:
+        raise ApiError(403, "you must use a write token")
+
+
+@route("GET", "/api/whoami-v2")
+def whoami(handler, token, body):
+    if token is None:
+        raise ApiError(401, "Invalid credentials in Authorization header")
+    return as_json({"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": token}}})
+
+
+@route("POST", "/api/repos/create")
+def create_repo(handler, token, body):
+    require_write(token)
+    asked = json.loads(body)
+    owner = asked.get("organization") or USER
+    repo_id = f"{owner}/{asked['name']}"
+    if owner != USER:
+        raise ApiError(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
+    if repo_id in handler.hub.repositories:
+        raise ApiError(409, "You already created this model repo", url=f"{handler.hub.url}/{repo_id}")
+    private = asked.get("visibility") == "private" or bool(asked.get("private"))
+    repository = handler.hub.repositories[repo_id] = Repository(private)
+    repository.commit("main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit")
+    return as_json({"url": f"{handler.hub.url}/{repo_id}", "name": repo_id, "id": repo_id})
+
+
+@route("GET", rf"/api/models/{REPO}(/revision/(?P<revision>.+))?")
+def repo_info(handler, token, body, repo_id, revision):
+    repository = handler.hub.repository(repo_id, token)
+    oid = handler.hub.commit_of(repository, revision or "main")
+    siblings = [{"rfilename": path} for path in repository.commits[oid]]
+    info = {"_id": "0", "id": repo_id, "modelId": repo_id, "sha": oid, "private": repository.private}
+    return as_json(info | {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
+
+
+@route("GET", rf"/api/models/{REPO}/refs")
+def refs(handler, token, body, repo_id):
+    repository = handler.hub.repository(repo_id, token)
+    found = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in repository.refs.items()]
+    pulls = [each for each in found if each["name"].startswith("refs/pr/")]
+    return as_json({"branches": [each for each in found if each not in pulls], "pullRequests": pulls, "tags": []})
+
+
+@route("POST", rf"/api/models/{REPO}/branch/(?P<branch>.+)")
+def create_branch(handler, token, body, repo_id, branch):
+    require_write(token)
+    repository = handler.hub.repository(repo_id, token)
+    if branch in repository.refs:
+        raise ApiError(409, f"Reference already exists: refs/heads/{branch}")
+    start = json.loads(body or b"{}").get("startingPoint", "main")
+    repository.refs[branch] = handler.hub.commit_of(repository, start)
+    return as_json({})
+
+
+@route("GET", rf"/api/models/{REPO}/tree/(?P<revision>refs/pr/\d+|[^/]+)(/(?P<folder>.+))?")
+def tree(handler, token, body, repo_id, revision, folder):
+    repository = handler.hub.repository(repo_id, token)
+    files = repository.commits[handler.hub.commit_of(repository, revision)]
+    prefix = f"{folder.rstrip('/')}/" if folder else ""
+    found = [entry(path, blob) for path, blob in files.items() if path.startswith(prefix)]
+    if prefix and not found:
+        raise ApiError(404, f"{folder} does not exist", "EntryNotFound")
+    return as_json(found)
+
+
+def entry(path: str, blob: Blob) -> dict:
+    pointer = {"oid": blob.oid, "size": len(blob.content), "pointerSize": 130}
+    return {
+        "type": "file",
+        "path": path,
+        "size": len(blob.content),
+        "oid": hashlib.sha1(blob.oid.encode()).hexdigest() if blob.lfs else blob.oid,
+    } | ({"lfs": pointer} if blob.lfs else {})
+
+
+@route("POST", "/api/validate-yaml")
+def validate_yaml(handler, token, body):
+    errors, warnings = [], []
+    match = re.match(r"---\n(.*?\n)---\n", json.loads(body)["content"], re.DOTALL)
+    try:
+        metadata = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError as error:
+        metadata, errors = {}, [f"YAML is not valid: {error}"]
+    if metadata is None:
+        warnings.append("empty or missing yaml metadata in repo card")
+    else:
+        errors += metadata_errors(metadata)
+    content = {"errors": [{"message": each} for each in errors], "warnings": [{"message": each} for each in warnings]}
+    return as_json(content, 400 if errors else 200)
+
+
+def metadata_errors(metadata: dict) -> list[str]:
+    """The rules of the Hub that a card of ours could break."""
+    errors = []
+    for name in ("license", "pipeline_tag", "library_name"):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", metadata.get(name, "x") or ""):
+            errors.append(f'"{name}" must be one of the known names')
+    for name in ("tags", "datasets", "metrics"):
+        if not all(isinstance(each, str) for each in metadata.get(name) or []):
+            errors.append(f'"{name}" must be an array of strings')
+    if metadata.get("base_model_relation", "finetune") not in RELATIONS:
+        errors.append(f'"base_model_relation" must be one of {RELATIONS}')
+    bases = metadata.get("base_model") or []
+    for base in [bases] if isinstance(bases, str) else bases:
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+            errors.append(f'"base_model": {base} is not a valid model id')
+    for index, model in enumerate(metadata.get("model-index") or []):
+        if not model.get("name"):
+            errors.append(f'"model-index[{index}].name" is required')
+        for result in model.get("results") or [{}]:
+            if not result.get("task", {}).get("type") or not all(
+                result.get("dataset", {}).get(key) for key in ("name", "type")
+            ):
+                errors.append(f'"model-index[{index}].results" need task.type, dataset.name and dataset.type')
+            if not all({"type", "value"} <= set(metric) for metric in result.get("metrics") or [{}]):
+                errors.append(f'"model-index[{index}].results.metrics" need type and value')
+    return errors
+
+
+@route("POST", rf"/api/models/{REPO}/preupload/(?P<revision>.+)")
+def preupload(handler, token, body, repo_id, revision):
+    require_write(token)
+    repository = handler.hub.repository(repo_id, token)
+    there = repository.commits[handler.hub.commit_of(repository, revision)]
+    return as_json(
+        {
+            "files": [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular",
+                    "shouldIgnore": False,
+                    "oid": there[file["path"]].oid if file["path"] in there else None,
+                }
+                for file in json.loads(body)["files"]
+            ]
+        }
+    )
+
+
+@route("POST", rf"/{REPO}\.git/info/lfs/objects/batch")
+def lfs_batch(handler, token, body, repo_id):
+    require_write(token)
+    hub = handler.hub
+    hub.repository(repo_id, token)
+    answers = []
+    for item in json.loads(body)["objects"]:
+        answer = {"oid": item["oid"], "size": item["size"], "authenticated": True}
+        if item["oid"] not in hub.objects:
+            upload = {"href": f"{hub.storage}/{item['oid']}"}
+            if hub.part_size is not None and item["size"] > hub.part_size:
+                numbers = range(1, -(-item["size"] // hub.part_size) + 1)
+                urls = {str(number): f"{hub.storage}/{item['oid']}/part/{number}" for number in numbers}
+                upload = {
+                    "href": f"{hub.url}/api/complete/{item['oid']}",
+                    "header": {"chunk_size": str(hub.part_size)} | urls,
+                }
+            answer["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/{repo_id}.git/info/lfs/verify"}}
+        answers.append(answer)
+    return as_json({"transfer": "basic", "objects": answers})
+
+
+@route("PUT", "/storage/(?P<oid>[0-9a-f]{64})")
+def lfs_put(handler, token, body, oid):
+    if token is not None:
+        raise ApiError(400, "a token was sent to the storage")
+    store(handler.hub, oid, body)
+    return 200, b"", {}
+
+
+@route("PUT", r"/storage/(?P<oid>[0-9a-f]{64})/part/(?P<number>\d+)")
+def lfs_put_part(handler, token, body, oid, number):
+    handler.hub.parts.setdefault(oid, {})[int(number)] = body
+    return 200, b"", {"ETag": hashlib.md5(body).hexdigest()}
+
+
+@route("POST", "/api/complete/(?P<oid>[0-9a-f]{64})")
+def lfs_complete(handler, token, body, oid):
+    parts = handler.hub.parts.pop(oid)
+    store(handler.hub, oid, b"".join(parts[part["partNumber"]] for part in json.loads(body)["parts"]))
+    return as_json({"success": True})
+
+
+def store(hub: Hub, oid: str, content: bytes) -> None:
+    if hashlib.sha256(content).hexdigest() != oid:
+        raise ApiError(400, "the content does not have the hash it was announced with")
+    hub.unverified[oid] = content
+
+
+@route("POST", rf"/{REPO}\.git/info/lfs/verify")
+def lfs_verify(handler, token, body, repo_id):
+    require_write(token)
+    asked = json.loads(body)
+    content = handler.hub.unverified.pop(asked["oid"], None) or handler.hub.objects.get(asked["oid"])
+    if content is None or len(content) != asked["size"]:
+        raise ApiError(404, "the object is not there")
+    handler.hub.objects[asked["oid"]] = content
+    return as_json({})
+
+
+@route("POST", rf"/api/models/{REPO}/commit/(?P<revision>.+)")
+def commit(handler, token, body, repo_id, revision):
+    require_write(token)
+    hub, repository = handler.hub, handler.hub.repository(repo_id, token)
+    parent = hub.commit_of(repository, revision)
+    files, lines = dict(repository.commits[parent]), [json.loads(line) for line in body.splitlines()]
+    for line in lines:
+        key, value = line["key"], line["value"]
+        if key == "header":
+            header = value
+        elif key == "file":
+            files[value["path"]] = Blob(base64.b64decode(value["content"]), False)
+        elif key == "lfsFile":
+            if value["oid"] not in hub.objects:
+                raise ApiError(400, f"LFS pointer pointed to a file that does not exist: {value['path']}")
+            files[value["path"]] = Blob(hub.objects[value["oid"]], True)
+        elif key == "deletedFile":
+            files.pop(value["path"])
+        else:
+            raise ApiError(400, f"unknown operation {key}")
+    if header.get("parentCommit") not in (None, parent):
+        raise ApiError(412, "A commit has happened since. Please refresh and try again.")
+    content = {}
+    if handler.query.get("create_pr") == ["1"]:
+        number = 1 + sum(ref.startswith("refs/pr/") for ref in repository.refs)
+        revision = f"refs/pr/{number}"
+        content["pullRequestUrl"] = f"{hub.url}/{repo_id}/discussions/{number}"
+    oid = repository.commit(revision, files, header["summary"])
+    return as_json(content | {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{repo_id}/commit/{oid}"})
+
+
+def resolve(handler, token, body, repo_id, revision, path):
+    repository = handler.hub.repository(repo_id, token)
+    oid = handler.hub.commit_of(repository, revision)
+    blob = repository.commits[oid].get(path)
+    headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
+    if blob is None:
+        message = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
+        return 404, b"Entry not found", headers | message
+    if blob.lfs:
+        linked = {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(len(blob.content))}
+        return 302, b"", headers | linked | {"Location": f"{handler.hub.storage}/{blob.oid}"}
+    return ranged(handler, blob.content, headers | {"ETag": f'"{blob.oid}"'})
+
+
+def stored(handler, token, body, oid):
+    if token is not None:
+        raise ApiError(400, "a token was sent to the storage")
+    return ranged(handler, handler.hub.objects[oid], {"ETag": f'"{oid}"'})
+
+
+def ranged(handler, content: bytes, headers: dict) -> tuple[int, bytes, dict]:
+    match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
+    if match is None:
+        return 200, content, headers
+    start = int(match[1])
+    return 206, content[start:], headers | {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+
+
+for _method in ("GET", "HEAD"):
+    route(_method, rf"/{REPO}/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<path>.+)")(resolve)
+    route(_method, "/storage/(?P<oid>[0-9a-f]{64})")(stored)

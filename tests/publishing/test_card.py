@@ -1,0 +1,288 @@
+"""The card says what the files beside the model say, and nothing else."""
+
+import json
+import math
+import re
+import shutil
+import struct
+
+import pytest
+import tiny
+from hub import metadata_errors
+from huggingface_hub import ModelCard
+from processes import environment, run
+
+from aft_hf import AFTForCausalLM
+from aft_hf.conversion import ConversionReport
+from aft_hf.publishing import PublishError, build_card, write_card
+from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
+
+
+RESULTS = {
+    "metrics": {"validation": {"accuracy": 0.7312345, "loss": 1.0523}, "test": {"accuracy": 0.7098765}},
+    "parameters": 999,
+    "steps": 4711,
+    "seconds": 8123.4,
+    "hardware": {"device": "NVIDIA H100", "processes": 3},
+    "energy_kwh": 5.317,
+    "losses": [{"step": 100, "loss": 2.71828, "learning_rate": 0.00042}],
+    "evaluations": [{"step": 100, "accuracy": 0.1111}],
+    "recipe": {
+        "task": "images",
+        "notes": "chosen for 77 reasons",
+        "model": {"architecture": "aft", "hidden_size": 54321},
+        "data": {"dataset": "someone/pictures", "image_size": 19},
+        "optimizer": {"name": "adamw", "learning_rate": 0.00037, "betas": [0.91, 0.987]},
+        "epochs": 37,
+        "global_batch_size": 257,
+        "output_dir": "outputs/13",
+    },
+    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+}
+TRAINER = {
+    "epoch": 6.0,
+    "eval_accuracy": 0.8765432,
+    "eval_runtime": 3.21,
+    "train_loss": 0.2345678,
+    "train_runtime": 61.7,
+}
+REPORT = {
+    "source": "someone/deit-tiny",
+    "options": {"kernel_size": 3},
+    "tensors": [
+        {"status": "copied", "shape": [4, 1051]},
+        {"status": "copied", "shape": [7]},
+        {"status": "new", "shape": [11, 13]},
+    ],
+}
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    shutil.copytree(saved / "image", tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def filled(directory):
+    for name, content in (("results", RESULTS), ("all_results", TRAINER), ("conversion_report", REPORT)):
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def numbers_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w.])\d+(?:\.\d+)*(?:e[+-]?\d+)?(?![\w])", text))
+
+
+def numbers_of_files(directory) -> set[float]:
+    """Every number in the JSON files and, of the weights and the report, the sums that a reader would make."""
+    found: set[float] = set()
+
+    def collect(value):
+        if isinstance(value, dict):
+            for key, each in value.items():
+                collect(key)
+                collect(each)
+        elif isinstance(value, list):
+            found.add(len(value))
+            for each in value:
+                collect(each)
+        elif isinstance(value, (int, float)):
+            found.add(float(value))
+        elif isinstance(value, str):
+            found.update(float(each) for each in re.findall(r"\d+(?:\.\d+)?", value))
+
+    for path in directory.glob("*.json"):
+        collect(json.loads(path.read_text()))
+    content = (directory / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+    found.add(sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__"))
+    if (directory / "conversion_report.json").exists():
+        tensors = json.loads((directory / "conversion_report.json").read_text())["tensors"]
+        for status in {each["status"] for each in tensors}:
+            chosen = [each for each in tensors if each["status"] == status]
+            found |= {len(chosen), sum(math.prod(each["shape"]) for each in chosen)}
+    config = json.loads((directory / "config.json").read_text())
+    found.add(len(config["id2label"]))
+    return found
+
+
+def is_from(number: str, sources: set[float], written: str) -> bool:
+    """Whether a number of the card is one of the files', rounded to four digits or as it stands there."""
+    if number in written:
+        return True
+    value = float(number)
+    return any(math.isclose(value, source, rel_tol=5.01e-4) for source in sources)
+
+
+def test_every_number_on_the_card_comes_from_a_file(filled):
+    text = str(build_card(filled, repo_id="me/tiny"))
+    own = numbers_in(TEMPLATE.read_text()) | {"20"}  # of the citation; tokens that the example generates
+    code_free = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    sources = numbers_of_files(filled)
+    versions = " ".join(RESULTS["versions"].values())
+    unknown = {each for each in numbers_in(code_free) - own if not is_from(each, sources, versions)}
+    assert unknown == set()
+    assert {"0.7312", "0.7099", "0.8765", "8123", "5.317", "4211", "143"} <= numbers_in(code_free)
+
+
+def test_the_test_of_numbers_notices_one_that_is_made_up(filled):
+    assert not is_from("0.7412", numbers_of_files(filled), "2.13.0 5.23.0")
+
+
+def test_what_was_not_measured_is_not_on_the_card(directory):
+    text = str(build_card(directory, repo_id="me/tiny"))
+    assert "## Training" not in text and "## Conversion" not in text
+    assert "No evaluation is recorded" in text and "take the weights as untrained" in text
+    assert "Energy, emissions and cost were not recorded" in text
+    assert "position_biases.png" not in text
+    metadata = ModelCard(text).data.to_dict()
+    assert not {"model-index", "metrics", "datasets", "base_model"} & metadata.keys()
+
+
+def test_results_stand_beside_the_file_that_holds_them(filled):
+    text = str(build_card(filled, repo_id="me/tiny"))
+    assert "| accuracy | 0.7312 | someone/pictures, validation | `results.json` |" in text
+    assert "| accuracy | 0.7099 | someone/pictures, test | `results.json` |" in text
+    assert "| accuracy | 0.8765 | validation | `all_results.json` |" in text
+    assert "| energy kwh | 5.317 | `results.json` |" in text
+    assert "| hardware: device | NVIDIA H100 | `results.json` |" in text
+    assert "untrained" not in text
+
+
+def test_no_path_of_the_training_and_no_series_is_on_the_card(filled):
+    text = str(build_card(filled, repo_id="me/tiny"))
+    for hidden in ("outputs/13", "2.718", "0.1111", "54321", "77 reasons"):
+        assert hidden not in text
+
+
+def test_the_metadata_is_what_the_hub_wants(filled):
+    metadata = ModelCard(str(build_card(filled, repo_id="me/tiny"))).data.to_dict()
+    assert metadata_errors(metadata) == []
+    assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "image-classification"
+    assert metadata["license"] == "apache-2.0" and metadata["datasets"] == ["someone/pictures"]
+    assert metadata["base_model"] == "someone/deit-tiny" and metadata["base_model_relation"] == "finetune"
+    assert metadata["metrics"] == ["accuracy", "loss"] and "aft-conv" in metadata["tags"]
+    results = metadata["model-index"][0]["results"]
+    values = {(each["dataset"]["split"], each["metrics"][0]["value"]) for each in results}
+    assert ("test", 0.7098765) in values and ("validation", 0.7312345) in values
+    assert 0.8765432 not in {metric["value"] for each in results for metric in each["metrics"]}  # of data unknown
+
+
+def test_metadata_that_the_hub_would_refuse_is_noticed_by_the_stand_in():
+    assert metadata_errors({"base_model_relation": "converted"})
+    assert metadata_errors({"license": "Apache License"})
+    assert metadata_errors({"model-index": [{"name": "x", "results": [{"task": {"type": "y"}}]}]})
+
+
+def test_a_card_is_read_back_as_it_was_written(filled):
+    path = write_card(filled, repo_id="me/tiny")
+    assert card_problems(path) == []
+    assert str(ModelCard.load(path)) == path.read_text() == str(build_card(filled, repo_id="me/tiny"))
+
+
+def test_the_card_of_a_real_conversion_report_tells_what_was_copied(directory):
+    report = ConversionReport("someone/vit")
+    (directory / "conversion_report.json").write_text(report.to_json())
+    assert "someone/vit" in str(build_card(directory))
+
+
+def test_a_source_that_is_a_directory_is_no_base_model(filled, monkeypatch):
+    (filled.parent / "someone" / "deit-tiny").mkdir(parents=True)
+    monkeypatch.chdir(filled.parent)
+    card = build_card(filled)
+    assert card.data.base_model is None and "`deit-tiny`" in card.text
+
+
+@pytest.mark.parametrize("task", ["text", "image"])
+@pytest.mark.parametrize("aft_type", ["local", "conv"])
+def test_there_is_a_picture_of_learned_position_biases(tmp_path, task, aft_type):
+    tiny.save(tiny.build(task, aft_type), tmp_path)
+    write_card(tmp_path)
+    assert (tmp_path / "position_biases.png").read_bytes().startswith(b"\x89PNG")
+    assert "](position_biases.png)" in (tmp_path / "README.md").read_text()
+
+
+def test_what_learns_no_position_biases_has_no_picture_of_them(tmp_path):
+    tiny.save(tiny.build("text", "alibi"), tmp_path)
+    write_card(tmp_path)
+    assert not (tmp_path / "position_biases.png").exists()
+
+
+def test_limits_follow_from_the_type(tmp_path):
+    for aft_type, limit in (("local", "Takes 24 tokens at most"), ("conv", "Takes texts of any length")):
+        tiny.save(tiny.build("text", aft_type), tmp_path / aft_type)
+        assert limit in str(build_card(tmp_path / aft_type))
+    tiny.save(tiny.build("image", "full"), tmp_path / "full")
+    assert "Takes images of 16 x 16 pixels only" in str(build_card(tmp_path / "full"))
+
+
+def test_a_card_of_ours_is_written_anew_and_one_of_the_users_stays(directory):
+    path = write_card(directory, repo_id="me/one")
+    assert "me/two" in write_card(directory, repo_id="me/two").read_text()
+    path.write_text(path.read_text().replace(MARKER, "Mine."))
+    assert "me/three" not in write_card(directory, repo_id="me/three").read_text()
+    path.write_text("---\ntags:\n- generated_from_trainer\n---\n# outputs\n")
+    assert MARKER in write_card(directory).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no metadata", "lacks library_name"),
+        ("---\nlicense: [\n---\n", "the metadata cannot be read"),
+        ("---\nlibrary_name: timm\n---\n", "library_name is 'timm'"),
+        ("---\nbase_model: /some/where\n---\n", "base_model '/some/where' is no id"),
+        ("---\nmodel-index:\n- name: x\n  results: 3\n---\n", "the metadata cannot be read"),
+        ("---\nlicense: mit\n---\n![x](missing.png)\n", "shows missing.png"),
+    ],
+)
+def test_what_a_card_lacks_is_told(tmp_path, text, told):
+    (tmp_path / "README.md").write_text(text)
+    assert any(told in problem for problem in card_problems(tmp_path / "README.md"))
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "{"])
+def test_a_file_of_results_that_cannot_be_read_is_one_error(directory, content):
+    (directory / "results.json").write_text(content)
+    with pytest.raises(PublishError, match=r"results\.json"):
+        build_card(directory)
+
+
+def test_results_in_other_forms_leave_the_card_whole(directory):
+    odd = {
+        "metrics": {"accuracy": None, "loss": "low"},
+        "recipe": "a.yaml",
+        "versions": [],
+        "a|b": "c|d\ne",
+        "n": 1e400,
+    }
+    (directory / "results.json").write_text(json.dumps(odd))
+    text = str(build_card(directory))
+    assert "| a\\|b | c\\|d e |" in text and "No evaluation is recorded" in text and "inf" not in text
+
+
+def test_the_code_on_the_cards_runs_both_ways(saved, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (20, 20)).save(tmp_path / "picture.png")
+    blocks = {"remote": [], "local": []}
+    for task in ("text", "image"):
+        shutil.copytree(saved / task, tmp_path / "me" / task)
+        text = str(build_card(tmp_path / "me" / task, repo_id=f"me/{task}"))
+        remote, local = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert "trust_remote_code=True" in remote and "aft_hf" not in remote
+        assert "trust_remote_code" not in local and "import aft_hf" in local
+        blocks["remote"].append(remote)
+        blocks["local"].append(local)
+    lines = [f"import os, sys\nos.chdir({str(tmp_path)!r})", *blocks["remote"]]
+    lines += ["assert 'aft_hf' not in sys.modules", *blocks["local"]]
+    (tmp_path / "code.py").write_text("\n".join(lines))
+    run(tmp_path / "code.py", env=environment(tmp_path / "cache"))
+
+
+def test_the_parameters_on_the_card_are_those_of_the_model(tmp_path):
+    model = tiny.build("text", "full")
+    tiny.save(model, tmp_path, max_shard_size="4KB")
+    assert isinstance(model, AFTForCausalLM)
+    assert f"| parameters | {model.num_parameters()} |" in str(build_card(tmp_path))

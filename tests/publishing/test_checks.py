@@ -1,0 +1,234 @@
+"""What is not fit to be published is refused, each thing with a line that names it."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from aft_hf.publishing import PublishError, find_problems, publish, write_card
+from aft_hf.publishing.checks import files_to_upload
+
+
+TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
+
+
+@pytest.fixture(params=["text", "image"])
+def either(request, saved, tmp_path):
+    return prepare(saved, request.param, tmp_path)
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    return prepare(saved, "image", tmp_path)
+
+
+def prepare(saved, task, tmp_path):
+    shutil.copytree(saved / task, tmp_path / "tiny")
+    write_card(tmp_path / "tiny", repo_id="me/tiny")
+    return tmp_path / "tiny"
+
+
+def change_json(path, **values):
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({key: value for key, value in (content | values).items() if value is not None}))
+
+
+def only_problem(directory) -> str:
+    problems = find_problems(directory)
+    assert len(problems) == 1, problems
+    assert "\n" not in problems[0]
+    return problems[0]
+
+
+def test_a_saved_model_with_its_card_has_no_problems(either):
+    assert find_problems(either) == []
+
+
+def test_a_backbone_and_a_model_in_shards_have_no_problems(tmp_path):
+    model = tiny.build("text", "local")
+    tiny.save(model.aft, tmp_path / "backbone")
+    tiny.save(model, tmp_path / "shards", max_shard_size="4KB")
+    for name in ("backbone", "shards"):
+        write_card(tmp_path / name)
+        assert find_problems(tmp_path / name) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("config.json", {"model_type": "vit"}, "model_type is 'vit', not \"aft\""),
+        ("config.json", {"num_heads": 3}, "config.json: cannot be read"),
+        ("config.json", {"architectures": ["AFTForDreams"]}, "architectures is ['AFTForDreams']"),
+        ("config.json", {"auto_map": None}, "no auto_map"),
+        ("config.json", {"auto_map": {"AutoModel": "someone/else--modeling_aft.AFTModel"}}, "another repository"),
+        ("config.json", {"intermediate_size": 32}, "has another shape"),
+        ("config.json", {"num_hidden_layers": 1}, "have no place in it"),
+        ("preprocessor_config.json", {"image_processor_type": "NoProcessor"}, "the image processor does not load"),
+    ],
+)
+def test_a_wrong_configuration_is_told(directory, file, change, told):
+    change_json(directory / file, **change)
+    assert any(told in problem for problem in find_problems(directory)), find_problems(directory)
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("config.json", "config.json: is missing"),
+        ("model.safetensors", "model.safetensors: is missing"),
+        ("modeling_aft.py", "does not load without aft_hf"),
+        ("preprocessor_config.json", "save the image processor beside the model"),
+        ("README.md", "README.md: is missing"),
+        ("position_biases.png", "README.md: shows position_biases.png, which is not there"),
+    ],
+)
+def test_a_file_that_is_missing_is_told(directory, file, told):
+    (directory / file).unlink()
+    assert told in only_problem(directory)
+
+
+def test_code_that_is_not_what_was_checked_is_told(directory):
+    (directory / "mixing_aft.py").write_text("import os\n")
+    assert "mixing_aft.py: is not that of the installed aft_hf" in only_problem(directory)
+
+
+def test_weights_that_are_cut_off_are_told(directory):
+    content = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(content[:-100])
+    assert "the model does not load" in only_problem(directory)
+
+
+def test_a_tensor_that_is_missing_is_told(directory):
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["classifier.bias"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert "1 tensors are missing, such as classifier.bias" in only_problem(directory)
+
+
+def test_outputs_that_are_not_finite_are_told(directory):
+    tensors = load_file(directory / "model.safetensors")
+    tensors["classifier.bias"][0] = torch.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in only_problem(directory)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_told(saved, tmp_path):
+    directory = prepare(saved, "text", tmp_path)
+    tiny.build_byte_tokenizer(bos_token="<s>").save_pretrained(directory)
+    assert "257 tokens, the model 256" in only_problem(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("model.bin", lambda path: torch.save({}, path)),
+        ("notes.txt", lambda path: path.write_bytes(pickle.dumps({}))),
+        ("notes.dat", lambda path: torch.save({}, path)),
+        ("more/model.ckpt", lambda path: path.write_text("")),
+    ],
+)
+def test_a_pickle_is_told_by_name_and_by_content(directory, name, write):
+    (directory / name).parent.mkdir(exist_ok=True)
+    write(directory / name)
+    assert only_problem(directory).startswith(f"{name}: is a pickle")
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        TOKEN,
+        "AKIA" + "ABCDEFGH23456789",
+        "ghp_" + "a1B2" * 9,
+        "sk-" + "proj-" + "a1B2c3D4" * 3,
+        "https://me:" + "secret@example.org/model",
+        "-----BEGIN " + "PRIVATE KEY-----",
+        "wandb_api_key: " + "0123456789abcdef" * 2 + "01234567",
+    ],
+)
+def test_a_key_is_told_with_its_line_but_not_repeated(directory, secret):
+    (directory / "notes.md").write_text(f"one\ntwo\n{secret}\n")
+    told = only_problem(directory)
+    assert told.startswith("notes.md: holds a") and "line 3" in told and secret not in told
+
+
+def test_a_key_in_the_metadata_of_the_weights_is_told(directory):
+    path = directory / "model.safetensors"
+    save_file(load_file(path), path, metadata={"format": "pt", "author": TOKEN})
+    assert "model.safetensors: holds a Hugging Face token" in only_problem(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("results.json", json.dumps({"data": "/datasets/enwik8/train"}), "/datasets/enwik8/train"),
+        ("recipe.yaml", "output_dir: /home/someone/runs/1\n", "/home/someone/runs/1"),
+        ("notes.md", "It lies in /tmp/outputs/model.\n", "/tmp/outputs/model"),
+        ("notes.md", "It lies in C:\\Users\\me\\model.\n", "C:\\Users\\me\\model"),
+        ("trainer_state.json", json.dumps({"best_model_checkpoint": "C:\\runs\\best"}), "C:\\\\runs\\\\best"),
+        ("notes.md", "See file:///model.\n", "file:///model"),
+    ],
+)
+def test_an_absolute_path_is_told(directory, name, content, found):
+    (directory / name).write_text(content)
+    told = only_problem(directory)
+    assert told.startswith(f"{name}: holds the absolute path {found}") and "line 1" in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://huggingface.co/home/me/model",
+        "outputs/data/model and ../tmp/model",
+        "a/b and 1/2 or and/or, at 10:30/11:30",
+        "he said: hf_hub_download",
+        "see docs/data/index.md",
+        "sk-learn and task-specific-fine-tuned-models-are-here",
+    ],
+)
+def test_what_only_looks_like_a_path_or_a_key_is_let_through(directory, text):
+    (directory / "notes.md").write_text(text)
+    assert find_problems(directory) == []
+
+
+def test_what_training_leaves_behind_stays_at_home(directory):
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ".DS_Store", "runs/events"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(pickle.dumps(TOKEN))
+    for name in ("checkpoint-10/optimizer.pt", "checkpoints/step-000000010/state.bin", ".git/config"):
+        (directory / name).parent.mkdir(parents=True)
+        (directory / name).write_bytes(pickle.dumps(TOKEN))
+    kept, left_out = files_to_upload(directory)
+    assert find_problems(directory) == []
+    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in kept}
+    assert {path.relative_to(directory).as_posix() for path in left_out} == {
+        "training_args.bin",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        ".DS_Store",
+        "runs",
+        "checkpoint-10",
+        "checkpoints",
+        ".git",
+    }
+
+
+def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(directory):
+    (directory / "model.pt").write_bytes(pickle.dumps({}))
+    (directory / "notes.md").write_text(TOKEN)
+    with pytest.raises(PublishError, match=r"model\.pt: is a pickle.*notes\.md: holds a Hugging Face token"):
+        publish(directory, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
+
+
+def test_adapters_are_told_to_be_merged(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert any("merge them into their model" in problem for problem in find_problems(tmp_path))
+
+
+def test_no_directory_is_told(tmp_path):
+    assert find_problems(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: no such directory"]

@@ -1,0 +1,118 @@
+"""The code travels with the weights: a saved model loads with nothing of ours installed, and is saved again."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from processes import HERE, environment, run
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+)
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
+from aft_hf.publishing.checks import CODE
+
+
+HEADS = {"text": AutoModelForCausalLM, "image": AutoModelForImageClassification}
+CLASSES = {"text": AFTForCausalLM, "image": AFTForImageClassification}
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asked(monkeypatch):
+    def ask(*_):
+        raise AssertionError("the user was asked whether to run code")
+
+    monkeypatch.setattr("builtins.input", ask)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory, old):
+    """Every type of both tasks, saved here, and what earlier versions published: checked, trained, and saved twice
+    more where there is no aft_hf."""
+    directory = tmp_path_factory.mktemp("cases")
+    path = tiny.write_all_cases(directory)
+    listed = json.loads(path.read_text())
+    for name, source in old.items():
+        expected, out = str(source / "expected.safetensors"), str(directory / name)
+        listed.append({"source": str(source), "task": name.split("-")[0], "expected": expected, "out": out})
+    path.write_text(json.dumps(listed))
+    done = run(HERE / "without_aft_hf.py", path, env=environment(directory / "cache"))
+    return listed, done.stdout
+
+
+def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(cases):
+    listed, said = cases
+    types = {tuple(case["source"].split("-")[-2:]) for case in listed}
+    assert {("text", each) for each in tiny.TEXT_TYPES} | {("image", each) for each in tiny.IMAGE_TYPES} <= types
+    assert all(f"checked {case['source']}" in said for case in listed)
+    assert "pipelines of images: run" in said
+
+
+def test_what_was_trained_and_saved_without_aft_hf_loads_with_it(cases):
+    for case in cases[0]:
+        inputs = load_file(case["expected"])["inputs"]
+        for generation in ("second", "third"):
+            model = HEADS[case["task"]].from_pretrained(f"{case['out']}/{generation}").eval()
+            assert type(model) is CLASSES[case["task"]]
+            with torch.no_grad():
+                logits = model(inputs) if case["task"] == "text" else model(pixel_values=inputs)
+            torch.testing.assert_close(
+                logits.logits, load_file(f"{case['out']}/logits.safetensors")["logits"], atol=1e-6, rtol=0
+            )
+
+
+def test_old_checkpoints_run_by_their_own_code_where_there_is_no_aft_hf(cases, old):
+    assert len(old) >= 2 and all(f"checked {source}" in cases[1] for source in old.values())
+
+
+def test_every_generation_has_the_code_and_the_places_of_its_classes(cases):
+    for case in cases[0]:
+        places = json.loads(AutoConfig.from_pretrained(case["source"]).to_json_string())["auto_map"]
+        for directory in (case["source"], f"{case['out']}/second", f"{case['out']}/third", f"{case['out']}/backbone"):
+            for name in CODE:
+                with open(f"{directory}/{name}") as copy, open(f"{case['source']}/{name}") as first:
+                    assert copy.read() == first.read(), f"{directory}/{name}"
+            with open(f"{directory}/config.json") as file:
+                assert json.load(file)["auto_map"] == places
+
+
+@pytest.mark.parametrize("task", ["text", "image"])
+@pytest.mark.parametrize("trust_remote_code", [None, False, True])
+def test_with_aft_hf_imported_the_local_classes_serve(saved, task, trust_remote_code):
+    options = {} if trust_remote_code is None else {"trust_remote_code": trust_remote_code}
+    assert type(AutoConfig.from_pretrained(saved / task, **options)) is AFTConfig
+    assert type(AutoModel.from_pretrained(saved / task, **options)) is AFTModel
+    assert type(HEADS[task].from_pretrained(saved / task, **options)) is CLASSES[task]
+
+
+def test_an_auto_class_that_does_not_fit_is_refused_as_for_any_model(saved):
+    with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
+        AutoModelForMaskedLM.from_pretrained(saved / "text")
+
+
+def test_a_reference_to_another_repository_does_not_survive_saving(tmp_path):
+    config = tiny.build("text", "simple").config
+    config.auto_map = {"AutoModel": "someone/else--modeling_aft.AFTModel", "AutoTokenizer": "mine.Tokenizer"}
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "configuration_aft.AFTConfig",
+        "AutoModel": "modeling_aft.AFTModel",
+        "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM",
+        "AutoTokenizer": "mine.Tokenizer",
+    }
+
+
+def test_a_large_model_is_saved_in_shards_of_safetensors(tmp_path):
+    tiny.save(tiny.build("text", "full"), tmp_path, max_shard_size="4KB")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "model.safetensors.index.json" in names and "model.safetensors" not in names
+    assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json", *CODE} <= names
+    loaded = AFTForCausalLM.from_pretrained(tmp_path).eval()
+    expected = tiny.expected_of(tiny.build("text", "full"))
+    torch.testing.assert_close(loaded(expected["inputs"]).logits, expected["logits"], atol=1e-6, rtol=0)

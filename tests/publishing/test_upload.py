@@ -1,0 +1,394 @@
+"""Publishing to the stand-in for the Hub with the real clients, in fair weather and foul."""
+
+import json
+import shutil
+
+import pytest
+import typer
+from hub import READ, WRITE, Blob, Hub, Repository
+from huggingface_hub import HfApi
+from processes import HERE, environment, run
+from rich.console import Console
+from typer.testing import CliRunner
+
+from aft_hf.publishing import PublishError, publish, upload
+from aft_hf.publishing.command import publish_command
+
+
+# The stages of an upload that a fault can hit: method and path.
+CREATE, INFO = ("POST", "/api/repos/create$"), ("GET", "/api/models/me/tiny$")
+VALIDATE, PREUPLOAD = ("POST", "/validate-yaml$"), ("POST", "/preupload/")
+BATCH, PUT, VERIFY = ("POST", "/objects/batch$"), ("PUT", "/storage/"), ("POST", "/lfs/verify$")
+COMMIT, TREE, DOWNLOAD = ("POST", "/commit/"), ("GET", "/tree/"), ("GET", "/storage/|/resolve/")
+BEFORE_COMMIT = {
+    "create": CREATE,
+    "info": INFO,
+    "validate": VALIDATE,
+    "preupload": PREUPLOAD,
+    "batch": BATCH,
+    "put": PUT,
+    "verify": VERIFY,
+    "commit": COMMIT,
+}
+AFTER_COMMIT = {"tree": TREE, "download": DOWNLOAD}
+EMPTY = {".gitattributes"}
+
+
+@pytest.fixture(scope="module")
+def prepared(saved, tmp_path_factory):
+    """A checked directory with its card, made once: what is tested here begins with the upload."""
+    directory = tmp_path_factory.mktemp("prepared") / "tiny"
+    shutil.copytree(saved / "image", directory)
+    publish(directory, "me/tiny", dry_run=True, console=Console(quiet=True))
+    return directory
+
+
+@pytest.fixture
+def send(hub, online, prepared, monkeypatch):
+    """Publish that directory to the stand-in, without the checks that the fixture has made."""
+    monkeypatch.setattr(upload, "find_problems", lambda directory: [])
+    monkeypatch.setattr(upload, "write_card", lambda directory, repo_id: None)
+
+    def send(repo_id="me/tiny", *, token=WRITE, console=None, **options):
+        console = console or Console(quiet=True)
+        return publish(prepared, repo_id, token=token, endpoint=hub.url, console=console, **options)
+
+    return send
+
+
+def files_of(directory) -> dict[str, bytes]:
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*")}
+
+
+def assert_whole(hub: Hub, prepared, commits: int = 2) -> None:
+    repository = hub.repositories["me/tiny"]
+    files = repository.files()
+    files.pop(".gitattributes")
+    assert files == files_of(prepared)
+    assert len(repository.messages) == commits
+
+
+def assert_untouched(hub: Hub) -> None:
+    assert all(repository.files().keys() == EMPTY for repository in hub.repositories.values())
+
+
+# ---------------------------------------------------------------------------------------------------------- all well
+
+
+def test_a_directory_arrives_in_one_commit_and_the_link_is_told(send, hub, prepared):
+    console = Console(record=True, width=100)
+    done = send(console=console)
+    assert_whole(hub, prepared)
+    said = console.export_text()
+    assert done.url == f"{hub.url}/me/tiny" and done.url in said
+    assert done.commit == hub.repositories["me/tiny"].refs["main"]
+    assert "model.safetensors" in said and "weights" in said and "kB" in said
+
+
+def test_large_files_go_in_parts(online, send, hub, prepared):
+    hub.part_size = 3000
+    send()
+    assert hub.count("PUT", "/part/") >= 4
+    assert_whole(hub, prepared)
+
+
+def test_publishing_the_same_again_commits_nothing_and_sends_no_weights(send, hub, prepared):
+    first, sent = send(), hub.count("PUT", "")
+    assert send().commit == first.commit
+    assert_whole(hub, prepared)
+    assert hub.count("PUT", "") == sent
+
+
+def test_a_dry_run_asks_the_hub_nothing(send, hub):
+    done = send(dry_run=True)
+    assert done.commit is None and "model.safetensors" in done.files
+    assert hub.requests == []
+
+
+def test_a_revision_is_a_branch_and_main_stays_as_it_was(send, hub, prepared):
+    assert send(revision="v1").url == f"{hub.url}/me/tiny/tree/v1"
+    repository = hub.repositories["me/tiny"]
+    assert files_of(prepared).items() <= repository.files("v1").items()
+    assert_untouched(hub)
+    send(revision="v1")
+    assert len(repository.messages) == 2
+
+
+def test_a_pull_request_is_opened_and_main_stays_as_it_was(send, hub, prepared):
+    assert send(create_pr=True).url == f"{hub.url}/me/tiny/discussions/1"
+    assert files_of(prepared).items() <= hub.repositories["me/tiny"].files("refs/pr/1").items()
+    assert_untouched(hub)
+
+
+def test_a_pull_request_against_a_branch_is_refused(send):
+    with pytest.raises(PublishError, match="not both"):
+        send(create_pr=True, revision="v1")
+
+
+def test_a_new_repository_is_private_if_asked_for(send, hub):
+    send(private=True)
+    assert hub.repositories["me/tiny"].private
+
+
+def test_nothing_private_goes_to_a_public_repository(send, hub):
+    HfApi(endpoint=hub.url, token=WRITE).create_repo("me/tiny", private=False)
+    with pytest.raises(PublishError, match="is there and public"):
+        send(private=True)
+    assert_untouched(hub)
+
+
+# ------------------------------------------------------------------------------------------------ faults that pass by
+
+PASSING = [
+    *[pytest.param("status", stage, {"status": 500}, id=f"500 {name}") for name, stage in BEFORE_COMMIT.items()],
+    *[pytest.param("status", stage, {"status": 503}, id=f"503 {name}") for name, stage in AFTER_COMMIT.items()],
+    *[pytest.param("drop", stage, {"received": 100}, id=f"drop {name}") for name, stage in BEFORE_COMMIT.items()],
+    *[pytest.param("drop", stage, {}, id=f"drop {name}") for name, stage in AFTER_COMMIT.items()],
+    *[pytest.param("lost", stage, {}, id=f"lost {name}") for name, stage in BEFORE_COMMIT.items()],
+    pytest.param("status", COMMIT, {"status": 429}, id="429 commit"),
+    pytest.param("status", PUT, {"status": 429}, id="429 put"),
+]
+
+
+@pytest.mark.parametrize(("kind", "stage", "options"), PASSING)
+def test_what_fails_twice_and_passes_ends_well_in_one_commit(send, hub, prepared, kind, stage, options):
+    hub.fail(kind, *stage, times=2, **options)
+    send()
+    # A commit whose answer is lost is made; asked for it again, the client finds nothing left to do.
+    assert hub.faults[0].times == (1 if (kind, stage) == ("lost", COMMIT) else 0)
+    assert_whole(hub, prepared)
+
+
+def test_a_busy_hub_is_given_the_time_it_asks_for(send, hub, prepared, waits):
+    hub.fail("status", *PREUPLOAD, status=429, headers={"Retry-After": "17"})
+    send()
+    assert max(waits) >= 17
+    assert_whole(hub, prepared)
+
+
+@pytest.mark.parametrize("stage", [INFO, PREUPLOAD, PUT, COMMIT, DOWNLOAD], ids=lambda stage: stage[1])
+def test_a_hub_that_does_not_answer_is_asked_again(send, hub, prepared, monkeypatch, stage):
+    monkeypatch.setattr(upload, "PATIENCE", 0.3)
+    hub.fail("slow", *stage, seconds=0.8)
+    send()
+    assert_whole(hub, prepared)
+
+
+# ------------------------------------------------------------------------------------------------ faults that remain
+
+
+@pytest.mark.parametrize(("kind", "options"), [("status", {"status": 500}), ("drop", {"received": 100})])
+@pytest.mark.parametrize("stage", BEFORE_COMMIT.values(), ids=BEFORE_COMMIT)
+def test_what_keeps_failing_ends_in_one_line_and_an_untouched_repository(send, hub, prepared, stage, kind, options):
+    hub.fail(kind, *stage, times=10**6, **options)
+    with pytest.raises(PublishError) as error:
+        send()
+    assert "\n" not in str(error.value) and "run the same again" in str(error.value)
+    assert "nothing was committed" in str(error.value)
+    assert_untouched(hub)
+    hub.faults.clear()
+    send()
+    assert_whole(hub, prepared)
+
+
+@pytest.mark.parametrize("stage", AFTER_COMMIT.values(), ids=AFTER_COMMIT)
+def test_what_cannot_be_verified_is_whole_and_the_next_run_verifies_it(send, hub, prepared, stage):
+    hub.fail("status", *stage, times=10**6, status=500)
+    with pytest.raises(PublishError, match=f"committed to {hub.url}/me/tiny, but not verified; run the same again"):
+        send()
+    hub.faults.clear()
+    send()
+    assert_whole(hub, prepared)
+
+
+def test_an_interrupted_upload_goes_on_where_it_was(send, hub, prepared):
+    hub.fail("status", *COMMIT, times=10**6, status=500)
+    with pytest.raises(PublishError):
+        send()
+    sent = hub.count("PUT", "")
+    hub.faults.clear()
+    send()
+    assert sent == len(hub.objects) and hub.count("PUT", "") == sent
+    assert_whole(hub, prepared)
+
+
+def test_ctrl_c_in_the_upload_leaves_the_repository_as_it_was(send, hub, prepared, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub._commit_api._upload_lfs_files", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            send()
+    assert_untouched(hub)
+    send()
+    assert_whole(hub, prepared)
+
+
+def test_what_somebody_else_commits_meanwhile_is_kept(send, hub, prepared):
+    api = HfApi(endpoint=hub.url, token=WRITE)
+    api.create_repo("me/tiny")
+    retried = upload._retried
+
+    def meanwhile(action, may_retry=None):
+        if may_retry is not None:  # it is the commit's turn
+            api.upload_file(path_or_fileobj=b"theirs", path_in_repo="theirs.txt", repo_id="me/tiny")
+        return retried(action, may_retry)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upload, "_retried", meanwhile)
+        with pytest.raises(PublishError, match=r"412.*run the same again"):
+            send()
+    send()
+    files = hub.repositories["me/tiny"].files()
+    assert files["theirs.txt"] == b"theirs" and files_of(prepared).items() <= files.items()
+
+
+def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, prepared):
+    hub.fail("lost", *COMMIT, times=10**6)
+    commit = Repository.commit
+
+    def commit_and_go(self, ref, files, message):
+        if "config.json" in files:
+            hub.fail("drop", "GET", "", times=10**6)
+            hub.fail("drop", "POST", "", times=10**6)
+        return commit(self, ref, files, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Repository, "commit", commit_and_go)
+        with pytest.raises(PublishError, match="as it was, or has the whole commit"):
+            send()
+    hub.faults.clear()
+    send()
+    assert_whole(hub, prepared)
+
+
+def test_a_pull_request_whose_answer_was_lost_is_not_opened_twice(send, hub):
+    hub.fail("lost", *COMMIT, times=10**6)
+    with pytest.raises(PublishError, match="pull requests"):
+        send(create_pr=True)
+    assert [ref for ref in hub.repositories["me/tiny"].refs if ref != "main"] == ["refs/pr/1"]
+    assert_untouched(hub)
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "told"),
+    [
+        (False, "me/tiny", "401.*hf auth login"),
+        ("stand-in-expired", "me/tiny", "401.*hf auth login"),
+        (READ, "me/tiny", "403.*may not write"),
+        (WRITE, "others/tiny", "403.*may not write"),
+        (WRITE, "me/tiny/x", "Repo id"),
+    ],
+)
+def test_who_may_not_write_is_told_what_to_do_and_changes_nothing(send, hub, token, repo_id, told):
+    with pytest.raises(PublishError, match=told) as error:
+        send(repo_id, token=token)
+    assert "\n" not in str(error.value)
+    assert hub.repositories == {} and hub.count("PUT", "") == 0
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("stage", [PREUPLOAD, PUT, COMMIT], ids=lambda stage: stage[1])
+def test_a_token_that_is_refused_on_the_way_ends_in_one_line(send, hub, stage, status):
+    hub.fail("status", *stage, times=10**6, status=status)
+    with pytest.raises(PublishError, match=f"{status}") as error:
+        send()
+    assert "\n" not in str(error.value) and "nothing was committed" in str(error.value)
+    assert_untouched(hub)
+
+
+def test_a_card_that_the_hub_refuses_is_told_before_anything_is_sent(send, hub, prepared, monkeypatch, tmp_path):
+    refused = tmp_path / "refused"
+    shutil.copytree(prepared, refused)
+    card = (
+        (refused / "README.md").read_text().replace("pipeline_tag:", "base_model_relation: converted\npipeline_tag:")
+    )
+    (refused / "README.md").write_text(card)
+    with pytest.raises(PublishError, match=r"base_model_relation.*nothing was committed"):
+        publish(refused, "me/tiny", token=WRITE, endpoint=hub.url, console=Console(quiet=True))
+    assert_untouched(hub)
+    assert hub.count("PUT", "") == 0
+
+
+def test_a_file_that_arrives_changed_is_noticed(send, hub, monkeypatch):
+    keep = Repository.commit
+
+    def damaged(self, ref, files, message):
+        if "config.json" in files:
+            files = files | {"config.json": Blob(files["config.json"].content + b" ", False)}
+        return keep(self, ref, files, message)
+
+    monkeypatch.setattr(Repository, "commit", damaged)
+    with pytest.raises(PublishError, match=r"config\.json on the Hub is not what was sent"):
+        send()
+
+
+def test_no_network_is_one_line(prepared, send, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(PublishError, match="offline") as error:
+        send()
+    assert "\n" not in str(error.value) and hub.requests == []
+
+
+# ------------------------------------------------------------------------------------------------- other processes
+
+PUSH = """
+import json, sys
+from pathlib import Path
+import tiny
+from aft_hf.publishing import publish
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+
+work, cases = Path(sys.argv[1]), []
+for task, auto_class in (("text", AutoModelForCausalLM), ("image", AutoModelForImageClassification)):
+    model = tiny.build(task, "conv")
+    tiny.save(model, work / task)
+    model.push_to_hub(f"me/pushed-{task}", private=True)
+    tiny.companion(task).push_to_hub(f"me/pushed-{task}")
+    publish(work / task, f"me/published-{task}", private=True)
+    for name in (f"pushed-{task}", f"published-{task}"):
+        assert type(auto_class.from_pretrained(f"me/{name}")).__module__ == "aft_hf.modeling_aft"
+        cases.append(tiny.write_case(model, f"me/{name}", work / name, push=f"me/again-{name}"))
+(work / "cases.json").write_text(json.dumps(cases))
+"""
+
+
+def test_both_heads_are_pushed_and_load_from_the_hub_with_and_without_aft_hf(hub, tmp_path):
+    (tmp_path / "push.py").write_text(PUSH)
+    run(tmp_path / "push.py", tmp_path, env=environment(tmp_path / "cache", hub))
+    done = run(HERE / "without_aft_hf.py", tmp_path / "cases.json", env=environment(tmp_path / "elsewhere", hub))
+    names = [f"{how}-{task}" for how in ("pushed", "published") for task in ("text", "image")]
+    assert all(f"checked me/{name}" in done.stdout for name in names)
+    for name in names:
+        repository = hub.repositories[f"me/{name}"]
+        assert repository.private
+        again = hub.repositories[f"me/again-{name}"]
+        assert again.files()["modeling_aft.py"] == repository.files()["modeling_aft.py"]
+        assert again.files()["model.safetensors"] != repository.files()["model.safetensors"]  # it was trained
+        assert (
+            json.loads(again.files()["config.json"])["auto_map"]
+            == json.loads(repository.files()["config.json"])["auto_map"]
+        )
+
+
+def test_the_command_publishes_and_prints_the_link(hub, online, saved, tmp_path, monkeypatch):
+    shutil.copytree(saved / "text", tmp_path / "tiny")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"  # what HF_ENDPOINT sets when it is read
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("HF_TOKEN", WRITE)
+    app = typer.Typer()
+    app.command()(publish_command)
+    done = CliRunner().invoke(app, [str(tmp_path / "tiny"), "me/tiny", "--private"], catch_exceptions=False)
+    assert done.exit_code == 0 and f"{hub.url}/me/tiny" in done.output
+    repository = hub.repositories["me/tiny"]
+    assert repository.private and files_of(tmp_path / "tiny").items() <= repository.files().items()
+
+
+def test_the_script_ends_an_error_in_one_line(hub, tmp_path):
+    script = HERE.parents[1] / "scripts" / "publish.py"
+    done = run(script, tmp_path / "nowhere", "me/tiny", env=environment(tmp_path / "cache", hub), check=False)
+    assert done.returncode == 1 and hub.requests == []
+    assert done.stderr.strip().splitlines()[-1].startswith("publish.py: ") and "no such directory" in done.stderr
+    assert "Traceback" not in done.stderr

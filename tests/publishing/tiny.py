@@ -1,0 +1,101 @@
+"""Tiny models to publish, and what is to be got from them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+
+
+TEXT_TYPES = ("full", "local", "simple", "conv", "alibi")
+IMAGE_TYPES = ("full", "local", "simple", "conv")
+SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num_heads": 2, "position_bias_dim": 4}
+LABELS = {"id2label": {0: "cat", 1: "dog", 2: "bird"}, "label2id": {"cat": 0, "dog": 1, "bird": 2}}
+
+
+def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
+    """A random model whose position biases matter."""
+    torch.manual_seed(0)
+    sizes = SIZES if isinstance(aft_type, str) else SIZES | {"num_hidden_layers": len(aft_type)}
+    if task == "text":
+        model = AFTForCausalLM(
+            AFTConfig(
+                aft_type=aft_type,
+                max_position_embeddings=24,
+                local_window_size=4,
+                conv_kernel_size=4,
+                **sizes,
+            )
+        )
+    else:
+        model = AFTForImageClassification(
+            AFTConfig(
+                modality="image",
+                aft_type=aft_type,
+                image_size=16,
+                patch_size=4,
+                local_window_size=2,
+                conv_kernel_size=3,
+                **LABELS,
+                **sizes,
+            )
+        )
+    for name, parameter in model.named_parameters():
+        if "position_bias" in name or "kernel" in name or "lm_head" in name or "classifier" in name:
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+def companion(task: str):
+    """The tokenizer or image processor of the models."""
+    if task == "text":
+        return build_byte_tokenizer(model_max_length=24)
+    return ViTImageProcessorPil(size={"height": 16, "width": 16})
+
+
+def save(model: PreTrainedModel, directory: Path, **options) -> None:
+    """Model and tokenizer or image processor, as a user saves them."""
+    model.save_pretrained(directory, **options)
+    companion(model.config.modality).save_pretrained(directory)
+
+
+@torch.no_grad()
+def expected_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Inputs, logits and, of text, what follows greedily."""
+    generator = torch.Generator().manual_seed(1)
+    if model.config.modality == "image":
+        pixels = torch.randn(2, 3, 16, 16, generator=generator)
+        return {"inputs": pixels, "logits": model(pixel_values=pixels).logits}
+    tokens = torch.randint(0, 256, (2, 9), generator=generator)
+    generated = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    return {"inputs": tokens, "logits": model(input_ids=tokens).logits, "generated": generated}
+
+
+def write_case(model: PreTrainedModel, source: str | Path, directory: Path, push: str | None = None) -> dict:
+    """One entry of the list that `without_aft_hf.py` reads, with its file of expectations."""
+    directory.mkdir(parents=True)
+    save_file(expected_of(model), directory / "expected.safetensors")
+    return {
+        "source": str(source),
+        "task": model.config.modality,
+        "expected": str(directory / "expected.safetensors"),
+        "out": str(directory),
+        "push": push,
+    }
+
+
+def write_all_cases(directory: Path) -> Path:
+    """Every type of both tasks saved under `directory`, one in shards; the list for `without_aft_hf.py`."""
+    cases = []
+    for task, types in (("text", TEXT_TYPES), ("image", IMAGE_TYPES)):
+        for aft_type in types:
+            model, name = build(task, aft_type), f"aft-{task}-{aft_type}"
+            save(model, directory / name, **({"max_shard_size": "4KB"} if aft_type == "full" else {}))
+            cases.append(write_case(model, directory / name, directory / f"{name}-checked"))
+    path = directory / "cases.json"
+    path.write_text(json.dumps(cases))
+    return path

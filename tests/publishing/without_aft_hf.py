@@ -1,0 +1,153 @@
+"""What someone does who has transformers and torch, but not aft_hf: load a published model, use it, save it, again.
+
+    python without_aft_hf.py cases.json
+
+`cases.json` is a list of {"source": directory or repository, "task": "text" or "image", "expected": file, "out":
+directory, "push": repository or null}; `expected` is a safetensors file with `inputs`, `logits` and, of text,
+`generated`. The model is loaded by every Auto class that fits it, compared, run by `pipeline` and `generate`, trained
+for a step, saved to `out`/second, loaded from there, saved to `out`/third, and pushed to `push` and loaded from there.
+The logits after the step are written to `out`/logits.safetensors. Any difference ends in an error. Imports nothing but
+transformers and what it depends on.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+
+class Absent:
+    """Makes an installed package impossible to find, and so to import."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "aft_hf":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+
+sys.meta_path.insert(0, Absent())
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    pipeline,
+)
+
+
+TOLERANCE = 1e-6
+REMOTE = {"trust_remote_code": True}
+HAS_PILLOW = importlib.util.find_spec("PIL") is not None
+
+
+def main(cases: list[dict]) -> None:
+    for case in cases:
+        check = {"text": check_text, "image": check_image}[case["task"]]
+        check(case["source"], load_file(case["expected"]), Path(case["out"]), case.get("push"))
+        print("checked", case["source"], flush=True)
+    assert not any(name.split(".")[0] == "aft_hf" for name in sys.modules)
+    print("pipelines of images:", "run" if HAS_PILLOW else "not run, Pillow is not installed")
+
+
+def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: str | None) -> None:
+    inputs = {"input_ids": expected["inputs"]}
+    model = load(AutoModelForCausalLM, "AFTForCausalLM", source)
+    compare(source, model(**inputs).logits, expected["logits"])
+    check_backbone(source, model, inputs)
+    check_generation(source, model, expected)
+    written = pipeline("text-generation", model=source, **REMOTE)("Text", max_new_tokens=3, do_sample=False)
+    assert written[0]["generated_text"].startswith("Text"), written
+    tokenizer = AutoTokenizer.from_pretrained(source, **REMOTE)
+    assert tokenizer.decode(tokenizer("Ünicode")["input_ids"]) == "Ünicode"
+
+    logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
+    save_again(AutoModelForCausalLM, model, tokenizer, inputs, logits, out, push)
+
+
+def check_generation(source: str, model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    limit = expected["generated"].shape[1] - expected["inputs"].shape[1]
+    generated = model.generate(expected["inputs"], max_new_tokens=limit, do_sample=False)
+    assert torch.equal(generated, expected["generated"]), f"{source}: generates {generated}"
+
+
+def check_image(source: str, expected: dict[str, torch.Tensor], out: Path, push: str | None) -> None:
+    inputs = {"pixel_values": expected["inputs"]}
+    model = load(AutoModelForImageClassification, "AFTForImageClassification", source)
+    compare(source, model(**inputs).logits, expected["logits"])
+    check_backbone(source, model, inputs)
+    processor = None
+    if HAS_PILLOW:
+        from PIL import Image
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(source, **REMOTE)
+        picture = Image.new("RGB", (20, 30), "red")
+        answers = pipeline("image-classification", model=source, **REMOTE)(picture)
+        direct = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
+        named = {model.config.id2label[i]: score for i, score in enumerate(direct.tolist())}
+        assert all(abs(named[each["label"]] - each["score"]) < TOLERANCE for each in answers), (answers, named)
+
+    labels = torch.zeros(len(expected["inputs"]), dtype=torch.long)
+    logits = train_a_step(model, {**inputs, "labels": labels}, inputs)
+    save_again(AutoModelForImageClassification, model, processor, inputs, logits, out, push)
+
+
+def load(auto_class: type, name: str, source: str) -> torch.nn.Module:
+    """The model, after a look at where its class and its config come from."""
+    model = auto_class.from_pretrained(source, **REMOTE).eval()
+    config = AutoConfig.from_pretrained(source, **REMOTE)
+    assert type(model).__name__ == name and type(config).__name__ == "AFTConfig"
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    return model
+
+
+@torch.no_grad()
+def check_backbone(source: str, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    backbone = AutoModel.from_pretrained(source, **REMOTE).eval()
+    assert type(backbone).__name__ == "AFTModel", type(backbone)
+    compare(f"{source}, backbone", backbone(**inputs)[0], model.base_model(**inputs)[0])
+
+
+def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Tensor:
+    """One step of gradient descent; the logits after it."""
+    before = model(**inputs).logits
+    model.train()
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.eval().zero_grad()
+    with torch.no_grad():
+        after = model(**inputs).logits
+    assert (after - before).abs().max() > 1e-3, "the step changed nothing"
+    return after
+
+
+@torch.no_grad()
+def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Path, push: str | None) -> None:
+    """The second and third generation, as model and, from the third, as backbone alone; a fourth on the Hub."""
+    for generation in ("second", "third"):
+        directory = out / generation
+        model.save_pretrained(directory)
+        if processor is not None:
+            processor.save_pretrained(directory)
+        model = auto_class.from_pretrained(directory, **REMOTE).eval()
+        compare(f"{out.name}, {generation} generation", model(**inputs).logits, logits)
+    model.base_model.save_pretrained(out / "backbone")
+    backbone = AutoModel.from_pretrained(out / "backbone", **REMOTE).eval()
+    compare(f"{out.name}, backbone saved alone", backbone(**inputs)[0], model.base_model(**inputs)[0])
+    if push is not None:
+        model.push_to_hub(push)
+        pushed = auto_class.from_pretrained(push, **REMOTE).eval()
+        compare(push, pushed(**inputs).logits, logits)
+    save_file({"logits": logits.contiguous()}, out / "logits.safetensors")
+
+
+def compare(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (got - expected).abs().max().item()
+    assert difference <= TOLERANCE, f"{what}: differs by {difference}"
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
