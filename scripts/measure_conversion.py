@@ -116,7 +116,6 @@ def main(
         "random weights": ("random", []),
         "paper": ("paper", []),
         "attention": ("attention", []),
-        "paper, soft distillation": ("paper", soft),
         "attention, soft distillation": ("attention", soft),
         "attention, hard distillation": ("attention", hard),
     }
