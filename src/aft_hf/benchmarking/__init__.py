@@ -1,0 +1,1 @@
+"""Speed and memory of AFT models beside what they are compared with, in one run."""

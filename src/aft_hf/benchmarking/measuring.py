@@ -1,0 +1,67 @@
+"""How time and memory are measured: candidates in turns, and peaks in a process of their own."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was given to an accelerator; on a CPU everything is done already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_in_turns(
+    candidates: dict[str, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each call, the candidates taking turns (A B A B ...), so that what else the machine does hits all.
+
+    Args:
+        candidates: what to call, by name.
+        device: what they run on.
+        repeats: timed calls of each.
+        warmup: calls of each before that.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(warmup + repeats):
+        for name, call in candidates.items():
+            synchronize(device)
+            started = time.perf_counter()
+            call()
+            synchronize(device)
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], ours: str, peer: str) -> float:
+    """How many times faster `ours` is: the median over turns of the ratio within a turn, which noise moves least."""
+    return statistics.median(b / a for a, b in zip(seconds[ours], seconds[peer]))
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes in use at the peak of a call, beyond those before it. On a CPU this is about the whole process, so it has
+    to be one that does nothing else, and Linux.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = dict(_process_status())["VmRSS"]
+    call()
+    return dict(_process_status())["VmHWM"] - before
+
+
+def _process_status() -> Iterator[tuple[str, int]]:
+    """The memory lines of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.strip().endswith("kB"):
+            yield name, 1024 * int(value.split()[0])

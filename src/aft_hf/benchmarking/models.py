@@ -1,0 +1,116 @@
+"""What is measured: AFT models by the names of the paper, and their peers."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, ViTConfig, ViTForImageClassification
+
+from ..configuration_aft import AFTConfig
+from ..mixer_aft import AFTMixer
+from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
+
+
+WIDTHS = {"tiny": 192, "small": 384, "base": 768}  # of DeiT, with a head for each 64 features
+
+
+@dataclass(frozen=True)
+class VisionRow:
+    """A row of the paper's Tables 7 and 8: a size, a type with kernel and heads, and an image size in pixels."""
+
+    size: str
+    aft_type: str
+    kernel_size: int = 0
+    num_heads: int = 1
+    image_size: int = 224
+
+    @property
+    def name(self) -> str:
+        """As the paper writes it."""
+        kernel = f" {self.kernel_size}/{self.num_heads}" if self.aft_type == "conv" else ""
+        return f"AFT-{self.aft_type} {self.size}{kernel} at {self.image_size}"
+
+    def aft(self) -> PreTrainedModel:
+        """The AFT."""
+        sizes = {"hidden_size": WIDTHS[self.size], "num_hidden_layers": 12, "num_labels": 1000}
+        sizes["position_bias_dim"] = 128  # of the paper's AFT-full
+        if self.aft_type == "conv":
+            sizes |= {"conv_kernel_size": self.kernel_size, "num_heads": self.num_heads}
+        config = AFTConfig(modality="image", aft_type=self.aft_type, image_size=self.image_size, **sizes)
+        return AFTForImageClassification(config)
+
+    def vit(self) -> PreTrainedModel:
+        """The ViT (a DeiT without distillation token) of the same depth, width and heads."""
+        width = WIDTHS[self.size]
+        config = ViTConfig(
+            hidden_size=width,
+            num_attention_heads=width // 64,
+            intermediate_size=4 * width,
+            image_size=self.image_size,
+            num_labels=1000,
+            attn_implementation="sdpa",
+        )
+        return ViTForImageClassification(config)
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A language model of bytes: L = 24, d = 256, as the paper's best one."""
+
+    aft_type: str
+    num_layers: int = 24
+    width: int = 256
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"AFT-{self.aft_type}{'-32' if self.aft_type == 'local' else ''} L{self.num_layers} d{self.width}"
+
+    def aft(self, length: int) -> PreTrainedModel:
+        """The AFT for texts of `length` tokens."""
+        config = AFTConfig(
+            aft_type=self.aft_type,
+            hidden_size=self.width,
+            num_hidden_layers=self.num_layers,
+            num_heads=8 if self.aft_type in ("alibi", "conv") else 1,
+            conv_kernel_size=32,
+            max_position_embeddings=length,
+        )
+        return AFTForCausalLM(config)
+
+    def gpt2(self, length: int) -> PreTrainedModel:
+        """The GPT-2 of the same depth and width, four heads as the paper's Transformer."""
+        config = GPT2Config(
+            vocab_size=256,
+            n_positions=length,
+            n_embd=self.width,
+            n_layer=self.num_layers,
+            n_head=self.width // 64,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="sdpa",
+        )
+        return GPT2LMHeadModel(config)
+
+
+class ProductMixer(nn.Module):
+    """A mixer that mixes nothing: act(Q) K V, projected. What is left is the floor of any mixer's time."""
+
+    def __init__(self, mixer: AFTMixer):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj
+        self.query_activation, self.state_window = mixer.query_activation, 0
+
+    def forward(self, query: torch.Tensor, **_: object) -> torch.Tensor:
+        key, value = self.k_proj(query), self.v_proj(query)
+        features = (key.unsqueeze(-1) * value.unflatten(-1, (key.shape[-1], -1))).flatten(-2)
+        return self.o_proj(self.query_activation(self.q_proj(query)) * features)
+
+
+def without_mixing(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of an AFT with `ProductMixer` in every block."""
+    model = copy.deepcopy(model)
+    for layer in model.aft.layers:
+        layer.mixer = ProductMixer(layer.mixer)
+    return model
