@@ -8,13 +8,9 @@
 
 import sys
 
-import typer
-
-from aft_hf.training.command import evaluate_command
+from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(evaluate_command)
-    except (ValueError, OSError) as error:
-        sys.exit(f"evaluate_model.py: {' '.join(str(error).split())}")
+    sys.argv.insert(1, "evaluate")
+    main()

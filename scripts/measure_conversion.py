@@ -79,6 +79,14 @@ def new_aft(like: Path, out: Path) -> None:
     AutoImageProcessor.from_pretrained(like).save_pretrained(out)
 
 
+def keep_to_options(path: Path, options: list[object]) -> None:
+    """Refuse to go on with what was begun with other options."""
+    if path.exists() and json.loads(path.read_text()) != options:
+        raise ValueError(f"{path.parent} was begun with {path.read_text().strip()}; give another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(options) + "\n")
+
+
 def accuracies(out: Path) -> dict[int, float]:
     """Accuracy after each epoch, 0 before the first, as Trainer recorded it."""
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
@@ -93,6 +101,7 @@ def main(
     images: Annotated[int, typer.Option(help="Training images of the AFT-convs.")] = 10_000,
 ) -> None:
     """Train a ViT, convert it in every way, fine-tune, and print the table."""
+    keep_to_options(out / "options.json", [train.name, validation.name, source_epochs, images])
     everything = ["--train", train, "--validation", validation]
     part = [*everything, "--max_train_samples", images, "--num_train_epochs", EPOCHS]
     part += ["--learning_rate", 1e-3, "--position_bias_scale", 20]
@@ -134,4 +143,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except ValueError as error:
+        sys.exit(f"measure_conversion.py: {error}")

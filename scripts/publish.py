@@ -5,13 +5,9 @@ python scripts/publish.py outputs/quickstart/aft-conv name/aft-conv-digits --dry
 
 import sys
 
-import typer
-
-from aft_hf.publishing.command import publish_command
+from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(publish_command)
-    except (ValueError, OSError) as error:
-        sys.exit(f"publish.py: {' '.join(str(error).split())}")
+    sys.argv.insert(1, "publish")
+    main()

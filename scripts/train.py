@@ -10,13 +10,9 @@ finished, and the exit code is 128 + the signal's number (143, 130).
 
 import sys
 
-import typer
-
-from aft_hf.training.command import train_command
+from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(train_command)
-    except (ValueError, OSError) as error:
-        sys.exit(f"train.py: {' '.join(str(error).split())}")
+    sys.argv.insert(1, "train")
+    main()

@@ -85,6 +85,7 @@ def convert(
     for line in (
         report.summary(),
         f"{len(report.with_status('copied'))} copied tensors verified bit for bit",
+        f"image processor (size, mean, deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -111,6 +112,9 @@ def main() -> None:
     """Run the command line; what a user can cause ends in one line, not in a traceback."""
     try:
         app()
+    except ModuleNotFoundError as error:
+        print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"aft-hf: {message}", file=sys.stderr)

@@ -341,3 +341,14 @@ def test_pictures_batches_and_single_images_are_the_same_images(deit):
 def test_what_cannot_be_fitted_is_refused(deit, options, message):
     with pytest.raises(ValueError, match=message):
         convert_deit(deit, **{"kernel_size": 3, "num_heads": 4} | options, **TIMM)
+
+
+def test_a_head_that_looks_at_one_patch_alone_keeps_its_peak():
+    """Nothing is left outside the window, so the constant has no end; the order of the kernel must not be lost."""
+    rows, columns = torch.arange(64) // 8, torch.arange(64) % 8
+    distance = (rows[:, None] - rows) ** 2 + (columns[:, None] - columns) ** 2
+    attention = torch.softmax(-6.0 * distance.double(), -1)[None]
+    bias = conv_bias(attention, (8, 8), 3)[0]
+    assert bias.max() == bias[1, 1] == LARGEST_BIAS
+    torch.testing.assert_close(bias[1, 1] - bias[0, 1], torch.tensor(6.0, dtype=torch.float64), rtol=0.05, atol=0)
+    torch.testing.assert_close(bias[1, 1] - bias[0, 0], torch.tensor(12.0, dtype=torch.float64), rtol=0.05, atol=0)

@@ -46,3 +46,10 @@ def test_images_become_rgb(tmp_path):
     Image.new("L", (4, 4), 7).save(tmp_path / "grey.png")
     (image,) = read_images(tmp_path, 5)
     assert image.mode == "RGB"
+
+
+def test_documents_beside_the_images_are_left_alone(tmp_path, pictures):
+    (tmp_path / "notes.pdf").write_text("no image")
+    (tmp_path / "figure.eps").write_text("no image")
+    pictures[0].save(tmp_path / "picture.png")
+    assert len(list(read_images(tmp_path, 100))) == 1

@@ -61,7 +61,7 @@ def test_the_report_refuses_rows_that_nobody_takes(tmp_path):
 def test_a_saved_report_says_with_what_and_how_it_was_made(deit3, tmp_path):
     _, report = save_converted(deit3, tmp_path / "aft", aft_type="simple", image_size=48, **TIMM)
     written = json.loads((tmp_path / "aft" / REPORT_NAME).read_text())
-    assert written["source"] == str(deit3)
+    assert written["source"] == deit3.name  # where it lay here is nobody's business
     assert written["options"]["aft_type"] == "simple" and written["options"]["init"] == "paper"
     assert {"aft_hf", "torch", "transformers"} <= written["versions"].keys()
     records = {record["target"]: record for record in written["tensors"] if record["target"]}
@@ -186,15 +186,40 @@ def test_the_margin_that_is_cropped_grows_with_the_image(deit3, tmp_path):
     assert (processor.crop_size["height"], processor.crop_size["width"]) == (48, 48)
 
 
+def test_an_earlier_conversion_is_not_replaced_where_something_else_lies_with_it(vit, tmp_path):
+    save_converted(vit, tmp_path / "out", **OPTIONS)
+    (tmp_path / "out" / "checkpoint-500").mkdir()
+    with pytest.raises(ConversionError, match="holds checkpoint-500, too, which would be lost"):
+        save_converted(vit, tmp_path / "out", overwrite=True, **OPTIONS)
+    assert (tmp_path / "out" / "checkpoint-500").is_dir()
+
+
+@pytest.mark.parametrize("change", [{"status": "whatever"}, {"status": "dropped"}, {"target": None}], ids=str)
+def test_a_report_whose_copies_are_none_verifies_nothing(vit, tmp_path, change):
+    save_converted(vit, tmp_path / "out", **OPTIONS)
+    path = tmp_path / "out" / REPORT_NAME
+    content = json.loads(path.read_text())
+    next(record for record in content["tensors"] if record["status"] == "copied").update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match="which it cannot have"):
+        verify_conversion(vit, tmp_path / "out")
+
+
+def test_an_image_processor_that_is_assumed_is_said_to_be(vit, tmp_path):
+    assert convert_deit(vit, **OPTIONS)[1].options["image_processor"] == "of the source"
+    (vit / "preprocessor_config.json").unlink()
+    assert convert_deit(vit, **OPTIONS)[1].options["image_processor"].startswith("assumed")
+
+
 def test_an_earlier_conversion_is_replaced_when_told_to(vit, tmp_path):
     target = tmp_path / "aft"
     save_converted(vit, target, **OPTIONS)
-    (target / "stale.txt").write_text("old")
+    (target / "model-00001-of-00002.safetensors").write_text("of an earlier one, in two files")
     with pytest.raises(ConversionError, match="not empty"):
         save_converted(vit, target, **OPTIONS)
     save_converted(vit, target, overwrite=True, kernel_size=5, num_heads=4)
     assert AutoModelForImageClassification.from_pretrained(target).config.conv_kernel_size == 5
-    assert not (target / "stale.txt").exists()
+    assert not (target / "model-00001-of-00002.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aft", "vit"]
 
 

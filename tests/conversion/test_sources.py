@@ -306,3 +306,10 @@ def test_the_image_processor_of_the_original_deit_crops_224_out_of_256(tmp_path)
     assert processor.resample == Image.Resampling.BICUBIC
     np.testing.assert_allclose(processor.image_mean, [0.485, 0.456, 0.406])
     np.testing.assert_allclose(processor.image_std, [0.229, 0.224, 0.225])
+
+
+def test_a_deit_of_transformers_without_a_processor_is_taken_to_see_what_deits_see(tmp_path):
+    save_deit(tmp_path / "deit")
+    processor = read_source(tmp_path / "deit").image_processor
+    assert list(processor.image_mean) == [0.485, 0.456, 0.406] and list(processor.image_std) == [0.229, 0.224, 0.225]
+    assert dict(processor.crop_size) == {"height": 32, "width": 32} and processor.size["shortest_edge"] == 36

@@ -92,6 +92,19 @@ def test_large_files_go_in_parts(online, send, hub, prepared):
     assert_whole(hub, prepared)
 
 
+def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, hub, prepared):
+    send()
+    repository = hub.repositories["me/tiny"]
+    api = HfApi(endpoint=hub.url, token=WRITE)
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
+        api.upload_file(path_or_fileobj=b"old", path_in_repo=name, repo_id="me/tiny")
+    (prepared / "config.json").write_text((prepared / "config.json").read_text() + "\n")  # something new to commit
+    send()
+    there = repository.files()
+    assert "model-00001-of-00002.safetensors" not in there and "model.safetensors.index.json" not in there
+    assert "model.safetensors" in there and "notes.txt" in there  # what else somebody keeps there is theirs
+
+
 def test_publishing_the_same_again_commits_nothing_and_sends_no_weights(send, hub, prepared):
     first, sent = send(), hub.count("PUT", "")
     assert send().commit == first.commit
@@ -390,5 +403,5 @@ def test_the_script_ends_an_error_in_one_line(hub, tmp_path):
     script = HERE.parents[1] / "scripts" / "publish.py"
     done = run(script, tmp_path / "nowhere", "me/tiny", env=environment(tmp_path / "cache", hub), check=False)
     assert done.returncode == 1 and hub.requests == []
-    assert done.stderr.strip().splitlines()[-1].startswith("publish.py: ") and "no such directory" in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("aft-hf: ") and "no such directory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -40,5 +40,5 @@ def test_print_config_prints_the_resolved_recipe_and_trains_nothing(tmp_path):
 def test_a_wrong_key_ends_in_one_line(tmp_path):
     result = train(RECIPE, "optimizer.learning_rat=1")
     assert result.returncode == 1 and result.stdout == ""
-    message = "train.py: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?\n"
+    message = "aft-hf: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?\n"
     assert result.stderr == message

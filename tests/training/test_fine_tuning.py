@@ -148,6 +148,19 @@ def test_a_teacher_that_numbers_the_classes_otherwise_is_refused(tmp_path):
 # Augmentation and evaluation
 
 
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        (lambda: vit(8, num_labels=CLASSES).base_model, "ViTModel, which has no classifier"),
+        (lambda: vit(8, num_labels=CLASSES + 1), "knows 4 classes, the model 3"),
+    ],
+    ids=["backbone", "other classes"],
+)
+def test_a_teacher_that_cannot_teach_is_refused_at_once(tmp_path, teacher, message):
+    with pytest.raises(ValueError, match=message):
+        tuner(classifier(), tmp_path, teacher=teacher())
+
+
 def test_images_are_augmented_in_training_and_not_in_evaluation(tmp_path):
     seen = []
 

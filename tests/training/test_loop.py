@@ -205,3 +205,35 @@ def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):
 def test_data_that_fill_no_batch_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="has 336 samples, fewer than global_batch_size=400"):
         run(bytes_recipe(tmp_path, global_batch_size=400))
+
+
+def test_a_run_goes_on_with_another_number_of_micro_batches(tmp_path):
+    values = bytes_recipe(tmp_path, steps=8, save_every=1, micro_batch_size=8)
+    values["model"] = values["model"] | {"hidden_dropout_prob": 0.0}
+    whole = losses(run(values | {"output_dir": str(tmp_path / "whole")}))
+    run(values | {"steps": 3})
+    resumed = losses(run(values | {"micro_batch_size": 2}))
+    assert resumed == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_damaged_newest_checkpoint_does_not_outlive_those_that_come_after_it(tmp_path):
+    values = bytes_recipe(tmp_path, steps=6, save_every=2, keep_checkpoints=1)
+    run(values)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (newest,) = checkpoints.glob("step-*")
+    with next(newest.glob("*.safetensors")).open("ab") as file:
+        file.write(b"x")
+    run(values | {"steps": 4})
+    assert [path.name for path in checkpoints.glob("step-*")] == ["step-000000004"]
+
+
+def test_other_data_are_another_run(tmp_path):
+    values = bytes_recipe(tmp_path, steps=3)
+    run(values)
+    other = tmp_path / "other"
+    other.write_bytes((tmp_path / "text").read_bytes()[::-1])
+    with pytest.raises(ValueError, match="other training data"):
+        run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
+    moved = tmp_path / "moved"
+    (tmp_path / "text").rename(moved)
+    run(values | {"data": values["data"] | {"train": str(moved)}, "steps": 6})

@@ -103,6 +103,8 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
     bias = _log(window)
     inside = window_counts > 0
     constant = _log(mass / pairs) if pairs else bias[:, inside].mean(-1)
+    # Where nothing is left outside, the constant has no end: the largest w is then what there is room for.
+    constant = constant.maximum(bias[:, inside].amax(-1) - LARGEST_BIAS)
     return (bias - constant[:, None, None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
 
 

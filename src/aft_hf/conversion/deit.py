@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,7 +120,9 @@ def convert_deit(
         target[name].copy_(copy.of(source.tensors))
     fitted = {} if images is None else fit_position_biases(model, source, images)
 
-    report = ConversionReport(source.name, {**options, "init": init, **_reading(source)}, _versions())
+    # It is published with the model: where the source lay is of no use elsewhere.
+    name = Path(source.name).name if Path(source.name).exists() else source.name
+    report = ConversionReport(name, {**options, "init": init, **_reading(source)}, _versions())
     report.records += _target_records(target, copies, fitted)
     report.records += _source_records(source, {name for names in counterparts.values() for name in names})
     report.check(source.tensors, target)
@@ -221,7 +224,12 @@ def _source_records(source: VisionTransformerSource, copied: Collection[str]) ->
 def _reading(source: VisionTransformerSource) -> dict[str, Any]:
     """As what the source was read, given or not."""
     config = source.config
-    return {"source_image_size": config.image_size, "source_num_heads": config.num_attention_heads}
+    processor = "of the source" if source.own_image_processor else "assumed: the source has none"
+    return {
+        "source_image_size": config.image_size,
+        "source_num_heads": config.num_attention_heads,
+        "image_processor": processor,
+    }
 
 
 def _versions() -> dict[str, str]:

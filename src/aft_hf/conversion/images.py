@@ -12,6 +12,8 @@ from .errors import ConversionError, first_line
 
 
 BATCH_SIZE = 8
+# Pictures, and not all that Pillow can open: documents are not meant, and some of them start other programs.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
@@ -55,8 +57,7 @@ def pixel_batches(
 
 
 def _image_files(path: Path) -> list[Path]:
-    suffixes = Image.registered_extensions()
-    return [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes] if path.is_dir() else [path]
+    return [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES] if path.is_dir() else [path]
 
 
 def _parquet_images(path: Path, files: list[Path]) -> Any:

@@ -79,6 +79,13 @@ class ConversionReport:
         )
         expected = {(name, row) for name, tensor in source.items() for row in range(_length(tensor))}
         wrong = {name for name, row in rows.keys() ^ expected} | {name for (name, _), n in rows.items() if n != 1}
+        in_target = {"copied", "fitted", "new"}
+        for record in self.records:
+            if record.status not in STATUSES or (record.target is not None) != (record.status in in_target):
+                raise ConversionError(
+                    f"{self.source}: {record.target or record.sources} has the status {record.status!r}, "
+                    "which it cannot have"
+                )
         targets = Counter(record.target for record in self.records if record.target is not None)
         wrong |= targets.keys() ^ set(target) | {name for name, n in targets.items() if n != 1}
         if wrong:

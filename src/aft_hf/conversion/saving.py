@@ -19,6 +19,11 @@ from .source import read_source
 from .verification import verify_conversion
 
 
+# What a conversion writes, and what publishing adds: all that may be in a directory that is overwritten.
+WRITTEN = (REPORT_NAME, "config.json", "*.safetensors", "*.safetensors.index.json", "preprocessor_config.json")
+WRITTEN += ("*_aft.py", "README.md", "position_biases.png")
+
+
 def save_converted(
     source: str | os.PathLike,
     directory: str | os.PathLike,
@@ -54,7 +59,12 @@ def save_converted(
             verify_conversion(source, finished)
             if directory.exists():
                 directory.rename(replaced)
-            finished.rename(directory)
+            try:
+                finished.rename(directory)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(directory)
+                raise
     except (OSError, SafetensorError) as error:
         raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
     return model, report
@@ -86,3 +96,6 @@ def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -
             raise ConversionError(
                 f"{directory}: only an earlier conversion is overwritten, and there is no {REPORT_NAME} in it"
             )
+        others = [path.name for path in directory.iterdir() if not any(path.match(name) for name in WRITTEN)]
+        if others:
+            raise ConversionError(f"{directory}: holds {others[0]}, too, which would be lost; give another directory")

@@ -44,7 +44,7 @@ MODEL_CLASSES = {
 }
 
 # What libraries raise for a config or a processor that is damaged, or JSON of another shape.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class VisionTransformerSource:
         tensors: by their names in its files.
         derivations: how each tensor of the network is made of these, by its canonical name.
         image_processor: the checkpoint's own, or the usual one of its dialect.
+        own_image_processor: whether it is the checkpoint's own.
     """
 
     name: str
@@ -64,6 +65,7 @@ class VisionTransformerSource:
     tensors: dict[str, torch.Tensor]
     derivations: dict[str, Derivation]
     image_processor: BaseImageProcessor
+    own_image_processor: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,11 +162,14 @@ def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransforme
         )
     try:
         config = CONFIG_CLASSES[model_type].from_dict(dict(config))
+        size = pair(config.image_size)
+        grid_of(config)  # patches of no size, or a size that is none
     except UNREADABLE as error:
         raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
-    processor = _read_image_processor(name) or vit_image_processor(pair(config.image_size))
-    tensors = read_tensors(name)
-    return VisionTransformerSource(name, config, tensors, transformers_derivations(config, tensors), processor)
+    tensors, own = read_tensors(name), _read_image_processor(name)
+    usual = timm_image_processor(name, {}, size) if model_type == "deit" else vit_image_processor(size)
+    derivations = transformers_derivations(config, tensors)
+    return VisionTransformerSource(name, config, tensors, derivations, own or usual, own is not None)
 
 
 def _read_timm(
@@ -181,7 +186,8 @@ def _read_timm(
         raise
     except UNREADABLE as error:
         raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
-    return VisionTransformerSource(name, config, tensors, timm_derivations(config, tensors), processor)
+    derivations = timm_derivations(config, tensors)
+    return VisionTransformerSource(name, config, tensors, derivations, processor, bool(pretrained_cfg))
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:

@@ -19,6 +19,7 @@ from ..configuration_aft import AFTConfig, pair
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 from .card import card_problems
 from .errors import first_line
+from .facts import RESULTS, read_json
 
 
 CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
@@ -34,7 +35,7 @@ ARCHITECTURES = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTF
 # What training leaves behind and nobody loads: it stays where it is. Hidden files too, but for Git's own.
 LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
-LEFT_OUT += ["events.out.tfevents.*", "*.tmp", "*.pyc"]
+LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -54,6 +55,7 @@ SECRETS = {
 ROOTS = "home|root|Users|tmp|mnt|media|var|opt|srv|work|workspace|data|scratch|private|content|kaggle"
 ABSOLUTE_PATHS = (
     r"[\"'](/[\w.@+-]+(?:/[\w.@+-]*)+)[\"']",
+    r"(?m)^[\s-]*[\w.-]+:\s+(/[\w.@+-]+(?:/[\w.@+-]+)+)\s*$",
     rf"(?<![\w:/.\-}}])(/(?:{ROOTS})/[\w.@+-][\w.@+/-]*)",
     r"(?<![\w])([A-Za-z]:(?:\\\\?|/)(?:Users|Windows|[\w.-]+(?:\\\\?|/))[\w.\\/-]*)",
     r"(file://[^\s\"'<>]+)",
@@ -224,6 +226,8 @@ def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
 def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
     """Tokenizer and image processor, without which `pipeline` does not know what to do."""
     is_text = model.config.modality == "text"
+    if is_text and (read_json(directory / RESULTS) or {}).get("recipe", {}).get("task") == "pixels":
+        return  # sub-pixels are numbers already: there is no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
     if not (directory / file).is_file():

@@ -78,7 +78,7 @@ def read_facts(directory: Path) -> Facts:
     Raises:
         PublishError: config.json is not that of an AFT, or another file is not JSON.
     """
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     if raw is None:
         raise PublishError(f"{directory / 'config.json'}: no such file")
     try:
@@ -93,7 +93,7 @@ def read_facts(directory: Path) -> Facts:
     return facts
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
@@ -148,7 +148,7 @@ def _is_result(name: str) -> bool:
 
 def _read_results(directory: Path, facts: Facts) -> None:
     """results.json of `aft_hf.training`: metrics, recipe, versions and what else it measured."""
-    content = _read_json(directory / RESULTS)
+    content = read_json(directory / RESULTS)
     if content is None:
         return
     for name, value in _flat(content.get("metrics")):
@@ -189,7 +189,7 @@ def _read_results(directory: Path, facts: Facts) -> None:
 
 def _read_trainer(directory: Path, facts: Facts) -> None:
     """What transformers' Trainer writes: all_results.json and trainer_state.json."""
-    for name, value in _flat(_read_json(directory / TRAINER_RESULTS)):
+    for name, value in _flat(read_json(directory / TRAINER_RESULTS)):
         split, metric = _split_of(name)
         if not _is_number(value):
             continue
@@ -199,7 +199,7 @@ def _read_trainer(directory: Path, facts: Facts) -> None:
             facts.cost.append(Fact(name, value, TRAINER_RESULTS))
         else:
             facts.training.append(Fact(name, value, TRAINER_RESULTS))
-    state = _read_json(directory / TRAINER_STATE) or {}
+    state = read_json(directory / TRAINER_STATE) or {}
     for name in ("global_step", "train_batch_size", "best_metric"):
         if _is_number(state.get(name)):
             facts.training.append(Fact(name, state[name], TRAINER_STATE))
@@ -209,7 +209,7 @@ def _read_trainer(directory: Path, facts: Facts) -> None:
 
 
 def _read_conversion(directory: Path, facts: Facts) -> None:
-    content = _read_json(directory / CONVERSION)
+    content = read_json(directory / CONVERSION)
     if content is None:
         return
     source = str(content.get("source", "another model"))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx2  # what huggingface_hub talks with: connections fail with its errors
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, get_session, snapshot_download
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelInfo,
+    get_session,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -29,6 +38,7 @@ from .checks import CODE, files_to_upload, find_problems
 from .errors import PublishError, first_line
 
 
+WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 ATTEMPTS, WAIT = 4, 2.0  # what fails in passing is tried again after 2, 4, 8 seconds
 PATIENCE = 300.0  # seconds without a byte after which a connection counts as broken
 Result = TypeVar("Result")
@@ -112,11 +122,13 @@ def _send(
     """Make the repository, commit, verify."""
     names = [path.relative_to(directory).as_posix() for path in files]
     with _explained(lambda error: f"{repo_id}: nothing was committed"):
-        head = _prepare_repository(api, repo_id, private, revision)
+        repository = _prepare_repository(api, repo_id, private, revision)
+    head, stale = repository.sha, _stale_weights(repository, names)
     with _explained(lambda error: _outcome(error, api, repo_id, revision, head, create_pr)):
         commit = _commit(
             api,
             list(zip(names, files)),
+            stale,
             repo_id=repo_id,
             revision=revision,
             head=head,
@@ -153,22 +165,22 @@ def _table(directory: Path, repo_id: str, files: list[Path]) -> Table:
     return table
 
 
-def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> str | None:
-    """Make repository and branch where they are not there; the commit that the branch is at."""
+def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> ModelInfo:
+    """Make repository and branch where they are not there; what the branch holds."""
     _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
     info = _retried(lambda: api.model_info(repo_id))
     if private and not info.private:
         raise PublishError(f"{repo_id} is there and public; make it private on the Hub, or take another name")
     if revision is None:
-        return info.sha
+        return info
     _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
-    return _retried(lambda: api.model_info(repo_id, revision=revision)).sha
+    return _retried(lambda: api.model_info(repo_id, revision=revision))
 
 
 def _commit(
-    api: HfApi, operations: list[tuple[str, Path]], *, head: str | None, create_pr: bool, **options
+    api: HfApi, files: list[tuple[str, Path]], stale: list[str], *, head: str | None, create_pr: bool, **options
 ) -> CommitInfo:
-    """One commit of everything, on top of `head`.
+    """One commit of everything, on top of `head`: `files` added, `stale` ones deleted.
 
     Trying again is safe: what is there is not sent again, and a commit that was made after all, though no answer came,
     moved the branch from `head`, so that no second one is. Only a pull request would be opened twice, so that is tried
@@ -177,13 +189,20 @@ def _commit(
 
     def attempt() -> CommitInfo:
         # Operations remember what became of them, so each attempt has its own.
-        additions = [CommitOperationAdd(name, path) for name, path in operations]
+        operations = [CommitOperationAdd(name, path) for name, path in files]
+        operations += [CommitOperationDelete(name) for name in stale]
         parent = None if create_pr else head
-        return api.create_commit(operations=additions, parent_commit=parent, create_pr=create_pr, **options)
+        return api.create_commit(operations=operations, parent_commit=parent, create_pr=create_pr, **options)
 
     return _retried(
         attempt, _was_refused if create_pr else lambda error: _is_transient(error) or _status(error) == 412
     )
+
+
+def _stale_weights(repository: ModelInfo, names: list[str]) -> list[str]:
+    """Weights of an earlier model that the new ones do not replace: one file would be read in place of new shards."""
+    there = {file.rfilename for file in repository.siblings or ()}
+    return sorted(name for name in there - set(names) if re.fullmatch(WEIGHTS, name))
 
 
 def _outcome(

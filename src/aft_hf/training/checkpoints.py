@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 
 MANIFEST = "checkpoint.json"  # written last: what the checkpoint consists of, and the state of the run
-PREFIX, PARTIAL = "step-", ".partial-"
+PREFIX, PARTIAL, ASIDE = "step-", ".partial-", "set-aside-"
 
 
 class Checkpoints:
@@ -94,8 +94,24 @@ class Checkpoints:
         """
         try:
             self.accelerator.load_state(str(path))
+            # Its count of micro-batches: what goes on is a new step, which may have another number of them.
+            self.accelerator.step = 0
         except (RuntimeError, KeyError) as error:
             raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[0]}") from error
+
+    def set_aside(self, step: int) -> None:
+        """Rename what lies beyond `step`, from which a run goes on: damaged, or of a course that was given up.
+
+        Among the checkpoints that are still to come they would count as the newest.
+        """
+        if self.accelerator.is_main_process:
+            for number, path in self.steps():
+                if number > step:
+                    aside = path.with_name(f"{ASIDE}{path.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.replace(path, aside)
+                    self.accelerator.print(f"{path} is now {aside}")
+        self.accelerator.wait_for_everyone()
 
     def _remove_partial(self) -> None:
         for path in self.directory.glob(f"{PARTIAL}*"):

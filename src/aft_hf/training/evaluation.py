@@ -71,8 +71,8 @@ def evaluate_language_model(
     """Bits per token and perplexity over blocks of a text.
 
     By default blocks do not overlap, and the first token of each, which has no context, does not count. With a stride
-    every token but the first of the text counts once, and after at least `block_size - stride` others where there are
-    so many.
+    each token in a block but the first of the text counts once, after at least `block_size - stride` others where
+    there are so many. The rest of a text that fills no block is left out.
 
     Args:
         model: a language model, on the device to run on.

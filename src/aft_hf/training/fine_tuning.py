@@ -44,7 +44,7 @@ class FineTuner(Trainer):
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
         if teacher is not None:
-            _require_same_order(teacher.config.id2label, self.model.config.id2label)
+            _require_same_classes(teacher, self.model)
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
             self.model_accepts_loss_kwargs = False
             teacher.to(self.args.device).eval().requires_grad_(False)
@@ -102,8 +102,11 @@ class FineTuner(Trainer):
             return self.teacher(pixel_values.to(self.teacher.dtype), interpolate_pos_encoding=other_size).logits
 
 
-def _require_same_order(teacher: dict[int, str], student: dict[int, str]) -> None:
-    if teacher != student and sorted(teacher.values()) == sorted(student.values()):
-        raise ValueError(
-            f"the teacher numbers the classes {list(teacher.values())}, the model {list(student.values())}"
-        )
+def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+    if teacher.base_model is teacher:
+        raise ValueError(f"the teacher is a {type(teacher).__name__}, which has no classifier to learn from")
+    theirs, ours = teacher.config.id2label, student.config.id2label
+    if len(theirs) != len(ours):
+        raise ValueError(f"the teacher knows {len(theirs)} classes, the model {len(ours)}: both need the same")
+    if theirs != ours and sorted(theirs.values()) == sorted(ours.values()):
+        raise ValueError(f"the teacher numbers the classes {list(theirs.values())}, the model {list(ours.values())}")

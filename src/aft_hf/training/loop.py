@@ -58,7 +58,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
                 record.lap()
             if saves:
                 check_weights(run, step, rate)
-                path = run.checkpoints.save(step, {"record": record.state(), "recipe": recipe.model_dump()})
+                path = run.checkpoints.save(
+                    step, {"record": record.state(), "recipe": recipe.model_dump(), "data": run.data}
+                )
                 record.lap()
             if stopped and step < run.total:
                 run.accelerator.end_training()

@@ -13,7 +13,12 @@ from transformers import CONFIG_MAPPING, SchedulerType
 
 
 # Keys of which a recipe has one: to override one is to drop the other.
-ALTERNATIVES = (("epochs", "steps"), ("warmup_epochs", "warmup_steps"), ("architecture", "pretrained"))
+ALTERNATIVES = (
+    ("epochs", "steps"),
+    ("warmup_epochs", "warmup_steps"),
+    ("architecture", "pretrained"),
+    ("dataset", "train"),
+)
 
 # Schedules that need more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}

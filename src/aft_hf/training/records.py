@@ -120,7 +120,7 @@ def write_results(directory: Path, recipe: Recipe, record: Record, **more: Any) 
         "seconds": round(record.seconds, 1),
         "losses": [{"step": step, "loss": loss, "learning_rate": rate} for step, loss, rate in record.curve()],
         "evaluations": record.evaluations,
-        "recipe": _portable(recipe.model_dump()),
+        "recipe": portable(recipe.model_dump()),
         "versions": versions(),
     }
     with move_into(directory) as aside:
@@ -128,11 +128,16 @@ def write_results(directory: Path, recipe: Recipe, record: Record, **more: Any) 
     return results
 
 
-def _portable(values: Any) -> Any:
-    """Nested values with the names of files in place of absolute paths, which say nothing to anybody elsewhere."""
+def portable(values: Any) -> Any:
+    """Nested values with the names of files in place of paths, which say nothing to anybody elsewhere.
+
+    A relative path is one if there is something: `name/model` may as well be on the Hub.
+    """
     if isinstance(values, dict):
-        return {key: _portable(value) for key, value in values.items()}
-    return Path(values).name if isinstance(values, str) and Path(values).is_absolute() else values
+        return {key: portable(value) for key, value in values.items()}
+    if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and Path(values).exists())):
+        return Path(values).name
+    return values
 
 
 def plot_losses(path: Path, record: Record) -> None:

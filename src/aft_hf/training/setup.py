@@ -1,5 +1,6 @@
 """What a run is made of, from its recipe: the accelerator, the data, the model and its optimizer, where it begins."""
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,15 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..data.order import GlobalBatches, steps_per_epoch
+from ..data.order import GlobalBatches, SampleKey, steps_per_epoch
 from .adamw import build_adamw
 from .checkpoints import Checkpoints, read_manifest
 from .recipe import Recipe
-from .records import Record
+from .records import Record, portable
 from .tasks import TASKS, Task
 
 
@@ -45,6 +46,7 @@ class Run:
     recipe: Recipe
     accelerator: Accelerator
     task: Task
+    data: str  # the fingerprint of what is trained on
     model: nn.Module
     optimizer: AcceleratedOptimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -92,7 +94,8 @@ def set_up(recipe: Recipe) -> Run:
 
     checkpoints = Checkpoints(accelerator, Path(recipe.output_dir) / "checkpoints", keep=recipe.keep_checkpoints)
     record = Record(accelerator, recipe.log_every)
-    start = resume(recipe, checkpoints, record)
+    data = fingerprint(task.train)
+    start = resume(recipe, data, checkpoints, record)
     if start > total:
         raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
     sampler = GlobalBatches(
@@ -116,6 +119,7 @@ def set_up(recipe: Recipe) -> Run:
         recipe=recipe,
         accelerator=accelerator,
         task=task,
+        data=data,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -151,7 +155,9 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
             raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
         accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
     if tracker is not None:
-        accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in _flat(recipe).items()})
+        # Trackers leave files beside the model, which is published.
+        values = _flat(portable(recipe.model_dump()))
+        accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
     elif recipe.tracker is not None:
         accelerator.print(f"{recipe.tracker} is not installed: no tracker; results.json will have the losses")
     return accelerator
@@ -171,6 +177,15 @@ def available_tracker(name: str | None) -> str | None:
     raise ValueError(f"tracker={name!r} is not installed; there is {', '.join(available) or 'none'}; null: no tracker")
 
 
+def fingerprint(samples: Dataset) -> str:
+    """What tells training data from others, wherever they lie: how many samples, and what is in three of them."""
+    sums = 0
+    for index in sorted({0, len(samples) // 2, len(samples) - 1}):
+        for value in samples[SampleKey(0, index, 0)].values():
+            sums = zlib.crc32(torch.as_tensor(value).contiguous().numpy().tobytes(), sums)
+    return f"{len(samples)} samples, {sums:08x}"
+
+
 def build_scheduler(
     recipe: Recipe, optimizer: torch.optim.Optimizer, epoch: int, total: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
@@ -184,11 +199,12 @@ def build_scheduler(
         raise ValueError(f"schedule: {error}") from error
 
 
-def resume(recipe: Recipe, checkpoints: Checkpoints, record: Record) -> int:
-    """Load the checkpoint that the recipe asks for; returns how many steps are done.
+def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) -> int:
+    """Load the checkpoint that the recipe asks for, of a run on the same data; returns how many steps are done.
 
     Raises:
-        ValueError: it is damaged or comes from another recipe, or there is one and the recipe says "never".
+        ValueError: it is damaged or comes from another recipe or other data, or there is one and the recipe says
+            "never".
     """
     if recipe.resume == "never":
         if earlier := checkpoints.steps():
@@ -196,9 +212,13 @@ def resume(recipe: Recipe, checkpoints: Checkpoints, record: Record) -> int:
         return 0
     path = checkpoints.newest() if recipe.resume == "auto" else checkpoints.complete(recipe.resume)
     if path is None:
+        checkpoints.set_aside(0)
         return 0
     manifest = read_manifest(path)
     check_same_run(recipe, manifest["recipe"], path)
+    if manifest["data"] != data:
+        raise ValueError(f"{path} was made with other training data: give another output_dir for another run")
+    checkpoints.set_aside(manifest["step"])
     checkpoints.load(path)
     record.restore(manifest["record"])
     checkpoints.accelerator.print(f"going on from {path}")

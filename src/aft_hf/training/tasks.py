@@ -67,6 +67,8 @@ class Task(ABC):
         if "pretrained" in fields:
             source = fields.pop("pretrained")
             values = self._fitting(type(AutoConfig.from_pretrained(source))) | fields
+            # Whatever it was saved in: small updates would be lost in half precision.
+            values["dtype"] = torch.float32
             return self.auto_model.from_pretrained(source, ignore_mismatched_sizes=True, **values)
         architecture = fields.pop("architecture")
         try:
@@ -238,11 +240,12 @@ class ImagesTask(Task):
         """That of the recipe: the whole image, or the centre of a larger one, and the recipe's normalization."""
         data = self.recipe.data
         side = round(data.image_size / data.eval_crop_ratio)
-        options: dict[str, Any] = {"size": {"height": side, "width": side}}
+        options: dict[str, Any] = {"size": {"height": side, "width": side}, "do_center_crop": False}
         if data.eval_crop_ratio < 1:
             crop = {"height": data.image_size, "width": data.image_size}
             options = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": crop}
-        options |= {"image_mean": data.image_mean, "image_std": data.image_std, "resample": 3}
+        options |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
+        options |= {"image_mean": data.image_mean, "image_std": data.image_std}
         if "pretrained" in self.recipe.model:
             return AutoImageProcessor.from_pretrained(self.recipe.model["pretrained"], **options)
         return ViTImageProcessorPil(**options)
