@@ -14,7 +14,6 @@ from typing import Any
 from datasets import DatasetDict, Image
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -35,6 +34,7 @@ from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation,
 from aft_hf.data.loading import hold_out, load_splits, require_column
 from aft_hf.data.text import group_into_blocks
 from aft_hf.training.distillation import DISTILLATIONS
+from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner
 from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
 
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     set_seed(training_args.seed)
     hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, **hub)
-    build = _classification if _is_image_classifier(config) else _language_modeling
+    build = _classification if is_image_classifier(config) else _language_modeling
     with training_args.main_process_first():
         splits = load_splits(
             data_args.dataset_name, data_args.dataset_config_name, data_args.train, data_args.validation
@@ -169,13 +169,6 @@ def _checkpoint(training_args: TrainingArguments) -> str | None:
     states = Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     checkpoints = sorted((state.parent for state in states), key=lambda path: int(path.name.rpartition("-")[2]))
     return str(checkpoints[-1]) if checkpoints else None
-
-
-def _is_image_classifier(config: PreTrainedConfig) -> bool:
-    if getattr(config, "modality", None) == "text":
-        return False
-    remote = getattr(config, "auto_map", None) or {}
-    return type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote
 
 
 def _classification(

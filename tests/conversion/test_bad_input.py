@@ -369,5 +369,5 @@ def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
 def test_patches_of_no_size_are_one_clear_error(vit, tmp_path):
     config = json.loads((vit / "config.json").read_text())
     (vit / "config.json").write_text(json.dumps(config | {"patch_size": 0}))
-    with pytest.raises(ConversionError, match="no readable config.json"):
+    with pytest.raises(ConversionError, match=r"no readable config\.json"):
         convert_deit(vit)

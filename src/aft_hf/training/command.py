@@ -51,7 +51,6 @@ def evaluate_command(
     from rich.console import Console
     from rich.table import Table
     from transformers import (
-        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         AutoConfig,
         AutoImageProcessor,
         AutoModelForCausalLM,
@@ -60,7 +59,7 @@ def evaluate_command(
     )
 
     from ..data.loading import load_local
-    from .evaluation import evaluate_classifier, evaluate_language_model
+    from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier
 
     dataset = load_local(data)
     if max_samples is not None:
@@ -68,7 +67,7 @@ def evaluate_command(
     config = AutoConfig.from_pretrained(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results: dict[str, dict[str, float]] = {}
-    if getattr(config, "modality", None) != "text" and type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+    if is_image_classifier(config):
         classifier = AutoModelForImageClassification.from_pretrained(model).to(device)
         processor = AutoImageProcessor.from_pretrained(model)
         options = {"batch_size": batch_size, "image_column": image_column, "label_column": label_column}

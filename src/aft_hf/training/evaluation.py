@@ -6,13 +6,27 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+)
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
 from .metrics import IGNORED, BitsPerToken, TopKAccuracy, token_losses
+
+
+def is_image_classifier(config: PreTrainedConfig) -> bool:
+    """Whether a model of this config classifies images, by what the Auto classes know or its own code says."""
+    if getattr(config, "modality", None) == "text":
+        return False
+    remote = getattr(config, "auto_map", None) or {}
+    return type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote
 
 
 @torch.inference_mode()
