@@ -168,6 +168,7 @@ class AFTConfig(PreTrainedConfig):
             self.use_cls_token = self.modality == "image" and "conv" not in types
         if self.pooling is None and self.modality == "image":
             self.pooling = "cls" if self.use_cls_token else "mean"
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
 
     @property
@@ -181,8 +182,7 @@ class AFTConfig(PreTrainedConfig):
         (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
         return height // patch_height, width // patch_width
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
+    def _tensor_parallel_plan(self) -> dict[str, str]:
         """How processes share the features of a model (`tp_plan="auto"`).
 
         The AFT operation never mixes features: with one position bias for all of them, processes mix their own and
