@@ -176,6 +176,7 @@ def finish(run: Run) -> dict[str, Any]:
         plot_losses(directory / "losses.png", run.record)
     for split, values in metrics.items():
         accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    accelerator.wait_for_everyone()  # none leaves the group while the main process still writes
     accelerator.end_training()
     return results
 
