@@ -7,8 +7,6 @@ process of its own.
 """
 
 import fnmatch
-import json
-import os
 import platform
 import statistics
 import subprocess
@@ -24,6 +22,7 @@ from rich.table import Table
 
 from aft_hf.benchmarking.cases import SUITES, Case
 from aft_hf.benchmarking.measuring import peak_bytes, ratio, seconds_in_turns
+from aft_hf.data.json_files import write_json
 
 
 console = Console(width=150)
@@ -99,10 +98,7 @@ def main(
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "rows": rows,
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_suffix(".tmp")
-        aside.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(aside, out)
+        write_json(out, record)
     console.print(show(rows))
 
 

@@ -8,7 +8,6 @@ Every step is a command of its own, printed before it runs; what is done already
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification
+from aft_hf.data.json_files import write_json
 
 
 SCRIPTS = Path(__file__).parent
@@ -135,9 +135,7 @@ def main(
         fine_tune(out / start, directory, part, *options)
         results[name] = accuracies(directory)
         table.add_row(name, *(f"{results[name][epoch]:.1%}" for epoch in REPORTED))
-        aside = out / "results.tmp"
-        aside.write_text(json.dumps({"ViT": max(accuracies(vit).items())[1], **results}, indent=1) + "\n")
-        os.replace(aside, out / "results.json")
+        write_json(out / "results.json", {"ViT": max(accuracies(vit).items())[1], **results})
     console.print(table)
     console.print(f"The ViT itself: {max(accuracies(vit).items())[1]:.1%}")
 

@@ -8,8 +8,6 @@ reading 64k tokens into it would take hours. Then single tokens of all models ar
 machine does falls on all of them.
 """
 
-import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from aft_hf import AFTConfig, AFTForCausalLM
+from aft_hf.data.json_files import write_json
 
 
 LAYERS, WIDTH, PIECE = 24, 256, 512
@@ -95,10 +94,7 @@ def main(
         for name in names:
             median = statistics.median(seconds[name][2:])
             results[name][str(context)] = {"bytes": sizes[name], "milliseconds": 1e3 * median}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_suffix(".tmp")
-        aside.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(aside, out)
+        write_json(out, results)
     table = Table("model", *[f"state after {c}" for c in contexts], *[f"ms / token at {c}" for c in contexts])
     for name, result in results.items():
         sizes = [f"{result[str(c)]['bytes'] / 2**20:.2f} MiB" for c in contexts]

@@ -9,7 +9,6 @@ after each model, and models that the file already holds are not trained again.
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup, set_seed
 
 from aft_hf import AFTConfig, AFTForCausalLM
+from aft_hf.data.json_files import write_json
 from aft_hf.training import build_optimizer
 
 
@@ -99,10 +99,7 @@ def main(
             "seconds": seconds,
             "perplexity": {length: perplexity(model, held_out, length) for length in TESTED},
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_suffix(".tmp")
-        aside.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(aside, out)
+        write_json(out, results)
     table = Table("model", "parameters", *[f"T = {length}" for length in TESTED])
     for name, result in results.items():
         cells = [f"{result['perplexity'][key]:.2f}" for key in result["perplexity"]]

@@ -9,8 +9,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
+from ..conversion.errors import first_line
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
-from .errors import PublishError, first_line
+from .errors import PublishError
 from .facts import MODEL_ID, RESULTS, Fact, Facts, read_facts
 
 

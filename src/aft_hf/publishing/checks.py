@@ -16,9 +16,9 @@ from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import is_vision_available
 
 from ..configuration_aft import AFTConfig, pair
+from ..conversion.errors import first_line
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 from .card import card_problems
-from .errors import first_line
 from .facts import RESULTS, read_json
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..configuration_aft import AFTConfig
-from .errors import PublishError, first_line
+from ..conversion.errors import first_line
+from .errors import PublishError
 
 
 # Files of the training loop, of Trainer and of the converter.

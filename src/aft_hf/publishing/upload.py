@@ -33,9 +33,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from ..conversion.errors import first_line
 from .card import write_card
 from .checks import CODE, files_to_upload, find_problems
-from .errors import PublishError, first_line
+from .errors import PublishError
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"

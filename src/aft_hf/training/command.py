@@ -1,7 +1,5 @@
 """`aft-hf train` and `aft-hf evaluate`. What they need is imported when they run: the other commands do without."""
 
-import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +56,7 @@ def evaluate_command(
         AutoTokenizer,
     )
 
+    from ..data.json_files import write_json
     from ..data.loading import load_local
     from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier
 
@@ -86,7 +85,4 @@ def evaluate_command(
         table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
     Console().print(table)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_suffix(".tmp")
-        aside.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(aside, out)
+        write_json(out, results)

@@ -6,9 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-
-# The label of what does not count, as everywhere in PyTorch.
-IGNORED = -100
+from ..data.bytes import IGNORED
 
 
 class TopKAccuracy(evaluate.Metric):
