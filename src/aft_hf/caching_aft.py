@@ -113,6 +113,46 @@ class AFTLayerState(CacheLayerMixin):
         self.cumulative_length += length
         return self.keys, self.values
 
+    def step(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take in one token of every row, and average what it sees: all before it, and itself.
+
+        Args:
+            key, value: (B, h, 1, k) and (B, h, 1, c), float32.
+            bias: (h, W + 1), w of the window and of the token itself; None where there is no window.
+            slopes: (h,), where w = -slope * distance; then there is no window.
+
+        Returns:
+            (B, h, 1, c).
+        """
+        self.seen = self.seen + 1
+        self.cumulative_length += 1
+        far = self.maximum if slopes is None else self.maximum - slopes.to(key.dtype).view(-1, 1, 1)
+        if bias is None:
+            self._take_in(key, value, far)
+            return self.numerator / self.denominator
+        keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
+        logits = keys + bias.unsqueeze(-1)
+        maximum = torch.maximum(logits.detach().amax(2, keepdim=True), far)
+        weights, scale = torch.exp(logits - maximum), torch.exp(far - maximum)
+        numerator = torch.addcmul((weights * values).sum(2, keepdim=True), self.numerator, scale)
+        denominator = torch.addcmul(weights.sum(2, keepdim=True), self.denominator, scale)
+        self._take_in(keys[:, :, :1], values[:, :, :1], far)
+        self.keys, self.values = keys[:, :, 1:], values[:, :, 1:]
+        return numerator / denominator
+
+    def _take_in(self, key: torch.Tensor, value: torch.Tensor, far: torch.Tensor) -> None:
+        """Add one position to the sums, whose maximum is `far` by now."""
+        self.maximum = torch.maximum(far, key.detach())
+        weight, scale = torch.exp(key - self.maximum), torch.exp(far - self.maximum)
+        self.numerator = torch.addcmul(weight * value, self.numerator, scale)
+        self.denominator = torch.addcmul(weight, self.denominator, scale)
+
     def tokens_after(self, length: int, limit: int) -> int:
         """How many tokens the longest row has after `length` more, to compare with a table of `limit` positions."""
         tokens = self.cumulative_length + length

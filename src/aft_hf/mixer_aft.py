@@ -1,11 +1,14 @@
 """What the five AFT mixers share: the projections, the choice of the form of the operation, masks, and memory."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
 from .caching_aft import AFTLayerState
+from .direct_mixing_aft import CausalSums, DenseSums, direct_mixing
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
@@ -257,6 +260,10 @@ class AFTMixer(nn.Module):
     def _mix_with_state(self, keys, values, attention_mask, state: AFTLayerState) -> torch.Tensor:
         """As `_mix`, for the continuation of what `state` has seen; updates it."""
         self._check_room(keys.shape[1], state)
+        if self._is_step(keys, attention_mask, state):
+            dtype = working_dtype(values)
+            key, value = self._split_heads(keys).to(dtype), self._split_heads(values).to(dtype)
+            return self._join_heads(state.step(key, value, self._step_bias(state), self.slopes(keys.device)))
         order = counts = None
         if attention_mask is not None:
             keys, values, order, counts = self._without_padding(keys, values, attention_mask, True)
@@ -277,6 +284,22 @@ class AFTMixer(nn.Module):
             context = torch.cat(pieces, 2)
         context = self._join_heads(context)
         return context if order is None else _gather(context, order)
+
+    def _is_step(self, keys: torch.Tensor, attention_mask: torch.Tensor | None, state: AFTLayerState) -> bool:
+        """Whether this is the one next token of every row, at one position: then there is a short way."""
+        alone = keys.shape[1] == 1 and attention_mask is None and state.cumulative_length > 0
+        in_line = self.relative or not state.padded
+        windowed = state.window is not None and self.global_connectivity and self.implementation != "reference"
+        # A traced program must not depend on the number of tokens so far.
+        return alone and in_line and windowed and not torch.compiler.is_compiling()
+
+    def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
+        """w of the window and of the next token itself, (h, W + 1); None where there is no window."""
+        if not state.window:
+            return None
+        position = state.cumulative_length
+        positions = torch.arange(position - state.window, position + 1, device=state.keys.device)
+        return self.position_bias_between(positions[-1:], positions)[:, 0].to(state.keys.dtype)
 
     def _continue(self, key: torch.Tensor, value: torch.Tensor, state: AFTLayerState) -> torch.Tensor:
         """The context of new tokens, (B, h, T, c), from their own keys and values and those that `state` holds."""
@@ -315,9 +338,12 @@ class AFTMixer(nn.Module):
             return "table"
         if torch.compiler.is_exporting() and "chunked" in self.implementations:
             return "chunked"  # the form that takes any length without a table as long
-        if windows_alone and not (self.causal and self.implementation in ("auto", "chunked")):
-            return "table"
-        return self._fast_form(length) if self.implementation == "auto" else self.implementation
+        if windows_alone:
+            return "chunked" if self.causal and self.implementation in ("auto", "chunked") else "table"
+        form = self._fast_form(length) if self.implementation == "auto" else self.implementation
+        if form == "direct" and torch.compiler.is_compiling():  # a traced program must not depend on values
+            form = next(name for name in self.implementations if name != "direct")
+        return form
 
     def _fast_form(self, length: int) -> str:
         """The fast form that "auto" stands for."""
@@ -330,21 +356,38 @@ class AFTMixer(nn.Module):
     def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
         return dense_mixing(keys, values, self.position_bias(keys.shape[-2], grid_size), causal=self.causal)
 
+    def _mix_direct(self, keys, values, grid_size) -> torch.Tensor:
+        sums, bias, safe = self._direct_form(keys.shape[-2], grid_size, keys.device)
+        return direct_mixing(sums, keys, values, bias, safe)
+
+    def _direct_form(self, length: int, grid_size: tuple[int, int] | None, device: torch.device):
+        """What `direct_mixing` needs for a sequence: how to sum, w as that takes it, and what to do instead."""
+        if "chunked" in self.implementations:
+            size = self._chunk_size(length)
+            return CausalSums(size), self._chunk_bias(length, size, device), self._in_chunks
+        return DenseSums(causal=self.causal), self.position_bias(length), partial(dense_mixing, causal=self.causal)
+
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         length = keys.shape[-2]
-        # Wide enough that what lies two chunks back is outside the window of every query.
-        size = power_of_two_from(max(self.window - 1, CHUNK_SIZE))
-        if not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
-            size = min(size, power_of_two_from(length))
-        bias = self._chunk_bias(count_chunks(length, size), size, keys.device)
+        return self._in_chunks(keys, values, self._chunk_bias(length, self._chunk_size(length), keys.device))
+
+    def _in_chunks(self, keys, values, bias) -> torch.Tensor:
+        """Causal Eq. 2 with the biases of `_chunk_bias`."""
+        size = bias.shape[-2]
         if not self.global_connectivity:
             return windowed_mixing(keys, values, bias, chunk_size=size)
         previous_bias, own_bias = bias.split(size, -1)
         return chunked_mixing(keys, values, own_bias, previous_bias, chunk_size=size)
 
-    def _chunk_bias(self, chunks: int, size: int, device: torch.device) -> torch.Tensor:
+    def _chunk_size(self, length: int) -> int:
+        """C: wide enough that what lies two chunks back is outside the window of every query."""
+        size = power_of_two_from(max(self.window - 1, CHUNK_SIZE))
+        # An exported program serves all lengths with one size.
+        return size if torch.compiler.is_exporting() else min(size, power_of_two_from(length))
+
+    def _chunk_bias(self, length: int, size: int, device: torch.device) -> torch.Tensor:
         """w from each chunk to the one before it and to itself: (h, n, C, 2 C), n = 1 where all chunks share it."""
-        starts = torch.arange(1 if self.relative else chunks, device=device) * size
+        starts = torch.arange(1 if self.relative else count_chunks(length, size), device=device) * size
         queries = starts[:, None] + torch.arange(size, device=device)
         keys = starts[:, None] + torch.arange(-size, size, device=device)
         return self.position_bias_between(queries, keys).movedim(-3, 0)

@@ -9,13 +9,16 @@ from torch import nn
 from transformers import initialization as init
 
 from .caching_aft import AFTLayerState
+from .direct_mixing_aft import CausalSums, DenseSums
 from .mixer_aft import AFTMixer
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
     chunked_mixing,
     convolution_mixing,
+    count_chunks,
     dense_mixing,
+    grid_table,
     indexed_mixing,
     widen,
 )
@@ -41,7 +44,7 @@ class AFTSimple(AFTMixer):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        return ("chunked",) if self.causal else ("dense",)
+        return ("direct", "chunked") if self.causal else ("dense",)
 
     @property
     def state_window(self) -> int:
@@ -54,7 +57,13 @@ class AFTSimple(AFTMixer):
     def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
         return dense_mixing(keys, values)
 
+    def _direct_form(self, length, grid_size, device):
+        return CausalSums(CHUNK_SIZE), None, self._in_chunks
+
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
+        return self._in_chunks(keys, values)
+
+    def _in_chunks(self, keys, values, bias=None) -> torch.Tensor:
         return chunked_mixing(keys, values)
 
 
@@ -80,7 +89,7 @@ class AFTAlibi(AFTMixer):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        return ("chunked",)
+        return ("direct", "chunked")
 
     @property
     def state_window(self) -> int:
@@ -100,7 +109,13 @@ class AFTAlibi(AFTMixer):
         lags = query_positions[..., :, None] - key_positions[..., None, :]
         return -self.slopes(lags.device)[:, None, None] * lags.unsqueeze(-3)
 
+    def _direct_form(self, length, grid_size, device):
+        return CausalSums(CHUNK_SIZE, self.slopes(device)), None, self._in_chunks
+
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
+        return self._in_chunks(keys, values)
+
+    def _in_chunks(self, keys, values, bias=None) -> torch.Tensor:
         positions = torch.arange(CHUNK_SIZE, device=keys.device)
         own_bias = self.position_bias_between(positions, positions).unsqueeze(1)
         return chunked_mixing(keys, values, own_bias, slopes=self.slopes(keys.device))
@@ -143,7 +158,7 @@ class AFTFull(AFTMixer):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        return ("dense",)
+        return ("direct", "dense")
 
     @property
     def state_window(self) -> int | None:
@@ -212,7 +227,7 @@ class AFTLocal(AFTFull):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        return ("chunked", "dense") if self.causal else ("dense",)
+        return ("direct", "chunked", "dense") if self.causal else ("direct", "dense")
 
     @property
     def state_window(self) -> int:
@@ -226,6 +241,31 @@ class AFTLocal(AFTFull):
     def position_bias_between(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         bias = super().position_bias_between(query_positions, key_positions)
         return self._windowed(bias, query_positions, key_positions)
+
+    def _chunk_bias(self, length: int, size: int, device: torch.device) -> torch.Tensor:
+        if not self.factorized or torch.compiler.is_exporting():
+            return super()._chunk_bias(length, size, device)
+        # The factors of a chunk lie side by side: nothing has to be gathered, or scattered in the backward pass.
+        chunks = count_chunks(length, size)
+        padding = chunks * size - length
+        queries = nn.functional.pad(widen(self.position_bias_query[:, :length]), (0, 0, 0, padding))
+        keys = nn.functional.pad(widen(self.position_bias_key[:, :length]), (0, 0, size, padding))
+        queries, keys = queries.unflatten(1, (chunks, size)), keys.unflatten(1, (chunks + 1, size))
+        bias = queries @ torch.cat([keys[:, :-1], keys[:, 1:]], 2).mT  # (h, n, C, 2 C)
+        positions = torch.arange(size, 3 * size, device=device)
+        return self._windowed(bias, positions[size:], positions)
+
+    def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
+        if not state.window:
+            return None
+        position = state.cumulative_length
+        first = position - state.window
+        seen = slice(max(first, 0), position + 1)
+        if self.factorized:
+            bias = (self.position_bias_query[:, position : position + 1] @ self.position_bias_key[:, seen].mT)[:, 0]
+        else:
+            bias = self.position_bias_table[:, position, seen]
+        return nn.functional.pad(widen(bias), (max(-first, 0), 0))
 
     def _windowed(
         self, bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
@@ -294,8 +334,8 @@ class AFTConv(AFTMixer):
     @property
     def implementations(self) -> tuple[str, ...]:
         if self.spatial_dims == 2:
-            return ("dense", "convolution")
-        return ("chunked", "dense") if self.causal else ("dense",)
+            return ("direct", "dense", "convolution")
+        return ("direct", "chunked", "dense") if self.causal else ("direct", "dense")
 
     def reset_position_bias(self) -> None:
         init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std)
@@ -336,14 +376,16 @@ class AFTConv(AFTMixer):
     def position_bias(self, seq_len: int | None = None, grid_size: tuple[int, int] | None = None) -> torch.Tensor:
         if self.spatial_dims == 1:
             return super().position_bias(seq_len)
-        rows, columns = self._grid(seq_len, grid_size)
-        # Every offset between two patches of the grid, then a window of that for each patch.
+        grid_size = self._grid(seq_len, grid_size)
+        return grid_table(self._offset_bias(grid_size), grid_size)
+
+    def _offset_bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
+        """w by the offset from query to key on a grid: (h, 2 rows - 1, 2 columns - 1), no offset in the middle."""
+        rows, columns = grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
         offsets = nn.functional.pad(self.kernel_bias(), padding, value=self._outside())
         centre = self.window // 2
-        offsets = offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
-        windows = offsets.unfold(1, rows, 1).unfold(2, columns, 1)  # (h, rows, columns, rows, columns)
-        return windows.flip(1, 2).reshape(self.num_heads, rows * columns, rows * columns)
+        return offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
 
     def position_bias_between(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         if self.spatial_dims == 2:
@@ -385,6 +427,19 @@ class AFTConv(AFTMixer):
     @property
     def state_window(self) -> int:
         return self.window - 1
+
+    def _direct_form(self, length, grid_size, device):
+        if self.spatial_dims == 1:
+            return super()._direct_form(length, grid_size, device)
+        grid_size = self._grid(length, grid_size)
+
+        def safe(keys: torch.Tensor, values: torch.Tensor, offset_bias: torch.Tensor) -> torch.Tensor:
+            return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
+
+        return DenseSums(grid_size), self._offset_bias(grid_size), safe
+
+    def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
+        return self.kernel_bias().flip(-1) if state.window else None
 
     def _mix_convolution(self, keys, values, grid_size) -> torch.Tensor:
         return convolution_mixing(keys, values, self.kernel_bias(), self._grid(keys.shape[-2], grid_size))

@@ -389,6 +389,17 @@ def _near(length: int, radius: int, like: torch.Tensor) -> torch.Tensor:
     return ((position[:, None] - position).abs() <= radius).to(like.dtype)
 
 
+def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """What is given for each offset from query to key on a grid, (h, 2 rows - 1, 2 columns - 1), as (h, T, T)."""
+    rows, columns = grid_size
+    heads, positions = by_offset.shape[0], rows * columns
+    # First by the columns of query and key, with the rows of all keys one after the other: what a query needs is then
+    # a window of these, and the copies are of long runs.
+    by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
+    windows = by_column.unfold(2, positions, columns).transpose(1, 2)  # (h, rows, columns, T), the last row first
+    return windows.flip(1).reshape(heads, positions, positions)
+
+
 def indexed_mixing(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -86,7 +86,8 @@ class AFTImageEmbeddings(nn.Module):
         self._check_size(pixel_values)
         patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
         grid_size = (patches.shape[2], patches.shape[3])
-        embeddings = patches.flatten(2).transpose(1, 2)
+        # A residual stream in another order of memory would slow down every layer.
+        embeddings = patches.flatten(2).transpose(1, 2).contiguous()
         if self.cls_token is not None:
             embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
         if self.position_embeddings is not None:

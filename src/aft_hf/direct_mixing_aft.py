@@ -1,0 +1,548 @@
+"""The AFT operation with plain exponentials, for keys and position biases of moderate size.
+
+The forms of `mixing_aft.py` are safe for any input, and pay for that with a maximum in every sum. Where no key and no
+position bias is larger than `MODERATE`, exp(K) and exp(w) can be summed as they are: nothing overflows, and nothing
+that matters underflows. What is left of Eq. 2 are a few element-wise passes around matrix products, and they run in
+blocks that stay in a processor's cache. The gradients are written by hand: they compute exp(K) again rather than keep
+it, so that training keeps no more than keys, values, the result and its denominators.
+
+Inside, the two sums of Eq. 2 lie side by side in the last dimension, of W = c + k features: exp(K) V, then exp(K).
+Products are made in the dtype of the values (bfloat16 adds up in float32), running sums in float32 at least.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .mixing_aft import grid_table, working_dtype
+
+
+# The largest size of keys and of position biases here: exp(2 x 30), times any length, is far from float32's limits.
+MODERATE = 30.0
+
+# Bytes of the features in a block: few enough to stay in the cache, many enough for products to be efficient.
+BLOCK_SIZE = 2**22
+
+# Columns that a product should have at least.
+FEWEST_COLUMNS = 256
+
+
+def direct_mixing(
+    sums: "DirectSums",
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    safe: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Eq. 2 by `sums` where keys and biases are moderate, otherwise by `safe`.
+
+    Args:
+        sums: how to sum.
+        key: (B, h, T', k), -inf where a position is masked for all queries.
+        value: (B, h, T', c).
+        bias: position biases as `sums` takes them, or None.
+        safe: the same function of (key, value, bias), for any of them, made of differentiable operations.
+
+    Returns:
+        (B, h, T, c) in the dtype of `value`.
+    """
+    size, sums.hidden = _largest_size(key, bias)
+    if not size <= MODERATE or (sums.hidden and sums.fades):  # NaN, too
+        return safe(key, value, bias)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (key, value, bias)):
+        return _DirectMixing.apply(sums, safe, key, value, bias)
+    return sums.forward(key, value, bias)
+
+
+def _largest_size(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:
+    """The largest absolute value of visible keys and of biases, and whether there are hidden keys.
+
+    Infinite on accelerators, which a look at values would make wait in every layer, and where programs are traced,
+    which must not depend on values.
+    """
+    if key.device.type != "cpu" or torch.compiler.is_compiling() or key.numel() == 0:
+        return torch.inf, False
+    in_memory = key.detach().transpose(1, 2)
+    lowest, highest = (float(x) for x in in_memory.aminmax())
+    hidden = lowest == -torch.inf
+    if hidden:
+        lowest = float(in_memory.nan_to_num(neginf=0.0).amin())
+    sizes = [-lowest, highest]
+    if bias is not None:
+        sizes += [float(x.abs()) for x in bias.detach().aminmax()]
+    return float(torch.tensor(sizes).amax()), hidden  # NaN if any is
+
+
+class _DirectMixing(torch.autograd.Function):
+    """`DirectSums` to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: "DirectSums", safe: Callable, key, value, bias) -> torch.Tensor:
+        inverse = _by_position(key, _product_dtype(value))
+        context = sums.forward(key, value, bias, inverse)
+        ctx.sums, ctx.safe = sums, safe
+        ctx.save_for_backward(key, value, bias, context, inverse)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        key, value, bias, context, inverse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # the gradient of this gradient is wanted
+            wanted = [x for x, need in zip((key, value, bias), needed) if need]
+            found = iter(torch.autograd.grad(ctx.safe(key, value, bias), wanted, gradient, create_graph=True))
+            return None, None, *(next(found) if need else None for need in needed)
+        return None, None, *ctx.sums.backward(key, value, bias, context, inverse, gradient, needed[2])
+
+
+class DirectSums:
+    """A way to sum, forward and backward; tensors are as in `direct_mixing`.
+
+    Attributes:
+        hidden: whether there are keys of -inf, and so perhaps queries that see nothing.
+        fades: whether weights fall to nothing with the distance, so that a query which does not see itself may have
+            lost all that it sees.
+    """
+
+    hidden = False
+    fades = False
+
+    def forward(self, key, value, bias, inverse=None) -> torch.Tensor:
+        """The context; the reciprocals of the denominators, (B, h, T, k), go into `inverse`."""
+        raise NotImplementedError
+
+    def backward(self, key, value, bias, context, inverse, gradient, bias_needed: bool) -> tuple:
+        """The gradients of key, value and bias (None unless needed)."""
+        raise NotImplementedError
+
+    def _reciprocal(self, denominator: torch.Tensor) -> torch.Tensor:
+        """In place; 0 where there was nothing to sum over."""
+        if self.hidden:
+            denominator.masked_fill_(denominator == 0, torch.inf)
+        return denominator.reciprocal_()
+
+
+class DenseSums(DirectSums):
+    """All positions in one product with the table exp(w): O(T^2 d) time, no tensor larger than a block and its table.
+
+    Position biases are (h, T, T), or on a grid (h, 2 rows - 1, 2 columns - 1), by the offset from query to key.
+
+    Args:
+        grid_size: (rows, columns) of the grid, or None.
+        causal: whether t' <= t only.
+    """
+
+    def __init__(self, grid_size: tuple[int, int] | None = None, causal: bool = False):
+        self.grid_size, self.causal = grid_size, causal
+
+    def forward(self, key, value, bias, inverse=None):
+        exp_bias = torch.exp(bias).to(_product_dtype(value))
+        context = _by_position(value)
+        apart = _better_apart(key, value)
+        if apart:
+            inverse = _by_position(key) if inverse is None else inverse
+            weights = torch.exp(key)
+            weighted = _times_heads(value, weights)
+        for block in self._blocks(key, value):
+            features, into_weighted, into_weights = block.empty()
+            if apart:
+                into_weighted.copy_(block.of(weighted))
+                into_weights.copy_(block.of(weights))
+            else:
+                torch.exp(block.of(key).to(features.dtype), out=into_weights)
+                torch.mul(block.of(value), into_weights, out=into_weighted)
+            numerator, denominator = block.parts(torch.bmm(self._table(exp_bias[block.heads]), features))
+            denominator = self._reciprocal(denominator)
+            if inverse is not None:
+                block.of(inverse).copy_(denominator)
+            if apart:
+                block.of(context).copy_(numerator)
+            else:
+                torch.mul(numerator, denominator, out=block.of(context))
+        return _times_heads(context, inverse) if apart else context
+
+    def backward(self, key, value, bias, context, inverse, gradient, bias_needed):
+        exp_bias = torch.exp(bias).to(_product_dtype(value))
+        key_gradient, value_gradient = _by_position(key), _by_position(value)
+        bias_gradient = torch.zeros_like(bias) if bias_needed else None
+        apart = _better_apart(key, value)
+        if apart:
+            weights = torch.exp(key)
+            weighted = _times_heads(value, weights)
+            of_numerator = _times_heads(gradient, inverse)
+            of_denominator = (of_numerator * context).sum(-1, keepdim=True).neg_()
+        for block in self._blocks(key, value):
+            features, into_weighted, into_weights = block.empty()
+            of_sums, into_numerator, into_denominator = block.empty()
+            if apart:
+                for into, x in (
+                    (into_weighted, weighted),
+                    (into_weights, weights),
+                    (into_numerator, of_numerator),
+                    (into_denominator, of_denominator),
+                ):
+                    into.copy_(block.of(x))
+            else:
+                torch.exp(block.of(key).to(features.dtype), out=into_weights)
+                torch.mul(block.of(value), into_weights, out=into_weighted)
+                _gradient_of_sums(
+                    *(block.of(x) for x in (gradient, context, inverse)), into_numerator, into_denominator
+                )
+            table = self._table(exp_bias[block.heads])
+            of_weighted, of_weights = block.parts(torch.bmm(table.mT, of_sums))
+            if apart:
+                block.of(value_gradient).copy_(of_weighted)
+                block.of(key_gradient).copy_(of_weights)
+            else:
+                inputs = into_weights, block.of(value), block.of(key_gradient), block.of(value_gradient)
+                _gradient_of_inputs(of_weighted, of_weights, *inputs)
+            if bias_needed:
+                of_table = torch.bmm(of_sums, features.mT)
+                exp_biases = exp_bias[block.heads]
+                bias_gradient[block.heads] += self._collect(of_table, exp_biases) * exp_biases
+        if apart:
+            key_gradient += (value_gradient * value).sum(-1, keepdim=True)
+            key_gradient *= weights
+            value_gradient = _times_heads(value_gradient, weights)
+        return key_gradient, value_gradient, bias_gradient
+
+    def _blocks(self, key: torch.Tensor, value: torch.Tensor) -> Iterator["_Block"]:
+        """The heads and rows that are taken at once. Rows share a table, so they stay together where they can."""
+        rows, heads, length = key.shape[:3]
+        widths = value.shape[3], key.shape[3]
+        room = BLOCK_SIZE // (_product_dtype(value).itemsize * length * sum(widths))
+        heads_at_once = min(heads, max(1, room // rows))
+        rows_at_once = max(FEWEST_COLUMNS // sum(widths), room // heads_at_once, 1)
+        for head in range(0, heads, heads_at_once):
+            for row in range(0, rows, rows_at_once):
+                yield _Block(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value, widths)
+
+    def _table(self, exp_bias: torch.Tensor) -> torch.Tensor:
+        """exp(w) as (h, T, T)."""
+        if self.grid_size is None:
+            return exp_bias.tril() if self.causal else exp_bias
+        return grid_table(exp_bias, self.grid_size)
+
+    def _collect(self, of_table: torch.Tensor, exp_bias: torch.Tensor) -> torch.Tensor:
+        """The transpose of `_table`."""
+        with torch.enable_grad():
+            exp_bias = exp_bias.detach().requires_grad_()
+            return torch.autograd.grad(self._table(exp_bias), exp_bias, of_table)[0]
+
+
+class _Block(NamedTuple):
+    """Some heads and rows of the batch, whose two sums lie side by side in (h, T, B c + B k)."""
+
+    heads: slice
+    rows: slice
+    like: torch.Tensor
+    widths: tuple[int, int]
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The block of (B, h, T, c), as (h, T, B, c)."""
+        return x[self.rows, self.heads].permute(1, 2, 0, 3)
+
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Room for both sums, and its `parts`."""
+        heads, length, rows, _ = self.of(self.like).shape
+        both = self.like.new_empty(heads, length, rows * sum(self.widths), dtype=_product_dtype(self.like))
+        return both, *self.parts(both)
+
+    def parts(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of both sums: (h, T, B, c) and (h, T, B, k)."""
+        rows = both.shape[2] // sum(self.widths)
+        parts = both.split([rows * width for width in self.widths], 2)
+        return tuple(part.unflatten(2, (rows, -1)) for part in parts)
+
+
+class CausalSums(DirectSums):
+    """The past in linear time: a product within each chunk of positions, and a running sum over the chunks before.
+
+    Position biases are (h, n or 1, C, 2 C) from each of n chunks to the chunk before it and to itself, and 0 beyond.
+    Or there are none, and w = -slope * distance.
+
+    Args:
+        chunk_size: C.
+        slopes: (h,), or None for 0.
+    """
+
+    def __init__(self, chunk_size: int, slopes: torch.Tensor | None = None):
+        self.chunk_size, self.slopes = chunk_size, slopes
+        self.fades = slopes is not None
+
+    def forward(self, key, value, bias, inverse=None):
+        context = _by_position(value)
+        tables = self._tables(bias, value)
+        views = self._together(bias, key, value, context, inverse)
+        for rows, segments in self._blocks(*views[:2]):
+            self._forward_rows(*(None if x is None else x[rows].transpose(0, 1) for x in views), tables, segments)
+        return context
+
+    def _forward_rows(self, key, value, context, inverse, tables, segments) -> None:
+        """Some rows, (h, B, T, k) and (h, B, T, c), from left to right."""
+        decay = self._decay(value)
+        carry = None  # the sums over what lies before the chunks of a product
+        for segment in segments:
+            here, chunks = segment.positions, segment.chunks
+            features = self._features(key, value, segment, tables)
+            totals = features[:, :, :chunks].sum(-2, dtype=working_dtype(value))
+            earlier = _running_sums(totals, carry, decay)
+            carry = earlier[:, :, -1:]
+            sums = _product_of_chunks(segment.of(tables), features, chunks)
+            sums += earlier[:, :, :-1].unsqueeze(-2).to(sums.dtype)
+            sums = sums.flatten(2, 3)[:, :, : here.stop - here.start]
+            numerator, denominator = _parts(sums, value)
+            denominator = self._reciprocal(denominator)
+            if inverse is not None:
+                inverse[:, :, here] = denominator
+            torch.mul(numerator, denominator, out=context[:, :, here])
+
+    def backward(self, key, value, bias, context, inverse, gradient, bias_needed):
+        key_gradient, value_gradient = _by_position(key), _by_position(value)
+        tables = self._tables(bias, value)
+        of_tables = torch.zeros_like(bias) if bias_needed else None
+        views = self._together(bias, key, value, context, inverse, gradient, key_gradient, value_gradient)
+        for rows, segments in self._blocks(*views[:2]):
+            self._backward_rows(*(x[rows].transpose(0, 1) for x in views), tables, of_tables, segments)
+        return key_gradient, value_gradient, of_tables.mul_(tables) if bias_needed else None
+
+    def _backward_rows(
+        self, key, value, context, inverse, gradient, key_gradient, value_gradient, tables, of_tables, segments
+    ) -> None:
+        """Some rows from right to left, since a key counts for the queries after it."""
+        decay = self._decay(value)
+        tables_of_keys = self._tables_of_keys(tables)
+        carry = following = None
+        for segment in reversed(segments):
+            here, chunks = segment.positions, segment.chunks
+            features = self._features(key, value, segment, tables)
+            before = features.shape[2] - chunks
+            of_sums = torch.empty_like(features)  # of the chunks, then of the one that follows
+            count = here.stop - here.start
+            flat = of_sums.flatten(2, 3)
+            _gradient_of_sums(
+                *(x[:, :, here] for x in (gradient, context, inverse)), *_parts(flat[:, :, :count], value)
+            )
+            flat[:, :, count:] = 0
+            if following is not None:
+                of_sums[:, :, chunks:] = following
+            following = of_sums[:, :, :before]
+            totals = of_sums[:, :, before:].sum(-2, dtype=working_dtype(value))
+            later = _running_sums(totals.flip(2), carry, decay)
+            carry = later[:, :, -1:]
+            of_features = _product_of_chunks(segment.of(tables_of_keys), of_sums, chunks)
+            of_features += later[:, :, :-1].flip(2).unsqueeze(-2).to(of_features.dtype)
+            weights = _parts(features[:, :, before:].flatten(2, 3)[:, :, :count], value)[1]
+            inputs = weights, *(x[:, :, here] for x in (value, key_gradient, value_gradient))
+            _gradient_of_inputs(*_parts(of_features.flatten(2, 3)[:, :, :count], value), *inputs)
+            if of_tables is not None:
+                products = _product_of_gradients(of_sums, features, chunks, tables.shape[-1])
+                segment.of(of_tables).add_(products if of_tables.shape[1] > 1 else products.sum(1, keepdim=True))
+
+    def _together(self, bias: torch.Tensor | None, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """(B, h, T, c) as (B, 1, T, h c) where heads have no tables of their own: one product serves them all."""
+        if bias is not None:
+            return list(tensors)
+        return [None if x is None else x.transpose(1, 2).flatten(2).unsqueeze(1) for x in tensors]
+
+    def _blocks(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, list["_Segment"]]]:
+        """Rows that are taken at once, and the segments into which they are cut."""
+        rows, heads, length = key.shape[:3]
+        size, width = self.chunk_size, heads * (key.shape[3] + value.shape[3])
+        itemsize = _product_dtype(value).itemsize
+        rows_at_once = min(rows, max(1, BLOCK_SIZE // (length * width * itemsize)))
+        total = -(-length // size)
+        chunks = max(1, BLOCK_SIZE // (rows_at_once * size * width * itemsize))
+        segments = [_Segment(i, min(chunks, total - i), size, length) for i in range(0, total, chunks)]
+        for row in range(0, rows, rows_at_once):
+            yield slice(row, row + rows_at_once), segments
+
+    def _features(self, key, value, segment: "_Segment", tables: torch.Tensor) -> torch.Tensor:
+        """exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach there: (h, B, chunks, C, W), 0
+        where there is no token.
+        """
+        size, here = self.chunk_size, segment.positions
+        before = tables.shape[-1] - size
+        features = value.new_empty(
+            *value.shape[:2],
+            segment.chunks + before // size,
+            size,
+            value.shape[-1] + key.shape[-1],
+            dtype=_product_dtype(value),
+        )
+        flat = features.flatten(2, 3)
+        first, start = here.start - before, max(here.start - before, 0)
+        flat[:, :, : start - first] = 0
+        flat[:, :, here.stop - first :] = 0
+        tokens, filled = slice(start, here.stop), flat[:, :, start - first : here.stop - first]
+        weighted, weights = _parts(filled, value)
+        torch.exp(key[:, :, tokens].to(weights.dtype), out=weights)
+        if self.slopes is not None:
+            # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
+            place = torch.arange(size, device=value.device)
+            growth = torch.exp(place[:, None] * self._slope_of_features(value)).to(features.dtype)  # (C, c)
+            features[..., value.shape[-1] :] *= growth
+        torch.mul(weights, value[:, :, tokens], out=weighted)
+        return features
+
+    def _decay(self, value: torch.Tensor) -> torch.Tensor | None:
+        """What a chunk of distance leaves of the sums, (W,); None for all."""
+        if self.slopes is None:
+            return None
+        return torch.exp(-self.chunk_size * self._slope_of_features(value)).repeat(2)
+
+    def _slope_of_features(self, value: torch.Tensor) -> torch.Tensor:
+        slopes = self.slopes.to(working_dtype(value))
+        return slopes.repeat_interleave(value.shape[-1] // slopes.shape[0])
+
+    def _tables(self, bias: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+        """exp(w), (h, n or 1, C, C or 2 C), 0 where a key comes after the query."""
+        size, dtype = self.chunk_size, _product_dtype(value)
+        if bias is None:
+            return torch.ones(1, 1, size, size, dtype=dtype, device=value.device).tril()
+        return torch.exp(bias).to(dtype).tril(size)
+
+    def _tables_of_keys(self, tables: torch.Tensor) -> torch.Tensor:
+        """The same weights as a chunk of keys has them: for its own queries, and for those of the chunk after it."""
+        size = self.chunk_size
+        if tables.shape[-1] == size:
+            return tables.mT.contiguous()
+        before, own = tables.split(size, -1)
+        after = torch.cat([before[:, 1:], torch.zeros_like(before[:, :1])], 1) if before.shape[1] > 1 else before
+        return torch.cat([own.mT, after.mT], -1)
+
+
+class _Segment(NamedTuple):
+    """Consecutive chunks of C positions in a sequence, of which the last one may be cut short."""
+
+    start: int
+    chunks: int
+    size: int
+    length: int
+
+    @property
+    def positions(self) -> slice:
+        return slice(self.start * self.size, min(self.length, (self.start + self.chunks) * self.size))
+
+    def of(self, tables: torch.Tensor) -> torch.Tensor:
+        """The part of (h, n, ...) for these chunks; all have one where n is 1."""
+        return tables[:, self.start : self.start + self.chunks] if tables.shape[1] > 1 else tables
+
+
+# ------------------------------------------------------------------------------------------------- building blocks
+
+
+def _product_dtype(value: torch.Tensor) -> torch.dtype:
+    """What features and tables are kept in; float16 has no room for exp(K)."""
+    return torch.float32 if value.dtype == torch.float16 else value.dtype
+
+
+def _by_position(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty (B, h, T, c) with memory in the order (B, T, h, c), as projections have it."""
+    rows, heads, length, width = like.shape
+    return like.new_empty(rows, length, heads, width, dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def _better_apart(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether what a head has in common is better multiplied before and after the blocks, in passes of their own.
+
+    Within a block that is done for a few features at a time, and the vectors of bfloat16 are longer than these.
+    """
+    return value.dtype == torch.bfloat16 and key.shape[-1] < value.shape[-1]
+
+
+def _times_heads(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """(B, h, T, c) times (B, h, T, 1), in the order (B, T, h, c) in memory and without short rows."""
+    copies = factor.transpose(1, 2).expand(-1, -1, -1, x.shape[-1]).flatten(2).contiguous()  # (B, T, h c)
+    return copies.mul_(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+
+
+def _parts(features: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., W) as the part of the numerators (..., c) and that of the denominators (..., k)."""
+    width = value.shape[-1]
+    return features[..., :width], features[..., width:]
+
+
+def _gradient_of_sums(
+    gradient: torch.Tensor,
+    context: torch.Tensor,
+    inverse: torch.Tensor,
+    of_numerator: torch.Tensor,
+    of_denominator: torch.Tensor,
+) -> None:
+    """From the gradient of the quotients (..., c) to those of both sums, written into the last two."""
+    torch.mul(gradient, inverse, out=of_numerator)
+    if of_denominator.shape[-1] == of_numerator.shape[-1]:
+        torch.mul(of_numerator, context, out=of_denominator)
+    else:
+        torch.sum(of_numerator * context, -1, keepdim=True, out=of_denominator)
+    of_denominator.neg_()
+
+
+def _gradient_of_inputs(
+    of_weighted: torch.Tensor,
+    of_weights: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    key_gradient: torch.Tensor,
+    value_gradient: torch.Tensor,
+) -> None:
+    """From the gradients of exp(K) V and exp(K) to those of K and V, written into the last two."""
+    torch.mul(weights, of_weighted, out=value_gradient)
+    of_weighted *= value
+    if weights.shape[-1] != value.shape[-1]:
+        of_weighted = of_weighted.sum(-1, keepdim=True)
+    of_weighted += of_weights
+    torch.mul(weights, of_weighted, out=key_gradient)
+
+
+def _running_sums(totals: torch.Tensor, start: torch.Tensor | None, decay: torch.Tensor | None) -> torch.Tensor:
+    """The sums before each of n chunks and after the last: (h, B, n, W) to (h, B, n + 1, W).
+
+    Args:
+        totals: the sum of each chunk.
+        start: (h, B, 1, W), the sum before the first one; None for 0.
+        decay: (W,), what is left of a sum one chunk later; None for all of it.
+    """
+    start = torch.zeros_like(totals[:, :, :1]) if start is None else start
+    sums = torch.cat([start, totals if decay is None else totals * decay], 2)
+    step = 1
+    while step < sums.shape[2]:
+        earlier = sums[:, :, :-step] if decay is None else sums[:, :, :-step] * decay**step
+        sums = torch.cat([sums[:, :, :step], sums[:, :, step:] + earlier], 2)
+        step *= 2
+    return sums
+
+
+def _product_of_chunks(tables: torch.Tensor, features: torch.Tensor, chunks: int) -> torch.Tensor:
+    """Each chunk's table (h, n or 1, C, S) with the S positions from it on: (h, B, slots, C, W) to (h, B, n, C, W)."""
+    heads, rows, slots, size, width = features.shape
+    windows = _windows(features, tables.shape[-1])
+    if tables.shape[:2] == (1, 1):
+        tables = tables[0].expand(len(windows), -1, -1)
+    elif heads * rows == 1:
+        tables = tables[0]
+    else:  # between two sequences there is a window into both, which goes unused
+        padded = tables.new_zeros(heads, rows, slots, *tables.shape[2:])
+        padded[:, :, :chunks] = tables.unsqueeze(1)
+        tables = padded.flatten(0, 2)[: len(windows)]
+    product = features.new_empty(heads * rows * slots, size, width)
+    torch.bmm(tables, windows, out=product[: len(windows)])
+    return product.view_as(features)[:, :, :chunks]
+
+
+def _product_of_gradients(of_sums: torch.Tensor, features: torch.Tensor, chunks: int, span: int) -> torch.Tensor:
+    """The gradient of each chunk's table: (h, n, C, S), summed over rows."""
+    heads, rows, slots, size, _ = features.shape
+    windows = _windows(features, span)
+    product = features.new_zeros(heads * rows * slots, size, span)
+    torch.bmm(of_sums.flatten(0, 2)[: len(windows)], windows.mT, out=product[: len(windows)])
+    return product.view(heads, rows, slots, size, span)[:, :, :chunks].sum(1)
+
+
+def _windows(features: torch.Tensor, span: int) -> torch.Tensor:
+    """(h, B, slots, C, W) as overlapping windows of `span` positions, one from each chunk on: (n, span, W)."""
+    size, width = features.shape[-2:]
+    count = features.shape[:3].numel() - (span - size) // size
+    return features.as_strided((count, span, width), (size * width, width, 1))

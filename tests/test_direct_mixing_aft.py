@@ -1,0 +1,170 @@
+"""The forms with plain exponentials: equal to Eq. 2 whatever the blocks are, and not used where they would not be."""
+
+import copy
+
+import pytest
+import torch
+
+import aft_hf.direct_mixing_aft as direct_mixing_aft
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.direct_mixing_aft import MODERATE, CausalSums, DenseSums
+
+
+WIDTH = 12
+LONGEST = 200
+MIXERS = {
+    "conv 2-D": lambda: AFTConv(WIDTH, 3, 5, reparameterized=False),
+    "conv 2-D, a key per feature": lambda: AFTConv(WIDTH, WIDTH, 5, reparameterized=False),
+    "conv 1-D": lambda: AFTConv(WIDTH, 3, 5, spatial_dims=1, reparameterized=False),
+    "conv causal": lambda: AFTConv(WIDTH, 3, 10, spatial_dims=1, causal=True, reparameterized=False),
+    "full": lambda: AFTFull(WIDTH, LONGEST, num_heads=2, position_bias_dim=4),
+    "full causal": lambda: AFTFull(WIDTH, LONGEST, causal=True, position_bias_dim=4),
+    "local causal": lambda: AFTLocal(WIDTH, LONGEST, 10, causal=True, position_bias_dim=4),
+    "local causal, heads, wide": lambda: AFTLocal(WIDTH, LONGEST, 40, causal=True, num_heads=3, position_bias_dim=4),
+    "local causal, table": lambda: AFTLocal(WIDTH, LONGEST, 10, causal=True, position_bias_dim=None),
+    "simple causal": lambda: AFTSimple(WIDTH, causal=True),
+    "alibi causal": lambda: AFTAlibi(WIDTH, 3),
+}
+CAUSAL = [name for name in MIXERS if "causal" in name and not name.startswith("full")]
+LENGTHS = {True: (1, 5, 33, 97, 200), False: (1, 36, 121)}
+
+
+@pytest.fixture(params=MIXERS)
+def name(request):
+    return request.param
+
+
+def build(name, implementation="direct"):
+    torch.manual_seed(0)
+    mixer = MIXERS[name]()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    mixer.implementation = implementation
+    return mixer
+
+
+def results(mixer, x):
+    """The output and the gradients of input and parameters, in float64."""
+    x = x.clone().requires_grad_()
+    output = mixer(x)
+    weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
+    inputs = [x, *mixer.parameters()]
+    gradients = torch.autograd.grad((weight * output).sum(), inputs, materialize_grads=True)
+    return [y.detach().double() for y in (output, *gradients)]
+
+
+def assert_near(actual, expected, tolerance, share=0.1):
+    """Relative to each one's largest entry, or to a share of the largest of all if that is more."""
+    largest = max(x.abs().max() for x in expected)
+    for a, b in zip(actual, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * float(max(b.abs().max(), share * largest)))
+
+
+@pytest.mark.parametrize("block_size", (2**22, 2800))
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)), ids=str
+)
+def test_it_is_eq_2_in_values_and_gradients_whatever_fits_into_a_block(
+    name, dtype, tolerance, block_size, monkeypatch
+):
+    monkeypatch.setattr(direct_mixing_aft, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(direct_mixing_aft, "FEWEST_COLUMNS", 1)
+    # What cancels in the gradient of a key cancels to the precision of its terms.
+    share = 1.0 if dtype == torch.bfloat16 else 0.1
+    mixer = build(name).to(dtype)
+    reference = copy.deepcopy(mixer).double()
+    reference.implementation = "reference"
+    for length in LENGTHS[name in CAUSAL]:
+        x = torch.randn(3, length, WIDTH).to(dtype)
+        assert_near(results(mixer, x), results(reference, x.double()), tolerance, share)
+        with torch.no_grad():
+            assert_near([mixer(x).double()], [mixer(x.clone().requires_grad_()).double()], tolerance)
+
+
+def spy(monkeypatch):
+    """Records which sums are used."""
+    used = []
+    for sums in (DenseSums, CausalSums):
+        forward = sums.forward
+
+        def record(self, *args, forward=forward):
+            used.append(type(self))
+            return forward(self, *args)
+
+        monkeypatch.setattr(sums, "forward", record)
+    return used
+
+
+def test_auto_takes_it_for_moderate_keys_and_only_for_these(name, monkeypatch):
+    used, mixer, x = spy(monkeypatch), build(name, "auto"), torch.randn(2, 36, WIDTH)
+    safe = copy.deepcopy(mixer)
+    safe.implementation = mixer.implementations[1]
+    torch.testing.assert_close(mixer(x), safe(x))
+    assert len(used) == 1
+    with torch.no_grad():
+        mixer.k_proj.bias[-1] = safe.k_proj.bias[-1] = 2 * MODERATE
+    torch.testing.assert_close(mixer(x), safe(x))
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if "conv" in name])
+def test_large_position_biases_are_left_to_the_safe_forms(name, monkeypatch):
+    used, mixer = spy(monkeypatch), build(name)
+    with torch.no_grad():
+        mixer.kernel.flatten()[0] = 2 * MODERATE
+    assert mixer(torch.randn(2, 36, WIDTH)).isfinite().all()
+    assert not used
+
+
+def test_nan_is_left_to_the_safe_forms_and_stays_in_its_row(name, monkeypatch):
+    used, mixer = spy(monkeypatch), build(name)
+    x = torch.randn(2, 36, WIDTH)
+    x[0, -1] = torch.nan
+    output = mixer(x)
+    assert output[0, -1].isnan().any() and output[1].isfinite().all()
+    assert not used
+
+
+def test_padding_is_hidden_and_a_row_of_nothing_else_averages_to_nothing(name):
+    mixer, x = build(name), torch.randn(3, 36, WIDTH, requires_grad=True)
+    mixer.o_proj = torch.nn.Identity()
+    mask = torch.ones(3, 36, dtype=torch.long)
+    mask[1, 20:], mask[2] = 0, 0
+    output = mixer(x, attention_mask=mask)
+    assert output[2].eq(0).all()
+    output[:, :20].sum().backward()
+    assert x.grad.isfinite().all() and x.grad[1, 20:].eq(0).all() and x.grad[0].ne(0).any()
+
+
+def test_gradients_of_gradients_are_those_of_the_safe_forms(name):
+    def second(mixer):
+        torch.manual_seed(1)
+        x = torch.randn(1, 9, WIDTH, dtype=torch.float64, requires_grad=True)
+        (first,) = torch.autograd.grad(mixer(x).square().sum(), x, create_graph=True)
+        inputs = [x, *mixer.parameters()]
+        return torch.autograd.grad(first.square().sum(), inputs, materialize_grads=True)
+
+    mixer = build(name).double()
+    safe = copy.deepcopy(mixer)
+    safe.implementation = mixer.implementations[1]
+    assert_near(second(mixer), second(safe), 1e-6)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_later_tokens_of_moderate_size_leave_earlier_outputs_alone(name, monkeypatch):
+    used, mixer = spy(monkeypatch), build(name)
+    x = torch.randn(1, 100, WIDTH)
+    later = torch.cat([x[:, :50], 3 * torch.randn(1, 50, WIDTH)], 1)
+    torch.testing.assert_close(mixer(later)[:, :50], mixer(x)[:, :50], rtol=0, atol=1e-6)
+    assert len(used) == 2
+
+
+def test_after_a_long_padding_a_fading_weight_is_still_a_weight():
+    mixer, x = build("alibi causal", "auto"), torch.randn(1, 4000, WIDTH)
+    mask = torch.ones(1, 4000, dtype=torch.long)
+    mask[:, 20:] = 0
+    reference = copy.deepcopy(mixer)
+    reference.implementation = "chunked"
+    output = mixer(x, attention_mask=mask)
+    torch.testing.assert_close(output, reference(x, attention_mask=mask))
+    assert output.isfinite().all()
