@@ -8,6 +8,7 @@ a new AFT-conv begins with gamma = beta = 0, with which its kernels could be any
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import datasets
 import pytest
 import torch
 
@@ -20,6 +21,14 @@ torch.set_num_threads(1)
 
 WIDTH = 8
 LONGEST = 130  # positions that learned tables cover
+
+
+@pytest.fixture(scope="module")
+def datasets_cache(tmp_path_factory):
+    """What `datasets` prepares for the tests of a file goes away with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
 
 
 def build_mixers() -> dict[str, Callable[[], AFTMixer]]:

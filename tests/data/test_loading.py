@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from PIL import Image
@@ -10,12 +9,7 @@ from PIL import Image
 from aft_hf.data.loading import hold_out, load_local, load_splits, require_column
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Prepared data of these tests goes away with them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def save_images(root, names):

@@ -1,5 +1,6 @@
 """Tiny training runs, in this process and in others, which can then be killed."""
 
+import json
 import multiprocessing
 import os
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
@@ -30,6 +32,16 @@ FSDP2 = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
+
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    "DS_ACCELERATOR": "cpu",
+}
+
+CLASSES = ["dark", "light", "red"]  # of the fixture `images`
 
 
 def write_text(path: Path, size: int = 6000) -> Path:
@@ -72,6 +84,23 @@ def bytes_recipe(directory: Path, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
+def pixels_recipe(directory: Path, images: Path) -> dict:
+    return bytes_recipe(directory) | {
+        "task": "pixels",
+        "data": {"train": str(images), "validation": str(images), "image_size": 4, "max_eval_samples": 5},
+        "steps": 4,
+    }
+
+
+def images_recipe(directory: Path, images: Path, **changes) -> dict:
+    augmentation = {"crop_scale": [0.5, 1.0], "rand_augment_operations": 1, "erasing": 0.2, "mixup": 0.8}
+    model = {"architecture": "aft", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4}
+    model |= {"conv_kernel_size": 3, "patch_size": 2, "drop_path_rate": 0.1, "position_bias_entropy_weight": 0.001}
+    data = {"train": str(images), "validation": str(images), "image_size": 8, "workers": 2}
+    changes = {"model": model, "data": data | {"augmentation": augmentation | {"cutmix": 1.0}}} | changes
+    return bytes_recipe(directory) | {"task": "images", "label_smoothing": 0.1} | changes
+
+
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train here."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -92,7 +121,7 @@ def launch(target: Callable, arguments: tuple, processes: int = 1, **environment
     started = []
     for rank in range(processes):
         variables = dict(environment)
-        if processes > 1:
+        if processes > 1 or "DS_ACCELERATOR" in environment:  # DeepSpeed alone would look for MPI
             variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             variables |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(CONTEXT.Process(target=_call, args=(target, arguments, variables)))
@@ -118,6 +147,18 @@ def wait_for(path: Path, process: Any, timeout: float = 60) -> bool:
             return True
         time.sleep(0.005)
     return path.exists()
+
+
+def results_of(values: dict) -> dict:
+    return json.loads((Path(values["output_dir"]) / "results.json").read_text())
+
+
+def assert_same_run(results: dict, expected: dict) -> None:
+    losses, wanted = ([row["loss"] for row in each["losses"]] for each in (results, expected))
+    assert len(losses) == len(wanted) == 12
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    for split, metrics in expected["metrics"].items():
+        assert results["metrics"][split] == pytest.approx(metrics, abs=1e-5)
 
 
 def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:

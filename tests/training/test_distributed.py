@@ -1,11 +1,10 @@
 """Two processes give the run of one: DDP, FSDP2, and a run that goes on with another number of processes."""
 
-import json
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 import torch
-from runs import FSDP2, bytes_recipe, finish, run, start
+from runs import FSDP2, ZERO3, assert_same_run, bytes_recipe, finish, results_of, run, start
 from transformers import AutoModelForCausalLM
 
 
@@ -17,18 +16,6 @@ def single(tmp_path_factory):
     """The recipe and results of one process; 7 evaluated windows do not divide by 2 processes x 2 samples."""
     values = bytes_recipe(tmp_path_factory.mktemp("single"))
     return values, run(values)
-
-
-def results_of(values: dict) -> dict:
-    return json.loads((Path(values["output_dir"]) / "results.json").read_text())
-
-
-def assert_same_run(results: dict, expected: dict) -> None:
-    losses, wanted = ([row["loss"] for row in each["losses"]] for each in (results, expected))
-    assert len(losses) == len(wanted) == 12
-    assert losses == pytest.approx(wanted, abs=1e-5)
-    for split, metrics in expected["metrics"].items():
-        assert results["metrics"][split] == pytest.approx(metrics, abs=1e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -44,6 +31,20 @@ def test_two_processes_have_the_losses_of_one_also_after_a_restart(tmp_path, sin
     text = torch.arange(97, 113)[None]
     logits = [AutoModelForCausalLM.from_pretrained(v["output_dir"])(text).logits for v in (values, single[0])]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed, which is no requirement")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_deepspeed_zero3_has_the_losses_of_one_process_also_after_a_restart(tmp_path, processes):
+    values = bytes_recipe(tmp_path, ema_decay=None, max_grad_norm=0.01)  # less than any gradient
+    alone = run(values | {"output_dir": str(tmp_path / "alone")})
+    # The first start may have to compile an operation of DeepSpeed.
+    assert finish(start(values | {"steps": 6}, processes, **ZERO3), timeout=600) == [0] * processes
+    assert finish(start(values, processes, **ZERO3)) == [0] * processes
+    assert_same_run(results_of(values), alone)
+    assert AutoModelForCausalLM.from_pretrained(values["output_dir"]).num_parameters() == alone["parameters"]
+    assert finish(start(values, 3 - processes, **ZERO3)) == [1] * (3 - processes)
+    assert "does not fit the model or the processes" in (tmp_path / "run.error").read_text()
 
 
 def test_a_run_of_two_processes_goes_on_in_one(tmp_path, single):

@@ -168,6 +168,16 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_the_key_that_differs(tmp_p
         run(values)
 
 
+def test_a_checkpoint_from_before_a_key_was_known_has_its_default(tmp_path, finished):
+    values = bytes_recipe(tmp_path)
+    run(values | {"steps": 6})
+    path = tmp_path / "run/checkpoints/step-000000006/checkpoint.json"
+    manifest = json.loads(path.read_text())
+    del manifest["position"], manifest["recipe"]["data"]["text_separator"], manifest["recipe"]["label_smoothing"]
+    path.write_text(json.dumps(manifest))
+    assert same_run(values, run(values), finished)
+
+
 def test_resume_never_refuses_to_run_over_checkpoints(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
+from aft_hf.training.metrics import AccuracyAndLoss, BitsPerToken, TopKAccuracy, token_losses
 
 
 def accuracies(scores, labels, **options) -> dict[str, float]:
@@ -40,6 +40,18 @@ def test_batches_give_what_everything_at_once_gives():
     for part in (slice(0, 4), slice(4, 9)):
         metric.add_batch(predictions=scores[part], references=labels[part])
     assert metric.compute() == accuracies(scores, labels)
+
+
+def test_the_loss_of_a_classifier_is_the_cross_entropy_of_every_row_also_for_large_scores():
+    random = np.random.default_rng(0)
+    scores, labels = (1000 * random.normal(size=(9, 3))).astype(np.float32), random.integers(0, 3, 9)
+    expected = torch.nn.functional.cross_entropy(torch.tensor(scores).double(), torch.tensor(labels)).item()
+    metric = AccuracyAndLoss(keep_in_memory=True)
+    for part in (slice(0, 8), slice(8, 9)):  # of batches of other sizes, a mean of means would be another number
+        metric.add_batch(predictions=scores[part], references=labels[part])
+    result = metric.compute(top_k=(1, 2))
+    assert result.pop("loss") == pytest.approx(expected, rel=1e-12) and expected > 100
+    assert result == accuracies(scores, labels, top_k=(1, 2))
 
 
 def test_bits_per_token_are_the_mean_loss_in_bits_of_what_counts():

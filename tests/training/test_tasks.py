@@ -6,46 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
+from datasets import Dataset
 from PIL import Image as PILImage
-from runs import bytes_recipe, run
+from runs import CLASSES, bytes_recipe, images_recipe, pixels_recipe, run
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
 
 from aft_hf.data.pixel_sequences import tokens_to_image
+from aft_hf.training.recipe import build_recipe
+from aft_hf.training.tasks import BytesTask
 
 
-CLASSES = ["dark", "light", "red"]
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory) -> Path:
-    """A parquet file of 8 x 8 images in three classes that any model can tell apart."""
-    random = np.random.default_rng(0)
-    colours = np.array([[40, 40, 40], [210, 210, 210], [200, 40, 40]])
-    labels = [i % 3 for i in range(36)]
-    pixels = [np.clip(colours[label] + random.integers(-20, 20, (8, 8, 3)), 0, 255) for label in labels]
-    rows = {"image": [PILImage.fromarray(each.astype(np.uint8)) for each in pixels], "label": labels}
-    path = tmp_path_factory.mktemp("images") / "images.parquet"
-    Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=CLASSES)})).to_parquet(path)
-    return path
-
-
-def pixels_recipe(directory: Path, images: Path) -> dict:
-    return bytes_recipe(directory) | {
-        "task": "pixels",
-        "data": {"train": str(images), "validation": str(images), "image_size": 4, "max_eval_samples": 5},
-        "steps": 4,
-    }
-
-
-def images_recipe(directory: Path, images: Path, **changes) -> dict:
-    augmentation = {"crop_scale": [0.5, 1.0], "rand_augment_operations": 1, "erasing": 0.2, "mixup": 0.8}
-    model = {"architecture": "aft", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4}
-    model |= {"conv_kernel_size": 3, "patch_size": 2, "drop_path_rate": 0.1, "position_bias_entropy_weight": 0.001}
-    data = {"train": str(images), "validation": str(images), "image_size": 8, "workers": 2}
-    changes = {"model": model, "data": data | {"augmentation": augmentation | {"cutmix": 1.0}}} | changes
-    return bytes_recipe(directory) | {"task": "images", "label_smoothing": 0.1} | changes
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def test_bits_per_dim_count_every_sub_pixel_of_every_image(tmp_path, images):
@@ -82,6 +54,8 @@ def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):
         logits = model.eval()(**processor([row["image"] for row in rows], return_tensors="pt")).logits
     accuracy = (logits.argmax(-1) == torch.tensor(rows["label"])).float().mean().item()
     assert results["metrics"]["validation"]["accuracy"] == pytest.approx(accuracy)
+    loss = F.cross_entropy(logits.double(), torch.tensor(rows["label"])).item()  # without smoothing
+    assert results["metrics"]["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_augmented_images_go_on_as_if_never_stopped(tmp_path, images):
@@ -132,6 +106,78 @@ def test_overlapping_windows_count_each_byte_once_with_the_longest_context_there
         nats -= logits.log_softmax(-1)[test[position]].item()
     expected = nats / math.log(2) / (len(test) - 1)
     assert results["metrics"]["test"]["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+
+
+TEXTS = {"train": ["naïve\n", "", "文字 🙂"] * 50, "validation": ["eins", None, "zwei"] * 9, "test": ["drei"] * 9}
+
+
+def text_dataset(directory: Path, splits: tuple[str, ...] = ("train", "validation", "test")) -> Path:
+    """A local dataset with a parquet file for each split."""
+    for split in splits:
+        directory.mkdir(exist_ok=True)
+        Dataset.from_dict({"content": TEXTS[split]}).to_parquet(directory / f"{split}.parquet")
+    return directory
+
+
+def parts_of(values: dict) -> dict[str, bytes]:
+    """The bytes that the windows of each split are taken from."""
+    task = BytesTask(build_recipe(values))
+    windows = {"train": task.train, **task.evaluated}
+    return {name: Path(w.dataset.path).read_bytes()[w.dataset.start : w.dataset.stop] for name, w in windows.items()}
+
+
+def test_the_texts_of_a_dataset_are_trained_on_as_bytes_in_its_own_splits(tmp_path):
+    values = bytes_recipe(tmp_path, steps=2)
+    values["data"] = {"dataset": str(text_dataset(tmp_path / "texts")), "text_column": "content", "seq_len": 16}
+    texts = {split: [text or "" for text in rows] for split, rows in TEXTS.items()}
+    assert parts_of(values) == {split: "\n".join(rows).encode() for split, rows in texts.items()}
+    values["data"]["text_separator"] = " | "
+    assert parts_of(values) == {split: " | ".join(rows).encode() for split, rows in texts.items()}
+    assert run(values)["metrics"].keys() == {"validation", "test"}
+
+
+def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
+    text = "\n".join(TEXTS["train"]).encode()
+    folder = text_dataset(tmp_path / "texts", ("train",))
+    Dataset.from_parquet(str(folder / "train.parquet")).to_json(tmp_path / "texts.jsonl")
+    for dataset in (folder, tmp_path / "texts.jsonl"):
+        values = bytes_recipe(tmp_path, data={"dataset": str(dataset), "text_column": "content", "seq_len": 16})
+        parts = parts_of(values)
+        assert b"".join(parts.values()) == text and len(parts["train"]) == len(text) * 90 // 100
+
+
+def test_texts_are_written_once_and_again_when_they_change(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    Dataset.from_dict({"text": ["one"] * 99}).to_json(file)
+    values = bytes_recipe(tmp_path, data={"dataset": str(file), "seq_len": 16})
+    path = Path(BytesTask(build_recipe(values)).train.dataset.path)
+    written = path.stat().st_mtime_ns
+    assert Path(BytesTask(build_recipe(values)).train.dataset.path) == path and path.stat().st_mtime_ns == written
+    assert [each.name for each in path.parent.iterdir() if each.name.startswith(path.name)] == [path.name]
+    Dataset.from_dict({"text": ["two"] * 99}).to_json(file)
+    assert parts_of(values)["train"].startswith(b"two\ntwo")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": "file"}, "give either data.dataset or data.train"),
+        ({"text_column": "text"}, "data.text_column: the train data has no column 'text', it has 'content', 'number'"),
+        ({"text_column": "number"}, "column 'number' must hold texts, it holds Value"),
+    ],
+)
+def test_a_dataset_without_texts_is_an_error(tmp_path, data, message):
+    Dataset.from_dict({"content": ["a"], "number": [1]}).to_parquet(tmp_path / "a.parquet")
+    data = {"dataset": str(tmp_path / "a.parquet"), "text_column": "content"} | data
+    with pytest.raises(ValueError, match=message):
+        run(bytes_recipe(tmp_path, data=data))
+
+
+@pytest.mark.parametrize("task", ["bytes", "pixels"])
+def test_a_dataset_without_a_training_split_is_an_error(tmp_path, task):
+    data = {"dataset": str(text_dataset(tmp_path / "texts", ("test",)))}
+    with pytest.raises(ValueError, match=r"there is nothing to train on: .* has no split 'train'"):
+        run(bytes_recipe(tmp_path, task=task, data=data))
 
 
 @pytest.mark.parametrize("task", ["bytes", "pixels", "images"])

@@ -52,7 +52,10 @@ class TrainingImages(Dataset):
         return len(self.rows)
 
     def __getitem__(self, key: SampleKey) -> dict[str, torch.Tensor]:
-        row = self.rows[key.index]
+        return self.sample(self.rows[key.index], key)
+
+    def sample(self, row: dict[str, Any], key: SampleKey) -> dict[str, torch.Tensor]:
+        """That of a row, cropped by the random numbers of a key."""
         image = row[self.image_column].convert("RGB")
         box = None if self.crop_scale is None else crop_box(image.size, self.crop_scale, key.random(self.seed))
         image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)

@@ -1,11 +1,12 @@
 """Data made on the spot, for trying things out: `data.train: generated`."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as PILImage
+
+from .whole_files import write_whole
 
 
 GENERATED = "generated"
@@ -21,10 +22,8 @@ def write_text(directory: str | Path) -> str:
     words = [random.choice(letters, random.integers(1, 9)).tobytes() for _ in range(200)]
     text = b" ".join(words[i] for i in random.integers(200, size=TEXT_BYTES // 2))[:TEXT_BYTES]
     path = Path(directory) / "generated.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")  # other processes may do the same at the same time
-    aside.write_bytes(text)
-    os.replace(aside, path)
+    with write_whole(path) as file:  # other processes may do the same at the same time
+        file.write(text)
     return str(path)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kornia.augmentation as augmentation
-from datasets import ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset, IterableDataset, Value
 from torch import nn
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -40,18 +40,24 @@ class ImagePipeline:
             labels = [self.numbers[label] for label in labels]
         return {"pixel_values": list(pixels), "labels": labels}
 
+    def sample(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A single row."""
+        return {name: values[0] for name, values in self({name: [value] for name, value in row.items()}).items()}
 
-def class_names(dataset: Dataset, column: str) -> list[str]:
+
+def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
     """The names of the classes, in the order of their numbers.
 
     Those of a `ClassLabel`; integers are class numbers already, and their own names; other labels are sorted.
 
     Raises:
-        ValueError: labels that are neither names nor numbers from 0.
+        ValueError: labels that are neither names nor numbers from 0, or a stream without a `ClassLabel`.
     """
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return feature.names
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(f"column {column!r} must say which classes there are (ClassLabel) if it is to be streamed")
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
     if all(type(label) is int and label >= 0 for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
@@ -60,13 +66,15 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     raise ValueError(f"column {column!r} must hold names of classes or numbers from 0, got {str(labels[:5])[1:-1]}")
 
 
-def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
-    """The index in `names` of each label that occurs; labels are compared by name, however a file numbers them.
+def class_numbers(dataset: Dataset | IterableDataset, column: str, names: Sequence[str]) -> dict[Any, int]:
+    """The index in `names` of each label that occurs, or, in a stream, that may occur; labels are compared by name,
+    however a file numbers them.
 
     Raises:
         ValueError: labels that are none of these classes.
     """
-    labels, feature = dataset.unique(column), dataset.features[column]
+    feature = dataset.features[column]
+    labels = range(len(feature.names)) if isinstance(dataset, IterableDataset) else dataset.unique(column)
     own = (
         dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {label: str(label) for label in labels}
     )

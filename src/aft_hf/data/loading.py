@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
 
@@ -14,14 +14,16 @@ def load_splits(
     dataset_config_name: str | None = None,
     train: str | None = None,
     validation: str | None = None,
-) -> DatasetDict:
+    *,
+    streaming: bool = False,
+) -> DatasetDict | IterableDatasetDict:
     """The splits "train" and "validation", as far as they are there; a "test" split serves to validate, too.
 
     Args:
-        dataset_name: a dataset of the Hub, or a local one that `datasets` knows how to load.
-        dataset_config_name: its configuration.
+        dataset_name, dataset_config_name: as for `load_named`.
         train, validation: instead of a name, a folder of images with a folder for each class, or a parquet, csv, json
             or text file.
+        streaming: whether rows are read when they are iterated over, which is all that can be done with them then.
 
     Raises:
         ValueError: nothing is given, or both, or something that does not exist or cannot be read.
@@ -30,14 +32,37 @@ def load_splits(
     if (dataset_name is None) == (not paths):
         raise ValueError("give the data as either dataset_name, or train and validation as files or folders")
     if dataset_name is None:
-        return DatasetDict({split: load_local(path) for split, path in paths.items()})
-    splits = load_dataset(dataset_name, dataset_config_name)
+        rows = {split: load_local(path, streaming=streaming) for split, path in paths.items()}
+        return IterableDatasetDict(rows) if streaming else DatasetDict(rows)
+    splits = load_named(dataset_name, dataset_config_name, streaming=streaming)
     if "validation" not in splits and "test" in splits:
         splits["validation"] = splits["test"]
-    return DatasetDict({split: splits[split] for split in ("train", "validation") if split in splits})
+    splits.pop("test", None)
+    return splits
 
 
-def load_local(path: str | Path) -> Dataset:
+def load_named(
+    name: str, config_name: str | None = None, *, streaming: bool = False
+) -> DatasetDict | IterableDatasetDict:
+    """The splits "train", "validation" and "test" of a dataset, as far as they are there.
+
+    Args:
+        name: a dataset of the Hub, a local one that `datasets` knows how to load, or a file, which is all "train".
+        config_name: its configuration.
+        streaming: as for `load_splits`.
+
+    Raises:
+        ValueError: a file that cannot be read.
+    """
+    if Path(name).is_file():
+        splits = {"train": load_local(name, streaming=streaming)}
+    else:
+        splits = load_dataset(name, config_name, streaming=streaming)
+    kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
+    return IterableDatasetDict(kept) if streaming else DatasetDict(kept)
+
+
+def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | IterableDataset:
     """One file, or one folder of images with a folder for each class.
 
     Raises:
@@ -57,7 +82,7 @@ def load_local(path: str | Path) -> Dataset:
         # A text file is one text: lines mean nothing to a language model of bytes, and line breaks must stay.
         options["sample_by"] = "document"
     try:
-        return load_dataset(reader, split="train", **options)
+        return load_dataset(reader, split="train", streaming=streaming, **options)
     except (DatasetsError, OSError, ValueError) as error:
         what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
         raise ValueError(f"{path}: cannot be read as {what} ({error.__cause__ or error})") from error
@@ -84,7 +109,7 @@ def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> Data
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
-def require_column(splits: DatasetDict, column: str, option: str) -> None:
+def require_column(splits: DatasetDict | IterableDatasetDict, column: str, option: str) -> None:
     """Raise a ValueError that tells the columns there are, if `column`, as `option` has it, is not in all splits."""
     for split, dataset in splits.items():
         if column not in dataset.column_names:

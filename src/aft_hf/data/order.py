@@ -1,7 +1,7 @@
 """Which samples make which batch: a pure function of the seed, the step and nothing else."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -67,11 +67,19 @@ class GlobalBatches(Sampler[list[SampleKey]]):
             first = step % self.steps_per_epoch * self.global_batch_size
             places = range(first, first + self.global_batch_size)
             batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
-            for k in range(self.process, self.micro_batches, self.processes):
-                yield batch[k :: self.micro_batches]
+            yield from share(batch, self.micro_batches, self.process, self.processes)
+
+    def position(self, step: int) -> list[Any]:
+        """What is needed besides `step` to go on from there: nothing."""
+        return []
 
     def __len__(self) -> int:
         return (self.stop - self.start) * len(range(self.process, self.micro_batches, self.processes))
+
+
+def share(batch: list[Any], micro_batches: int, process: int, processes: int) -> list[list[Any]]:
+    """The micro-batches of one process from a global batch."""
+    return [batch[k::micro_batches] for k in range(process, micro_batches, processes)]
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:

@@ -1,5 +1,7 @@
 """Images as sequences of sub-pixels, and back."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from datasets import Dataset as Rows
@@ -62,12 +64,17 @@ class PixelSequences(Dataset):
         return len(self.rows)
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
-        index = key if self.seed is None else key.index
-        image = self.rows[index][self.image_column].convert("RGB")
+        if self.seed is None:
+            return self.sample(self.rows[key])
+        return self.sample(self.rows[key.index], key)
+
+    def sample(self, row: dict[str, Any], key: SampleKey | None = None) -> dict[str, torch.Tensor]:
+        """That of a row, as it is or augmented by the random numbers of a key."""
+        image = row[self.image_column].convert("RGB")
         if image.size != (self.image_size, self.image_size):
             image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
         pixels = np.asarray(image)
-        if self.seed is not None:
+        if key is not None:
             pixels = self._augment(pixels, key.random(self.seed))
         labels = torch.from_numpy(pixels_to_tokens(pixels).astype(np.int64))
         return {"input_ids": torch.cat([torch.tensor([START_TOKEN]), labels[:-1]]), "labels": labels}

@@ -1,9 +1,14 @@
-"""Text as blocks of tokens for a language model."""
+"""Text for language models: as blocks of tokens, or as a file of bytes."""
 
 from itertools import chain
+from pathlib import Path
 
-from datasets import Dataset
+import datasets
+from datasets import Dataset, Value
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
+
+from .whole_files import write_whole
 
 
 def group_into_blocks(
@@ -36,3 +41,29 @@ def group_into_blocks(
         return {"input_ids": blocks, "labels": blocks}
 
     return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, desc="Tokenizing")
+
+
+def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
+    """A file with all texts in UTF-8. It lies in the cache of `datasets`, and is written only if it is not there yet.
+
+    Args:
+        dataset: with a column of texts; a missing text is an empty one.
+        column: its name.
+        separator: between two texts.
+
+    Raises:
+        ValueError: a column of something else.
+    """
+    feature = dataset.features[column]
+    if not isinstance(feature, Value) or feature.dtype not in ("string", "large_string"):
+        raise ValueError(f"column {column!r} must hold texts, it holds {feature}")
+    name = Hasher.hash((dataset._fingerprint, column, separator))
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.txt"
+    if not path.exists():
+        with write_whole(path) as file:
+            between = b""
+            for rows in dataset.select_columns(column).iter(1000):
+                texts = [text or "" for text in rows[column]]
+                file.write(between + separator.join(texts).encode())
+                between = separator.encode()
+    return path

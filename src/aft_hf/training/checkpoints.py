@@ -96,8 +96,9 @@ class Checkpoints:
             self.accelerator.load_state(str(path))
             # Its count of micro-batches: what goes on is a new step, which may have another number of them.
             self.accelerator.step = 0
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # DeepSpeed has errors of its own, such as for another number of processes
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
 
     def set_aside(self, step: int) -> None:
         """Rename what lies beyond `step`, from which a run goes on: damaged, or of a course that was given up.

@@ -44,7 +44,7 @@ def evaluate_command(
     text_column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
     out: Annotated[Path | None, typer.Option(help="Write the metrics here, too, as JSON.")] = None,
 ) -> None:
-    """Print accuracy, or bits per token, of any saved model of transformers on any data."""
+    """Print accuracy and loss, or bits per token, of any saved model of transformers on any data."""
     import torch
     from rich.console import Console
     from rich.table import Table

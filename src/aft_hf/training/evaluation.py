@@ -18,7 +18,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
-from .metrics import IGNORED, BitsPerToken, TopKAccuracy, token_losses
+from .metrics import IGNORED, AccuracyAndLoss, BitsPerToken, token_losses
 
 
 def is_image_classifier(config: PreTrainedConfig) -> bool:
@@ -40,7 +40,7 @@ def evaluate_classifier(
     image_column: str = "image",
     label_column: str = "label",
 ) -> dict[str, float]:
-    """Top-1 accuracy, and top-5 where there are more than five classes.
+    """Top-1 accuracy, top-5 where there are more than five classes, and the loss in nats.
 
     Args:
         model: an image classifier, on the device to run on.
@@ -61,7 +61,7 @@ def evaluate_classifier(
     options = {}
     if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True
-    metric = TopKAccuracy(keep_in_memory=True)
+    metric = AccuracyAndLoss(keep_in_memory=True)
     model.eval()
     loader = DataLoader(dataset.with_transform(pipeline), batch_size, collate_fn=default_data_collator)
     for batch in tqdm(loader, desc="images", unit="batch"):

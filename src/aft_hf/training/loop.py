@@ -58,9 +58,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
                 record.lap()
             if saves:
                 check_weights(run, step, rate)
-                path = run.checkpoints.save(
-                    step, {"record": record.state(), "recipe": recipe.model_dump(), "data": run.data}
-                )
+                path = run.checkpoints.save(step, state(run, step))
                 record.lap()
             if stopped and step < run.total:
                 run.accelerator.end_training()
@@ -69,6 +67,16 @@ def train(recipe: Recipe) -> dict[str, Any]:
                 )
                 raise SystemExit(128 + stopped)
     return finish(run)
+
+
+def state(run: Run, step: int) -> dict[str, Any]:
+    """What a run goes on from, beside the weights and what belongs to them."""
+    return {
+        "record": run.record.state(),
+        "recipe": run.recipe.model_dump(),
+        "data": run.data,
+        "position": run.batches.batch_sampler.position(step),
+    }
 
 
 def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor:
@@ -125,7 +133,8 @@ def _drop_gathered(model: nn.Module) -> None:
 
 def check_weights(run: Run, step: int, rate: float) -> None:
     """Raise a ValueError rather than save weights that are not finite: a gradient can overflow where no loss does."""
-    shards = (getattr(weight, "_local_tensor", weight).detach() for weight in run.model.parameters())
+    names = ("_local_tensor", "ds_tensor")  # what FSDP and DeepSpeed call the shard of this process
+    shards = [next((getattr(w, n) for n in names if hasattr(w, n)), w).detach() for w in run.model.parameters()]
     if not torch.stack([shard.isfinite().all() for shard in shards]).all():
         raise ValueError(f"weights are not finite after step {step}, with learning rate {rate:.3g}: training stops")
 

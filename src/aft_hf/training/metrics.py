@@ -33,6 +33,16 @@ class TopKAccuracy(evaluate.Metric):
         return {"accuracy" if k == 1 else f"top_{k}_accuracy": float(hits[:, :k].any(1).mean()) for k in top_k}
 
 
+class AccuracyAndLoss(TopKAccuracy):
+    """Top-k accuracy, and `loss`, the mean cross-entropy in nats with the scores as logits."""
+
+    def _compute(self, predictions, references, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
+        logits, labels = np.asarray(predictions, dtype=np.float64), np.asarray(references)
+        logits = logits - logits.max(1, keepdims=True)
+        losses = np.log(np.exp(logits).sum(1)) - np.take_along_axis(logits, labels[:, None], 1)[:, 0]
+        return super()._compute(predictions, references, top_k) | {"loss": float(losses.mean())}
+
+
 class BitsPerToken(evaluate.Metric):
     """The mean code length of tokens in bits, per byte for a byte tokenizer, and the perplexity, 2 to its power."""
 

@@ -41,15 +41,20 @@ class Data(Section):
 
     train: str | None = None  # a file or a folder
     validation: str | None = None
+    dataset: str | None = None  # in place of these files: an id on the Hub, or a local dataset
+    dataset_config: str | None = None
     workers: Annotated[int, Field(ge=0)] = 0  # processes that read and decode; 0: the training process itself
     max_train_samples: Count | None = None  # the first ones
     max_eval_samples: Count | None = None
 
 
 class BytesData(Data):
-    """A file as bytes. One file alone is split by position (see `aft_hf.data.bytes.split_bytes`)."""
+    """A file as bytes, or the texts of a dataset as one. One alone is split by position (see
+    `aft_hf.data.bytes.split_bytes`)."""
 
     test: str | None = None
+    text_column: str = "text"  # of a dataset
+    text_separator: str = "\n"  # between its texts
     seq_len: Count = 1024  # bytes that a sample predicts
     eval_stride: Count | None = None  # bytes that are new in each evaluated window; None: all, no overlap
 
@@ -57,9 +62,9 @@ class BytesData(Data):
 class ImageRows(Data):
     """Rows of a dataset that hold an image."""
 
-    dataset: str | None = None  # an id on the Hub, in place of files
-    dataset_config: str | None = None
     image_column: str = "image"
+    streaming: bool = False  # read while training, with no copy on the disk
+    shuffle_buffer: Count = 1000  # rows of a stream that are shuffled together
 
 
 class PixelsData(ImageRows):
@@ -198,11 +203,27 @@ class BytesRecipe(Recipe):
     data: BytesData = BytesData()
 
 
-class PixelsRecipe(Recipe):
+class ImageRowsRecipe(Recipe):
+    """A recipe whose data may be streamed."""
+
+    data: ImageRows
+
+    @model_validator(mode="after")
+    def _no_epochs_of_a_stream(self):
+        warms_up_by_epochs = self.schedule.warmup_epochs is not None
+        if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
+            raise ValueError(
+                "nobody knows the length of an epoch with data.streaming: give steps, evaluate_every and save_every, "
+                "and the schedule's warmup_steps in place of warmup_epochs"
+            )
+        return self
+
+
+class PixelsRecipe(ImageRowsRecipe):
     data: PixelsData = PixelsData()
 
 
-class ImagesRecipe(Recipe):
+class ImagesRecipe(ImageRowsRecipe):
     data: ImagesData = ImagesData()
 
 

@@ -20,6 +20,9 @@ from accelerate import Accelerator
 from .recipe import Recipe
 
 
+# What a nat of the training loss is measured in when evaluated.
+NATS = {"loss": 1.0, "bits_per_byte": math.log(2), "bits_per_dim": math.log(2)}
+
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evaluate", "kornia", "numpy")
 
 
@@ -141,22 +144,29 @@ def portable(values: Any) -> Any:
 
 
 def plot_losses(path: Path, record: Record) -> None:
-    """A picture of the training loss and of the metrics over the steps; none where matplotlib is not installed."""
+    """A picture of the losses and of the metrics over the steps; none where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         record.accelerator.print("matplotlib is not installed: no picture of the losses")
         return
-    metrics = sorted({name for row in record.evaluations for name in row} - {"step", "perplexity"})
-    curves = {"training loss (nats)": [(step, loss) for step, loss, _ in record.curve()]}
-    for name in metrics:
-        curves[name.replace("_", " ")] = [(row["step"], row[name]) for row in record.evaluations]
-    figure = Figure(figsize=(7, 2.5 * len(curves)), layout="constrained")
+    panels = {"loss (nats)": {"training": [(step, loss) for step, loss, _ in record.curve()]}}
+    for row in record.evaluations:
+        for name, value in row.items():
+            if name in NATS:
+                panels["loss (nats)"].setdefault("validation", []).append((row["step"], value * NATS[name]))
+            for kind in ("accuracy", "bits"):
+                if kind in name:
+                    curves = panels.setdefault(kind, {})
+                    curves.setdefault(name.replace("_", " "), []).append((row["step"], value))
+    figure = Figure(figsize=(7, 3 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, points) in zip(figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items()):
-        axes.plot(*zip(*points), marker="." if len(points) < 50 else None)
-        axes.set(ylabel=name, xlabel="step")
+    for axes, (kind, curves) in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels.items()):
+        for name, points in curves.items():
+            axes.plot(*zip(*points), marker="." if len(points) < 50 else None, label=name)
+        axes.set(ylabel=kind if kind == "loss (nats)" else f"validation {kind}", xlabel="step")
+        axes.legend()
         axes.grid(alpha=0.3)
     with move_into(path.parent) as aside:
         figure.savefig(aside / path.name, dpi=120)

@@ -13,12 +13,14 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import get_scheduler
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..data.order import GlobalBatches, SampleKey, steps_per_epoch
+from ..data.streaming import StreamedBatches, StreamedSamples
 from .adamw import build_adamw
 from .checkpoints import Checkpoints, read_manifest
-from .recipe import Recipe
+from .recipe import Recipe, build_recipe
 from .records import Record, portable
 from .tasks import TASKS, Task
 
@@ -73,7 +75,9 @@ def set_up(recipe: Recipe) -> Run:
     processes = PartialState(cpu=not torch.accelerator.is_available()).num_processes
     micro_batch_size, accumulation = recipe.accumulation(processes)
     task = TASKS[recipe.task](recipe)
-    epoch = steps_per_epoch(len(task.train), recipe.global_batch_size)
+    streamed = isinstance(task.train, StreamedSamples)
+    # The recipe of a stream says everything in steps.
+    epoch = 0 if streamed else steps_per_epoch(len(task.train), recipe.global_batch_size)
     total = recipe.steps or max(1, round(recipe.epochs * epoch))
     accelerator = build_accelerator(recipe, micro_batch_size, accumulation)
 
@@ -95,23 +99,29 @@ def set_up(recipe: Recipe) -> Run:
     checkpoints = Checkpoints(accelerator, Path(recipe.output_dir) / "checkpoints", keep=recipe.keep_checkpoints)
     record = Record(accelerator, recipe.log_every)
     data = fingerprint(task.train)
-    start = resume(recipe, data, checkpoints, record)
+    start, position = resume(recipe, data, checkpoints, record)
     if start > total:
         raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
-    sampler = GlobalBatches(
-        len(task.train),
-        recipe.global_batch_size,
-        micro_batch_size,
-        seed=recipe.seed,
-        start=start,
-        stop=total,
-        process=accelerator.process_index,
-        processes=accelerator.num_processes,
-        repetitions=task.repetitions,
-    )
+    order = {
+        "global_batch_size": recipe.global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "seed": recipe.seed,
+        "start": start,
+        "stop": total,
+        "process": accelerator.process_index,
+        "processes": accelerator.num_processes,
+        "repetitions": task.repetitions,
+    }
+    if streamed:
+        sampler = StreamedBatches(
+            task.train.rows, shuffle_buffer=recipe.data.shuffle_buffer, position=position, **order
+        )
+    else:
+        sampler = GlobalBatches(len(task.train), **order)
     loading = {"num_workers": recipe.data.workers, "pin_memory": accelerator.device.type == "cuda"}
+    samples = "a stream" if streamed else f"{len(task.train):,} samples, {epoch:,} steps in an epoch"
     accelerator.print(
-        f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {total:,} steps; "
+        f"{recipe.task}: {samples}, {total:,} steps; "
         f"{parameters / 1e6:.2f} M parameters; a step is {accelerator.num_processes} x {accumulation} x "
         f"{micro_batch_size} (processes x micro-batches x samples)"
     )
@@ -153,7 +163,13 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if recipe.ema_decay is not None:
             raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = micro_batch_size
+        config["gradient_accumulation_steps"] = accumulation
+        config["gradient_clipping"] = recipe.max_grad_norm or 0.0  # DeepSpeed clips in its own step
+        # Or else transformers builds models in shards: not from the same random numbers, and not to be saved by one
+        # process. `prepare` makes the shards.
+        unset_hf_deepspeed_config()
     if tracker is not None:
         # Trackers leave files beside the model, which is published.
         values = _flat(portable(recipe.model_dump()))
@@ -178,12 +194,18 @@ def available_tracker(name: str | None) -> str | None:
 
 
 def fingerprint(samples: Dataset) -> str:
-    """What tells training data from others, wherever they lie: how many samples, and what is in three of them."""
+    """What tells training data from others, wherever they lie: how many samples, and what is in three of them; of a
+    stream, how many files, and what is in the first sample."""
+    if isinstance(samples, StreamedSamples):
+        count, seen = f"{samples.rows.num_shards} shards", [samples.first()]
+    else:
+        size = len(samples)
+        count = f"{size} samples"
+        seen = [samples[SampleKey(0, index, 0)] for index in sorted({0, size // 2, size - 1})]
     sums = 0
-    for index in sorted({0, len(samples) // 2, len(samples) - 1}):
-        for value in samples[SampleKey(0, index, 0)].values():
-            sums = zlib.crc32(torch.as_tensor(value).contiguous().numpy().tobytes(), sums)
-    return f"{len(samples)} samples, {sums:08x}"
+    for value in (value for sample in seen for value in sample.values()):
+        sums = zlib.crc32(torch.as_tensor(value).contiguous().numpy().tobytes(), sums)
+    return f"{count}, {sums:08x}"
 
 
 def build_scheduler(
@@ -199,8 +221,9 @@ def build_scheduler(
         raise ValueError(f"schedule: {error}") from error
 
 
-def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) -> int:
-    """Load the checkpoint that the recipe asks for, of a run on the same data; returns how many steps are done.
+def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) -> tuple[int, list[Any]]:
+    """Load the checkpoint that the recipe asks for, of a run on the same data; returns how many steps are done, and
+    the sampler's position.
 
     Raises:
         ValueError: it is damaged or comes from another recipe or other data, or there is one and the recipe says
@@ -209,11 +232,11 @@ def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) 
     if recipe.resume == "never":
         if earlier := checkpoints.steps():
             raise ValueError(f"{earlier[0][1]} is of an earlier run: remove it, or give another output_dir")
-        return 0
+        return 0, []
     path = checkpoints.newest() if recipe.resume == "auto" else checkpoints.complete(recipe.resume)
     if path is None:
         checkpoints.set_aside(0)
-        return 0
+        return 0, []
     manifest = read_manifest(path)
     check_same_run(recipe, manifest["recipe"], path)
     if manifest["data"] != data:
@@ -222,12 +245,12 @@ def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) 
     checkpoints.load(path)
     record.restore(manifest["record"])
     checkpoints.accelerator.print(f"going on from {path}")
-    return manifest["step"]
+    return manifest["step"], manifest.get("position", [])
 
 
 def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
     """Raise a ValueError where a checkpoint comes from a recipe that differs in what makes the run."""
-    now, then = _flat(recipe), _flat(earlier)
+    now, then = _flat(recipe), _flat(build_recipe(earlier))  # keys that were not there yet had their defaults
     for key in sorted((now.keys() | then.keys()) - FREE_TO_CHANGE):
         if now.get(key) != then.get(key):
             raise ValueError(

@@ -6,8 +6,10 @@ from typing import Any
 
 import evaluate
 import torch
+from accelerate import PartialState
 from datasets import Dataset as Rows
-from datasets import DatasetDict
+from datasets import DatasetDict, IterableDatasetDict
+from datasets import IterableDataset as StreamedRows
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import (
@@ -23,11 +25,13 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from ..data.byte_tokenizer import build_byte_tokenizer
 from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
-from ..data.loading import hold_out, load_splits, require_column
+from ..data.loading import hold_out, load_named, load_splits, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
+from ..data.streaming import StreamedEvaluation, StreamedSamples
+from ..data.text import join_texts
 from .code_length import CodeLength
-from .metrics import TopKAccuracy
-from .recipe import BytesRecipe, ImagesRecipe, PixelsRecipe, Recipe
+from .metrics import AccuracyAndLoss
+from .recipe import BytesData, BytesRecipe, Data, ImageRows, ImagesRecipe, PixelsRecipe, Recipe
 
 
 Batch = dict[str, torch.Tensor]
@@ -53,8 +57,9 @@ class Task(ABC):
     unit: str  # what rates count
     units_per_sample: int = 1
     repetitions: int = 1  # copies of a sample in a row
-    train: Dataset  # indexed by `SampleKey`
-    evaluated: dict[str, Dataset]  # indexed by numbers; the first is looked at during training, all at the end
+    train: Dataset  # indexed by `SampleKey`, or `StreamedSamples`
+    # Indexed by numbers, or iterated over; the first is looked at during training, all at the end.
+    evaluated: dict[str, Dataset]
     config_values: dict[str, Any]  # what the data say about the model's config
     processor: Any = None  # saved beside the model
 
@@ -121,25 +126,18 @@ class SequenceTask(Task):
 
 
 class BytesTask(SequenceTask):
-    """The next byte of a file."""
+    """The next byte of a file, or of the texts of a dataset."""
 
     units = ("byte", "character")
 
     def __init__(self, recipe: BytesRecipe):
         super().__init__(recipe)
         data = recipe.data
-        if data.train is None:
-            raise ValueError('no data: give data.train=FILE (any file, as bytes), or "generated"')
-        train = write_text(recipe.output_dir) if data.train == GENERATED else data.train
-        files = {"train": train, "validation": data.validation, "test": data.test}
-        for split, file in files.items():
-            if file is not None and not Path(file).is_file():
-                raise ValueError(f"data.{split}={file}: no such file")
-        spans = dict.fromkeys(files)
-        if data.validation is None and data.test is None:
-            files = dict.fromkeys(files, train)
-            spans = split_bytes(Path(train).stat().st_size)
-        parts = {split: (file, spans[split]) for split, file in files.items() if file is not None}
+        files = byte_files(data, recipe.output_dir)
+        parts: dict[str, tuple] = {split: (file, None) for split, file in files.items()}
+        if len(files) == 1:
+            spans = split_bytes(Path(files["train"]).stat().st_size)
+            parts = {split: (files["train"], span) for split, span in spans.items()}
         train = ByteWindows(*parts.pop("train"), seq_len=data.seq_len, seed=recipe.seed)
         self.train = First(train, data.max_train_samples)
         self.evaluated = {
@@ -169,14 +167,16 @@ class PixelsTask(SequenceTask):
     def __init__(self, recipe: PixelsRecipe):
         super().__init__(recipe)
         data = recipe.data
-        splits = read_rows(recipe)
+        splits = first_rows(read_rows(recipe), data)
         options = {"image_size": data.image_size, "image_column": data.image_column}
         augment = {"flip": data.flip, "brightness_shift": data.brightness_shift}
-        train = PixelSequences(splits.pop("train"), seed=recipe.seed, **options, **augment)
-        self.train = First(train, data.max_train_samples)
-        self.evaluated = {
-            split: First(PixelSequences(rows, **options), data.max_eval_samples) for split, rows in splits.items()
-        }
+        rows = splits.pop("train")
+        train = PixelSequences(rows, seed=recipe.seed, **options, **augment)
+        self.train = StreamedSamples(rows, train.sample) if data.streaming else train
+        self.evaluated = {}
+        for split, rows in splits.items():
+            samples = PixelSequences(rows, **options)
+            self.evaluated[split] = StreamedEvaluation(rows, samples.sample) if data.streaming else samples
         self.units_per_sample = 3 * data.image_size**2
         self.config_values = {
             "modality": "text",
@@ -205,18 +205,18 @@ class ImagesTask(Task):
         names = class_names(splits["train"], data.label_column)
         columns = {"image_column": data.image_column, "label_column": data.label_column}
         self.processor = self._image_processor()
-
-        def numbered(split: str, limit: int | None) -> tuple[Rows, dict[Any, int]]:
-            rows = splits[split] if limit is None else splits[split].take(min(limit, len(splits[split])))
-            return rows, class_numbers(splits[split], data.label_column, names)
-
-        rows, numbers = numbered("train", data.max_train_samples)
+        numbers = {split: class_numbers(rows, data.label_column, names) for split, rows in splits.items()}
+        splits = first_rows(splits, data)
+        rows = splits.pop("train")
         crop = {"size": data.image_size, "crop_scale": augmentation.crop_scale, "seed": recipe.seed}
-        self.train = TrainingImages(rows, numbers, **crop, **columns)
+        train = TrainingImages(rows, numbers["train"], **crop, **columns)
+        self.train = StreamedSamples(rows, train.sample) if data.streaming else train
         self.evaluated = {}
-        for split in [name for name in splits if name != "train"]:
-            rows, numbers = numbered(split, data.max_eval_samples)
-            self.evaluated[split] = rows.with_transform(ImagePipeline(self.processor, numbers=numbers, **columns))
+        for split, rows in splits.items():
+            pipeline = ImagePipeline(self.processor, numbers=numbers[split], **columns)
+            self.evaluated[split] = (
+                StreamedEvaluation(rows, pipeline.sample) if data.streaming else rows.with_transform(pipeline)
+            )
         self.augment = BatchAugmentation(
             len(names),
             self.processor.image_mean,
@@ -260,7 +260,7 @@ class ImagesTask(Task):
         return model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
 
     def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
-        return TopKAccuracy(keep_in_memory=True), {"top_k": (1, 5) if self.num_classes > 5 else (1,)}
+        return AccuracyAndLoss(keep_in_memory=True), {"top_k": (1, 5) if self.num_classes > 5 else (1,)}
 
 
 TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "pixels": PixelsTask, "images": ImagesTask}
@@ -275,18 +275,60 @@ def regularization(model: PreTrainedModel, outputs: Any) -> torch.Tensor | float
     return config.position_bias_entropy_weight * entropy
 
 
-def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
+def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
+    """The file of each split, "train" first."""
+    files = {"train": data.train, "validation": data.validation, "test": data.test}
+    files = {split: file for split, file in files.items() if file is not None}
+    if data.dataset is not None:
+        if files:
+            raise ValueError(f"give either data.dataset or data.{next(iter(files))}")
+        splits = load_named(data.dataset, data.dataset_config)
+        require_train(splits, data)
+        require_column(splits, data.text_column, "data.text_column")
+        with PartialState().local_main_process_first():
+            return {split: join_texts(rows, data.text_column, data.text_separator) for split, rows in splits.items()}
+    if data.train is None:
+        raise ValueError('no data: give data.train=FILE (any file, as bytes), or "generated", or data.dataset=ID')
+    if data.train == GENERATED:
+        files["train"] = write_text(output_dir)
+    for split, file in files.items():
+        if not Path(file).is_file():
+            raise ValueError(f"data.{split}={file}: no such file")
+    return files
+
+
+def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableDatasetDict:
     """The splits of the recipe's dataset; without one to validate on, a twentieth of the training rows."""
     data = recipe.data
     if data.dataset is None and data.train is None:
         raise ValueError("no data: give data.train=FILE_OR_FOLDER, or data.dataset=ID of the Hub")
     if data.train == GENERATED:
-        return DatasetDict(
-            {
-                split: draw_images(split, data.image_column, getattr(data, "label_column", "label"))
-                for split in ("train", "validation")
-            }
-        )
-    splits = hold_out(load_splits(data.dataset, data.dataset_config, data.train, data.validation), 0.05)
+        label_column = getattr(data, "label_column", "label")
+        drawn = {split: draw_images(split, data.image_column, label_column) for split in ("train", "validation")}
+        if data.streaming:
+            return IterableDatasetDict({split: rows.to_iterable_dataset() for split, rows in drawn.items()})
+        return DatasetDict(drawn)
+    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, streaming=data.streaming)
+    require_train(splits, data)
+    if data.streaming and "validation" not in splits:
+        raise ValueError("nothing can be held out from a stream: give data to validate on, or data.streaming=false")
+    splits = hold_out(splits, 0.05)
     require_column(splits, data.image_column, "data.image_column")
     return splits
+
+
+def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRows) -> dict[str, Rows | StreamedRows]:
+    """Of each split as many rows as the recipe asks for."""
+    first: dict[str, Rows | StreamedRows] = {}
+    for split, rows in splits.items():
+        limit = data.max_train_samples if split == "train" else data.max_eval_samples
+        if limit is not None:
+            rows = rows.take(limit if data.streaming else min(limit, len(rows)))
+        first[split] = rows
+    return first
+
+
+def require_train(splits: DatasetDict | IterableDatasetDict, data: Data) -> None:
+    """Raise a ValueError unless there is something to train on."""
+    if "train" not in splits:
+        raise ValueError(f"there is nothing to train on: data.dataset={data.dataset} has no split 'train'")

@@ -1,0 +1,139 @@
+"""Training on streams: one run whatever the processes, also after it was killed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from runs import (
+    assert_same_run,
+    bytes_recipe,
+    finish,
+    images_recipe,
+    pixels_recipe,
+    results_of,
+    run,
+    start,
+    wait_for,
+)
+
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, images) -> Path:
+    """A local dataset of 36 images: three files to train on, two to validate on, of which one is shorter."""
+    folder = tmp_path_factory.mktemp("shards")
+    rows = Dataset.from_parquet(str(images))
+    for i in range(3):
+        rows.shard(3, i).to_parquet(folder / f"train-{i}.parquet")
+    for i in range(2):
+        rows.select(range(7 * i, 7 + 4 * i)).to_parquet(folder / f"validation-{i}.parquet")
+    return folder
+
+
+def streamed(values: dict, shards: Path, **data) -> dict:
+    data = {"dataset": str(shards), "train": None, "validation": None, "streaming": True, "shuffle_buffer": 5} | data
+    return values | {"data": values["data"] | data, "steps": 12}
+
+
+def losses(results: dict) -> list[float]:
+    return [row["loss"] for row in results["losses"]]
+
+
+def test_a_stream_is_learned_and_evaluated_as_the_same_rows_in_place(tmp_path, images, shards):
+    values = streamed(images_recipe(tmp_path, images, micro_batch_size=None), shards, workers=0)
+    values |= {"steps": 40, "evaluate_every": 40, "save_every": 40}
+    results = run(values)
+    assert results["metrics"]["validation"]["accuracy"] > 0.8 and losses(results)[-1] < losses(results)[0]
+    in_place = values | {"data": values["data"] | {"streaming": False}, "model": {"pretrained": values["output_dir"]}}
+    in_place |= {"steps": 1, "optimizer": {"learning_rate": 1e-30}, "output_dir": str(tmp_path / "in-place")}
+    assert run(in_place)["metrics"] == {"validation": pytest.approx(results["metrics"]["validation"], rel=1e-5)}
+
+
+@pytest.mark.parametrize("task", ["pixels", "images"])
+def test_two_processes_have_the_run_of_one_and_count_each_sample_once(tmp_path, images, shards, task):
+    recipe = {"pixels": pixels_recipe, "images": images_recipe}[task](tmp_path, images)
+    # 11 or 5 evaluated rows do not divide by 2 processes x 2 samples.
+    values = streamed(recipe, shards, workers=0)
+    alone = run(values | {"output_dir": str(tmp_path / "alone")})
+    assert finish(start(values | {"steps": 6}, 2)) == [0, 0]
+    assert finish(start(values, 2)) == [0, 0]
+    assert results_of(values)["processes"] == 2
+    assert_same_run(results_of(values), alone)
+
+
+def test_a_killed_run_goes_on_from_its_position_as_if_never_stopped(tmp_path, images, shards):
+    values = streamed(images_recipe(tmp_path, images, save_every=2), shards, workers=2)
+    expected = run(values | {"output_dir": str(tmp_path / "reference")})
+    checkpoints = tmp_path / "run/checkpoints"
+    (process,) = start(values)
+    assert wait_for(checkpoints / "step-000000006", process)
+    process.kill()
+    assert finish([process]) == [-9]
+    manifest = json.loads((checkpoints / "step-000000006/checkpoint.json").read_text())
+    assert manifest["position"][:3] == [46, 1, 2]  # 48 samples: all of 36, then blocks of 5
+    results = run(values)
+    assert results["losses"] == expected["losses"] and results["evaluations"] == expected["evaluations"]
+    assert results["metrics"] == expected["metrics"]
+
+
+def test_other_rows_and_another_buffer_are_another_run(tmp_path, images, shards):
+    values = streamed(pixels_recipe(tmp_path, images), shards) | {"steps": 3}
+    run(values)
+    with pytest.raises(ValueError, match=r"made with data.shuffle_buffer=5, and the recipe has 6"):
+        run(values | {"data": values["data"] | {"shuffle_buffer": 6}, "steps": 6})
+    train, validation = (str(shards / name) for name in ("train-1.parquet", "validation-0.parquet"))
+    with pytest.raises(ValueError, match="other training data"):
+        run(streamed(values, shards, dataset=None, train=train, validation=validation))
+
+
+@pytest.mark.parametrize("task", ["pixels", "images"])
+def test_files_folders_and_generated_rows_are_streamed_too(tmp_path, images, task):
+    recipe = {"pixels": pixels_recipe, "images": images_recipe}[task](tmp_path, images)
+    for i, row in enumerate(Dataset.from_parquet(str(images))):
+        folder = tmp_path / "images" / str(row["label"])
+        folder.mkdir(parents=True, exist_ok=True)
+        row["image"].save(folder / f"{i}.png")
+    for number, data in enumerate(
+        [
+            {"train": str(images), "validation": str(images)},
+            {"train": str(tmp_path / "images"), "validation": str(tmp_path / "images")},
+            {"train": "generated", "max_train_samples": 9, "max_eval_samples": 3},
+        ]
+    ):
+        values = streamed(recipe, tmp_path, workers=0, dataset=None, **data) | {"steps": 2}
+        assert len(run(values | {"output_dir": str(tmp_path / f"run-{number}")})["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": None, "epochs": 2}, "nobody knows the length of an epoch with data.streaming: give steps, "),
+        ({"save_every": None}, "give steps, evaluate_every and save_every"),
+        ({"schedule": {"warmup_epochs": 1}}, "warmup_steps in place of warmup_epochs"),
+    ],
+)
+def test_a_stream_has_no_epochs(tmp_path, images, shards, changes, message):
+    values = streamed(pixels_recipe(tmp_path, images), shards)
+    with pytest.raises(ValueError, match=message):
+        run(values | changes)
+
+
+def test_a_stream_is_not_divided_nor_searched_for_classes(tmp_path, images):
+    values = streamed(images_recipe(tmp_path, images), tmp_path, dataset=None, train=str(images), workers=0)
+    with pytest.raises(ValueError, match="nothing can be held out from a stream: give data to validate on"):
+        run(values)
+    plain = tmp_path / "plain.parquet"
+    rows = Dataset.from_parquet(str(images))
+    rows.add_column("name", [str(label) for label in rows["label"]]).to_parquet(plain)
+    data = values["data"] | {"train": str(plain), "validation": str(plain), "label_column": "name"}
+    with pytest.raises(ValueError, match=r"column 'name' must say which classes there are \(ClassLabel\)"):
+        run(values | {"data": data})
+
+
+def test_bytes_know_no_streaming(tmp_path):
+    values = bytes_recipe(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown key data\.streaming"):
+        run(values | {"data": values["data"] | {"streaming": True}})
