@@ -3,18 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
+PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Nothing here needs the Hub, except a quickstart whose --source lies there.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text test conformance roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo test conformance roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP_INSTALL) ".[dev]"
+	touch $@
+
+$(DEMO_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[demo]"
 	touch $@
 
 quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tuned: outputs/quickstart
@@ -22,6 +28,11 @@ quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tun
 
 quickstart-text: install  ## A byte-level AFT language model on Python's own documentation: outputs/quickstart-text
 	$(RUN) scripts/quickstart.py text $(ARGS)
+
+demo: $(DEMO_INSTALLED)  ## spaces/demo in a browser, on the quickstart's models, which are made if there are none
+	test -f outputs/quickstart/aft-conv/config.json || $(RUN) scripts/quickstart.py image
+	test -f outputs/quickstart-text/config.json || $(RUN) scripts/quickstart.py text
+	$(RUN) spaces/demo/app.py $(ARGS)
 
 test: install
 	$(RUN) -m pytest $(ARGS)

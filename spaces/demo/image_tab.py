@@ -1,0 +1,181 @@
+"""The first tab: an image, its class, and what the layers look at."""
+
+import tempfile
+from pathlib import Path
+
+import gradio as gr
+import numpy as np
+import torch
+from images import image_input
+from messages import explained
+from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, mark_patch, share_map, thumbnails
+from PIL import Image
+
+from aft_hf.analysis import PatchMaps, patch_maps
+from aft_hf.configuration_aft import pair
+
+
+EXPLANATION = """Each patch takes an average of all patches with weights exp(K + w). The **key** K of a patch is the
+same for whoever reads it; the **position bias** w depends on where the reader is. **Tap a patch** to see what it
+reads."""
+NOTHING_YET = '<p class="aft-hint">Choose an image, and its maps appear here.</p>'
+MOST_HEADS = 32
+
+
+class ImageDemo:
+    """Answers for one model: probabilities, the image as the model sees it, and the maps of a layer and head."""
+
+    def __init__(self, model, processor):
+        self.model, self.processor = model, processor
+        self.num_layers, self.num_heads = model.config.num_hidden_layers, model.config.num_heads
+
+    def pixels(self, image: Image.Image) -> torch.Tensor:
+        """The image as the model takes it, (1, 3, height, width)."""
+        return self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"]
+
+    def seen(self, pixels: torch.Tensor) -> Image.Image:
+        """The image back from what the model takes."""
+        picture = pixels[0].permute(1, 2, 0).numpy()
+        if getattr(self.processor, "do_normalize", False):
+            picture = picture * np.array(self.processor.image_std) + np.array(self.processor.image_mean)
+        return Image.fromarray((picture.clip(0, 1) * 255).round().astype(np.uint8))
+
+    def grid_size(self, pixels: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        height, width = pair(self.model.config.patch_size)
+        return pixels.shape[-2] // height, pixels.shape[-1] // width
+
+    def patch_at(self, image: Image.Image, point: tuple[int, int]) -> tuple[int, int]:
+        """Row and column of the patch at (x, y) in the picture that `look` gives."""
+        pixels = self.pixels(image)
+        rows, columns = self.grid_size(pixels)
+        width, height = enlarged(self.seen(pixels)).size
+        row, column = point[1] * rows // height, point[0] * columns // width
+        return min(max(int(row), 0), rows - 1), min(max(int(column), 0), columns - 1)
+
+    def classify(self, image: Image.Image | None) -> dict[str, float] | None:
+        """The probability of each label; None without an image."""
+        if image is None:
+            return None
+        with torch.no_grad():
+            logits = self.model(pixel_values=self.pixels(image)).logits[0]
+        names = self.model.config.id2label
+        return {str(names[i]): p for i, p in enumerate(logits.float().softmax(-1).tolist())}
+
+    def look(self, image: Image.Image | None, layer: int, head: int, query: tuple[int, int] | None):
+        """The image with the query marked, three maps and those of all heads; layer and head count from 1.
+
+        Raises:
+            ValueError: a layer, head or patch that does not exist.
+        """
+        if image is None:
+            return None, NOTHING_YET, "", "", ""
+        if not 1 <= head <= self.num_heads:
+            raise ValueError(f"The heads are 1 to {self.num_heads}; there is no head {head}.")
+        pixels = self.pixels(image)
+        grid_size = self.grid_size(pixels)
+        _, maps = patch_maps(self.model, pixels, layer=layer - 1, query=query)
+        query = (grid_size[0] // 2, grid_size[1] // 2) if query is None else query
+        maps = PatchMaps(*(each.numpy() for each in maps))
+        return mark_patch(self.seen(pixels), grid_size, query), *_pictures(maps, head - 1), _all_heads(maps, head - 1)
+
+
+def _pictures(maps: PatchMaps, head: int) -> tuple[str, str, str]:
+    limit = _limit(maps)
+    biases = colour_scale(BIASES, f"\N{MINUS SIGN}{limit:.2g}", f"+{limit:.2g}", "0")
+    return (
+        _shares(maps.keys[head], "Keys", "exp(K): by the key alone"),
+        figure(bias_map(maps.biases[head], limit), "Position bias", "w: red counts more, blue less", biases),
+        _shares(maps.weights[head], "Weights", "exp(K + w): what the patch reads"),
+    )
+
+
+def _shares(shares: np.ndarray, title: str, note: str) -> str:
+    largest = float(shares.max())
+    return figure(share_map(shares, largest), title, note, colour_scale(SHARES, "0", f"{largest:.1%}"))
+
+
+def _limit(maps: PatchMaps) -> float:
+    return float(np.abs(np.nan_to_num(maps.biases, neginf=0.0)).max()) or 1.0
+
+
+def _all_heads(maps: PatchMaps, chosen: int) -> str:
+    heads = len(maps.keys)
+    if heads == 1:
+        return ""
+    shown = slice(0, MOST_HEADS)
+    limit = _limit(maps)
+    keys = thumbnails([share_map(x, float(x.max())) for x in maps.keys[shown]], "head", chosen)
+    biases = thumbnails([bias_map(x, limit) for x in maps.biases[shown]], "head", chosen)
+    title = f"the {heads} heads" if heads <= MOST_HEADS else f"the first {MOST_HEADS} of {heads} heads"
+    return f"<h4>Keys of {title}</h4>{keys}<h4>Position biases of {title}</h4>{biases}"
+
+
+def example_digits(directory: str | Path, count: int = 8) -> list[str]:
+    """Files with digits that the quickstart's models were not trained on."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    _, images, _, labels = train_test_split(
+        digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    )
+    paths = []
+    for label in range(count):
+        path = Path(directory) / f"digit_{label}.png"
+        pixels = images[labels == label][0] * 255 / 16
+        Image.fromarray(pixels.astype(np.uint8)).convert("RGB").save(path)
+        paths.append(str(path))
+    return paths
+
+
+def build(app: gr.Blocks, model, processor) -> None:
+    """Lay out the tab and connect it."""
+    demo = ImageDemo(model, processor)
+    examples = []
+    if set(map(str, model.config.id2label.values())) == set("0123456789"):
+        examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_"))
+    query = gr.State(None)
+    with gr.Row(elem_classes="aft-columns"):
+        with gr.Column(scale=2, min_width=300):
+            image = image_input(examples[3] if examples else None, elem_id="image-upload")
+            if examples:
+                gr.Examples([[path] for path in examples], image, label="Digits it was not trained on")
+            label = gr.Label(num_top_classes=5, label="Prediction", elem_id="image-label")
+        with gr.Column(scale=3, min_width=300):
+            gr.Markdown(EXPLANATION)
+            with gr.Row():
+                options = {"step": 1, "minimum": 1, "buttons": [], "min_width": 140}
+                layer = gr.Slider(
+                    value=(demo.num_layers + 1) // 2,
+                    maximum=demo.num_layers,
+                    label="Layer",
+                    elem_id="layer",
+                    **options,
+                )
+                head = gr.Slider(
+                    value=1, maximum=max(demo.num_heads, 2), label="Head", visible=demo.num_heads > 1, **options
+                )
+            with gr.Row(elem_classes="aft-maps"):
+                with gr.Column(min_width=0, elem_classes="aft-view"):
+                    gr.HTML("<h4>Image</h4>", padding=False)
+                    view = gr.Image(interactive=False, show_label=False, container=False, buttons=[], elem_id="view")
+                maps = [gr.HTML(elem_id=f"map-{name}", padding=False) for name in ("keys", "biases", "weights")]
+            heads = gr.HTML(elem_id="all-heads", padding=False)
+
+    look = explained(demo.look)
+    shown, inputs = [view, *maps, heads], [image, layer, head, query]
+    quietly = {"show_progress": "hidden", "trigger_mode": "always_last"}
+
+    def start(picture, *choice):
+        return explained(demo.classify)(picture), None, *look(picture, *choice, None)
+
+    def choose(picture, layer, head, event: gr.SelectData):
+        patch = demo.patch_at(picture, event.index)
+        return patch, *look(picture, layer, head, patch)
+
+    image.change(start, [image, layer, head], [label, query, *shown], **quietly)
+    gr.on([layer.change, head.change], look, inputs, shown, **quietly)
+    view.select(choose, [image, layer, head], [query, *shown], **quietly)
+    if examples:
+        app.load(start, [image, layer, head], [label, query, *shown], **quietly)

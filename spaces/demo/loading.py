@@ -1,0 +1,74 @@
+"""The three models of the demo, each of which may be absent."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+
+import aft_hf
+from aft_hf.data.pixel_sequences import START_TOKEN
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tab needs: where its model is looked for, and how one is made."""
+
+    name: str  # also --NAME-model and AFT_NAME_MODEL
+    default: str
+    command: str
+
+
+IMAGE = Kind("image", "outputs/quickstart/aft-conv", "make quickstart")
+TEXT = Kind("text", "outputs/quickstart-text", "make quickstart-text")
+PIXEL = Kind(
+    "pixel",
+    "outputs/pixels-aft-local",
+    "aft-hf train configs/examples/pixels_aft_local.yaml data.dataset=uoft-cs/cifar10 data.image_column=img",
+)
+
+
+class Unavailable(Exception):
+    """Why a tab has no model; the message is for the reader of the page."""
+
+
+def load(kind: Kind, source: str) -> tuple[Any, Any]:
+    """The model and its image processor or tokenizer (None for pixels) from a directory or a Hub id.
+
+    Raises:
+        Unavailable: there is no such model, or none that this tab can use.
+    """
+    is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
+    if is_path and not (Path(source) / "config.json").is_file():
+        raise Unavailable(f"There is no model in `{source}` yet. This command makes one: `{kind.command}`")
+    try:
+        if kind is IMAGE:
+            loaded = (
+                AutoModelForImageClassification.from_pretrained(source),
+                AutoImageProcessor.from_pretrained(source),
+            )
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source) if kind is TEXT else None
+            loaded = AutoModelForCausalLM.from_pretrained(source), tokenizer
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {reason}") from error
+    model = loaded[0].eval()
+    if kind is IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
+        raise Unavailable(f"`{source}` is a {type(model).__name__}; this tab shows what an AFT has learned.")
+    if kind is PIXEL:
+        pixel_side(model.config)
+    return model, loaded[1]
+
+
+def pixel_side(config: transformers.PreTrainedConfig) -> int:
+    """The side in pixels of the RGB images that a pixel model was trained on."""
+    length = config.max_position_embeddings
+    side = round((length / 3) ** 0.5)
+    if config.vocab_size != START_TOKEN + 1 or 3 * side**2 != length or side < 2:
+        raise Unavailable(
+            f"This is no model of square RGB images: it has {config.vocab_size} tokens and {length} positions, "
+            f"not {START_TOKEN + 1} tokens and 3 x side x side positions."
+        )
+    return side

@@ -1,0 +1,93 @@
+"""The third tab: the lower half of a small image, made up."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gradio as gr
+import numpy as np
+import torch
+from images import image_input
+from loading import pixel_side
+from messages import explained
+from pictures import figure
+from PIL import Image, ImageOps
+from sampling import sample_tokens
+from text_tab import check_seed
+
+from aft_hf.data.pixel_sequences import START_TOKEN, pixels_to_tokens, tokens_to_image
+
+
+COMPLETIONS = 4
+MISSING = 235  # the grey of sub-pixels that are not there
+NOTHING_YET = '<p class="aft-hint">Choose an image and press the button.</p>'
+
+
+class PixelDemo:
+    """Completes images with one model."""
+
+    def __init__(self, model):
+        self.model, self.side = model, pixel_side(model.config)
+
+    def small(self, image: Image.Image) -> Image.Image:
+        """The centre of the image at the size of the model."""
+        return ImageOps.fit(image.convert("RGB"), (self.side, self.side), Image.Resampling.BOX)
+
+    def complete(self, image: Image.Image | None, temperature: float, seed: int) -> Iterator[str]:
+        """The original, what is given, and the completions row by row, as HTML; the same seed gives the same images.
+
+        Raises:
+            ValueError: no image, or numbers out of range.
+        """
+        if image is None:
+            raise ValueError("There is no image yet: upload one or choose an example.")
+        if temperature is None or not 0 < temperature <= 2:
+            raise ValueError(f"The temperature must be above 0 and at most 2, got {temperature}.")
+        check_seed(seed)
+        original = self.small(image)
+        tokens = torch.from_numpy(pixels_to_tokens(np.asarray(original)).astype(np.int64))
+        row = 3 * self.side
+        given = tokens[: self.side // 2 * row]
+        made = torch.full((COMPLETIONS, len(tokens)), MISSING)
+        made[:, : len(given)] = given
+        yield self._page(original, made, len(given))
+        prompt = torch.cat([torch.tensor([START_TOKEN]), given]).expand(COMPLETIONS, -1)
+        count, options = len(tokens) - len(given), {"temperature": temperature, "seed": int(seed)}
+        for i, new in enumerate(sample_tokens(self.model, prompt, count, num_tokens=START_TOKEN, **options)):
+            made[:, len(given) + i] = new
+            if (i + 1) % row == 0:
+                yield self._page(original, made, len(given))
+
+    def _page(self, original: Image.Image, made: torch.Tensor, given: int) -> str:
+        size = (self.side, self.side)
+        masked = made[0].clone()
+        masked[given:] = MISSING
+        figures = [figure(original, "Original"), figure(tokens_to_image(masked, size), "Given")]
+        figures += [figure(tokens_to_image(tokens, size), f"Completion {i}") for i, tokens in enumerate(made, 1)]
+        return f'<div class="aft-pixels">{"".join(figures)}</div>'
+
+
+def example_photographs() -> list[str]:
+    """The photographs that scikit-learn ships."""
+    import sklearn.datasets
+
+    return sorted(str(path) for path in (Path(sklearn.datasets.__file__).parent / "images").glob("*.jpg"))
+
+
+def build(app: gr.Blocks, model, _) -> None:
+    """Lay out the tab and connect it."""
+    demo = PixelDemo(model)
+    with gr.Row(elem_classes="aft-columns"):
+        with gr.Column(scale=2, min_width=300):
+            image = image_input(elem_id="pixel-upload")
+            gr.Examples([[path] for path in example_photographs()], image, label="Photographs")
+            temperature = gr.Slider(0.1, 2, 1.0, step=0.05, label="Temperature", buttons=[])
+            seed = gr.Number(0, precision=0, label="Seed", info="The same seed gives the same images")
+            button = gr.Button("Complete the lower half", variant="primary", elem_id="complete-image")
+        with gr.Column(scale=3, min_width=300):
+            gr.Markdown(
+                f"The image becomes {demo.side} x {demo.side} pixels, a sequence of {3 * demo.side**2} sub-pixels. "
+                "The model is given the upper half and writes the rest, one sub-pixel after the other."
+            )
+            pictures = gr.HTML(NOTHING_YET, elem_id="pixels", padding=False)
+    options = {"concurrency_id": "generation", "concurrency_limit": 1, "show_progress": "hidden"}
+    button.click(explained(demo.complete), [image, temperature, seed], pictures, **options)

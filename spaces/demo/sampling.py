@@ -1,0 +1,32 @@
+"""One token after the other from a causal language model."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def sample_tokens(
+    model: PreTrainedModel, prompt: torch.Tensor, count: int, *, temperature: float, seed: int, num_tokens: int
+) -> Iterator[torch.Tensor]:
+    """Continue (B, T) tokens by `count` more and yield them as they come, (B,) each.
+
+    Args:
+        model: in evaluation mode.
+        prompt: (B, T).
+        count: how many tokens.
+        temperature: 0 takes the most probable token.
+        seed: of a generator of its own, so that the same call gives the same tokens whatever else runs.
+        num_tokens: only the tokens 0 .. num_tokens - 1 are taken.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    cache, tokens = None, prompt
+    for _ in range(count):
+        outputs = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache, logits = outputs.past_key_values, outputs.logits[:, -1, :num_tokens].float()
+        if temperature == 0:
+            tokens = logits.argmax(-1, keepdim=True)
+        else:
+            tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        yield tokens[:, 0]

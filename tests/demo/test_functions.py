@@ -1,0 +1,193 @@
+"""What the tabs of the demo compute, without a browser."""
+
+import configparser
+import html
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install -c constraints.txt -e '.[demo]'")
+ROOT = Path(__file__).parents[2]
+
+
+def noise(width=20, height=12, mode="RGB"):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture
+def image_demo(models):
+    import image_tab
+    from loading import IMAGE, load
+
+    return image_tab.ImageDemo(*load(IMAGE, models["image"]))
+
+
+@pytest.fixture
+def text_demo(models):
+    import text_tab
+    from loading import TEXT, load
+
+    return text_tab.TextDemo(*load(TEXT, models["text"]))
+
+
+@pytest.fixture
+def pixel_demo(models):
+    import pixel_tab
+    from loading import PIXEL, load
+
+    return pixel_tab.PixelDemo(load(PIXEL, models["pixel"])[0])
+
+
+# ----------------------------------------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
+def test_probabilities_of_any_kind_of_image(image_demo, mode):
+    answer = image_demo.classify(noise(mode=mode))
+    assert set(answer) == set("0123456789") and abs(sum(answer.values()) - 1) < 1e-5
+
+
+def test_what_the_model_sees_is_the_image_again(image_demo):
+    image = noise(16, 16)
+    seen = image_demo.seen(image_demo.pixels(image))
+    assert np.abs(np.asarray(seen, int) - np.asarray(image, int)).max() <= 1
+
+
+def test_maps_change_with_layer_head_and_patch(image_demo):
+    image = noise()
+    choices = [(1, 1, None), (2, 1, None), (1, 2, None), (1, 1, (0, 0))]
+    biases = [image_demo.look(image, *choice)[2] for choice in choices]
+    assert len(set(biases)) == 4
+
+
+def test_without_an_image_there_is_a_hint_and_no_error(image_demo):
+    assert image_demo.classify(None) is None
+    assert "Choose an image" in image_demo.look(None, 1, 1, None)[1]
+
+
+@pytest.mark.parametrize("layer, head", [(0, 1), (3, 1), (1, 0), (1, 5)])
+def test_layers_and_heads_that_do_not_exist_are_refused(image_demo, layer, head):
+    with pytest.raises(ValueError, match=r"layer must be|heads are"):
+        image_demo.look(noise(), layer, head, None)
+
+
+def test_biases_of_patches_that_are_not_seen_are_grey():
+    from pictures import UNSEEN, bias_map
+
+    pixels = np.asarray(bias_map(np.array([[-np.inf, 0.0]]), 1.0))
+    assert (pixels[0, 0] == round(UNSEEN[0] * 255)).all() and pixels[0, 1].min() > 240
+
+
+# ------------------------------------------------------------------------------------------------------------- text
+
+
+def text_of(page):
+    return html.unescape(re.sub("<[^>]+>", "", page))
+
+
+def test_a_text_goes_on_and_repeats(text_demo):
+    first, again, other = (list(text_demo.complete("Hello <b>", 20, 1.0, seed)) for seed in (0, 0, 1))
+    assert first == again and first[-1] != other[-1] and len(first) > 1
+    assert text_of(first[-1]).startswith("Hello <b>") and "<b>" not in first[-1]
+
+
+def test_at_temperature_0_the_text_is_that_of_generate(text_demo):
+    prompt = text_demo.tokenizer("abc", return_tensors="pt")
+    expected = text_demo.tokenizer.decode(text_demo.model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
+    assert text_of(list(text_demo.complete("abc", 12, 0, 0))[-1]) == expected
+
+
+@pytest.mark.parametrize(
+    "prompt, count, temperature, seed, message",
+    [
+        ("", 5, 1.0, 0, "prompt is empty"),
+        (" \n", 5, 1.0, 0, "prompt is empty"),
+        (None, 5, 1.0, 0, "prompt is empty"),
+        ("a", 10**9, 1.0, 0, "1 to 1000"),
+        ("a", 0, 1.0, 0, "1 to 1000"),
+        ("a", None, 1.0, 0, "1 to 1000"),
+        ("a" * 60, 5, 1.0, 0, "at most 64 tokens, and the prompt has 60: ask for at most 4"),
+        ("a" * 70, 5, 1.0, 0, "shorten the prompt"),
+        ("a", 5, -1.0, 0, "temperature"),
+        ("a", 5, 1.0, -1, "seed"),
+        ("a", 5, 1.0, None, "seed"),
+    ],
+)
+def test_what_a_writer_gets_wrong_is_said(text_demo, prompt, count, temperature, seed, message):
+    with pytest.raises(ValueError, match=message):
+        list(text_demo.complete(prompt, count, temperature, seed))
+
+
+# ----------------------------------------------------------------------------------------------------------- pixels
+
+
+def test_the_upper_half_stays_and_the_lower_is_made_up(pixel_demo, monkeypatch):
+    made = []
+    monkeypatch.setattr(type(pixel_demo), "_page", lambda self, original, tokens, given: made.append(tokens.clone()))
+    image = noise()
+    for _ in range(2):
+        list(pixel_demo.complete(image, 1.0, 0))
+    small = torch.from_numpy(np.asarray(pixel_demo.small(image)).astype(np.int64)).flatten()
+    first, second = made[len(made) // 2 - 1], made[-1]
+    assert first.shape == (4, 48) and (first[:, :24] == small[:24]).all() and first.max() < 256
+    assert (first == second).all() and not (first[0, 24:] == first[1, 24:]).all()
+
+
+def test_original_given_and_completions_are_shown(pixel_demo):
+    pages = list(pixel_demo.complete(noise(), 1.0, 0))
+    assert len(pages) == 3  # before, and after each of two rows
+    assert all(title in pages[-1] for title in ("Original", "Given", "Completion 1", "Completion 4"))
+
+
+def test_without_an_image_nothing_is_completed(pixel_demo):
+    with pytest.raises(ValueError, match="no image yet"):
+        list(pixel_demo.complete(None, 1.0, 0))
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def test_a_model_that_is_not_there_names_the_command(tmp_path, monkeypatch):
+    from loading import IMAGE, PIXEL, TEXT, Unavailable, load
+
+    monkeypatch.chdir(tmp_path)
+    for kind, command in ((IMAGE, "make quickstart"), (TEXT, "make quickstart-text"), (PIXEL, "aft-hf train")):
+        with pytest.raises(Unavailable, match=command):
+            load(kind, kind.default)
+
+
+def test_a_model_of_another_tab_is_refused(models):
+    from loading import IMAGE, PIXEL, Unavailable, load
+
+    with pytest.raises(Unavailable, match="no model of square RGB images: it has 256 tokens"):
+        load(PIXEL, models["text"])
+    with pytest.raises(Unavailable, match="cannot be loaded as image model"):
+        load(IMAGE, models["pixel"])
+
+
+# ------------------------------------------------------------------------------------------------------------ Space
+
+
+def test_the_space_installs_what_the_package_asks_for():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    asked = (setup["options"]["install_requires"] + extras["demo"] + extras["train"]).split()
+    lines = (ROOT / "spaces" / "demo" / "requirements.txt").read_text().splitlines()
+    wanted = {line for line in lines if line and not line.startswith("#")}
+    assert wanted <= set(asked)
+    assert set(setup["options"]["install_requires"].split()) - wanted <= {"huggingface_hub>=2.4"}  # of transformers
+
+
+def test_the_space_runs_the_gradio_that_was_tested():
+    from huggingface_hub import RepoCard
+
+    version = re.search(r"^gradio==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    front = RepoCard.load(ROOT / "spaces" / "demo" / "README.md").data
+    assert (front.sdk, front.sdk_version, front.app_file) == ("gradio", version, "app.py")

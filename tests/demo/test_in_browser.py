@@ -1,0 +1,250 @@
+"""The demo as a visitor meets it: the real app on loopback, in headless Chromium."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install -c constraints.txt -e '.[demo-test]'")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -c constraints.txt -e '.[demo-test]'"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+
+APP = Path(__file__).parents[2] / "spaces" / "demo" / "app.py"
+PATIENCE = 180  # seconds for the app to start, on a busy machine
+WIDTHS = {"desktop": (1200, 900), "phone": (375, 800)}
+
+
+def serve(directory, *arguments):
+    """Start the app; its process and address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (directory / "app.log").open("w")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf"), "OMP_NUM_THREADS": "1"}
+    environment |= {"GRADIO_TEMP_DIR": str(directory / "gradio")}
+    command = [sys.executable, str(APP), "--host", "127.0.0.1", "--port", str(port), *arguments]
+    process = subprocess.Popen(command, cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    started = time.monotonic()
+    while process.poll() is None and time.monotonic() - started < PATIENCE:
+        try:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).close()
+            return process, url
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.3)
+    process.kill()
+    process.wait()
+    raise AssertionError(f"the app did not start: {(directory / 'app.log').read_text()[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def app(models, tmp_path_factory):
+    arguments = [text for name, path in models.items() for text in (f"--{name}-model", path)]
+    process, url = serve(tmp_path_factory.mktemp("app"), *arguments)
+    yield url
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        # Chromium has no sandbox for root, who runs CI.
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens pages, and holds every one to a silent console and to requests on loopback alone."""
+    complaints, contexts = [], []
+
+    def watch(message):
+        if message.type == "error":
+            complaints.append(f"console: {message.text}")
+
+    def stay(request):
+        address = urlsplit(request.url)
+        if address.scheme not in ("data", "blob") and address.hostname != "127.0.0.1":
+            complaints.append(f"request to {request.url}")
+
+    def visit(url, width="desktop"):
+        size = dict(zip(("width", "height"), WIDTHS[width]))
+        contexts.append(browser.new_context(viewport=size))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", watch)
+        page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
+        page.on("request", stay)
+        page.goto(url)
+        page.wait_for_selector("[role=tab]")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A file to upload."""
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    path = tmp_path / "picture.png"
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def changed(page, selector, before):
+    """Wait until what stands there is something else, and return it."""
+    page.wait_for_function(
+        "([selector, before]) => { const now = document.querySelector(selector)?.innerHTML; "
+        "return now !== undefined && now !== before; }",
+        arg=[selector, before],
+    )
+    return page.inner_html(selector)
+
+
+def open_tab(page, name):
+    page.get_by_role("tab", name=name).click()
+
+
+def no_wider_than(page):
+    """Whether nothing reaches beyond the window."""
+    return page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+
+
+def upload(page, selector, path):
+    """Put a file where an image may already be."""
+    remove = page.locator(f"{selector} button[aria-label='Remove Image']")
+    if remove.count():
+        remove.click()
+        remove.wait_for(state="detached")
+    page.set_input_files(f"{selector} input[type=file]", path)
+
+
+def test_an_uploaded_image_is_classified_and_its_maps_follow_layer_and_patch(app, open_page, picture):
+    page = open_page(app)
+    page.wait_for_selector("#map-weights img")  # of the first example
+    example = page.inner_html("#map-keys")
+    upload(page, "#image-upload", picture)
+    page.wait_for_selector("#map-keys .aft-hint", state="detached")
+    changed(page, "#map-keys", example)
+    shares = [int(x) for x in re.findall(r"(\d+)%", page.inner_text("#image-label"))]
+    assert len(shares) == 5 and shares == sorted(shares, reverse=True)
+    biases = page.inner_html("#map-biases")
+    slider = page.locator("#layer input[type=range]")
+    slider.focus()
+    slider.press("ArrowRight")
+    biases = changed(page, "#map-biases", biases)
+    page.locator("#view img").click(position={"x": 5, "y": 5})
+    changed(page, "#map-biases", biases)
+
+
+def test_a_text_is_completed_and_repeats(app, open_page):
+    page = open_page(app)
+    open_tab(page, "Write")
+    page.fill("#prompt textarea", "Hello")
+    page.fill("#count input[type=number]", "24")
+    texts = []
+    for _ in range(2):
+        hint = page.inner_html("#text")
+        page.click("#complete-text")
+        changed(page, "#text", hint)
+        page.wait_for_selector(".aft-text:not(:has(.aft-cursor))")
+        texts.append(page.inner_text(".aft-text"))
+        page.reload()
+        open_tab(page, "Write")
+        page.fill("#prompt textarea", "Hello")
+        page.fill("#count input[type=number]", "24")
+    assert texts[0] == texts[1] and texts[0].startswith("Hello") and len(texts[0]) > len("Hello")
+
+
+def test_what_a_visitor_gets_wrong_is_said_on_the_page(app, open_page):
+    page = open_page(app)
+    open_tab(page, "Write")
+    page.fill("#prompt textarea", " ")
+    page.click("#complete-text")
+    page.get_by_text("The prompt is empty").wait_for()
+    page.fill("#prompt textarea", "a" * 60)
+    page.click("#complete-text")
+    page.get_by_text("ask for at most 4 new ones").wait_for()
+    open_tab(page, "Complete")
+    page.click("#complete-image")
+    page.get_by_text("There is no image yet").wait_for()
+    assert "Traceback" not in page.content()
+
+
+def test_a_file_that_is_no_image_is_refused(app, open_page, tmp_path):
+    page = open_page(app)
+    page.wait_for_selector("#map-weights img")
+    path = tmp_path / "broken.png"
+    path.write_bytes(b"no image at all")
+    upload(page, "#image-upload", path)
+    page.get_by_text("This file cannot be read as an image").wait_for()
+    assert "Traceback" not in page.content()
+
+
+def test_the_lower_half_of_an_image_is_completed(app, open_page, picture):
+    page = open_page(app)
+    open_tab(page, "Complete")
+    upload(page, "#pixel-upload", picture)
+    page.wait_for_selector("#pixel-upload img")
+    page.click("#complete-image")
+    page.get_by_text("Completion 4").wait_for()
+    sources = page.eval_on_selector_all("#pixels img", "images => images.map(image => image.src)")
+    assert len(sources) == 6 and page.locator("#pixels img").first.bounding_box()["width"] > 100
+
+
+def test_a_phone_shows_every_tab_without_scrolling_sideways(app, open_page, picture):
+    page = open_page(app, "phone")
+    page.wait_for_selector("#map-weights img")
+    assert no_wider_than(page)
+    open_tab(page, "Write")
+    page.fill("#prompt textarea", "a" * 30)  # one long word
+    page.fill("#count input[type=number]", "20")
+    page.click("#complete-text")
+    page.wait_for_selector(".aft-text")
+    assert no_wider_than(page)
+    open_tab(page, "Complete")
+    upload(page, "#pixel-upload", picture)
+    page.wait_for_selector("#pixel-upload img")
+    page.click("#complete-image")
+    page.get_by_text("Completion 4").wait_for()
+    assert no_wider_than(page)
+
+
+def test_tabs_without_models_name_the_commands_that_make_them(open_page, tmp_path):
+    process, url = serve(tmp_path)
+    try:
+        page = open_page(url, "phone")
+        for tab, command in (
+            ("Classify", "make quickstart"),
+            ("Write", "make quickstart-text"),
+            ("Complete", "aft-hf"),
+        ):
+            open_tab(page, tab)
+            page.locator(".aft-unavailable:visible code", has_text=command).wait_for()
+            assert no_wider_than(page)
+    finally:
+        process.terminate()
+        process.wait(30)
