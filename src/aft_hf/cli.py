@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
 from .publishing.command import publish_command
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("publish")(publish_command)
+app.command("benchmark")(benchmark_command)
 
 
 @app.command()

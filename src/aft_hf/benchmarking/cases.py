@@ -1,15 +1,15 @@
-"""The cases of the benchmark: for each a name, the candidates that take turns, and what is asked of them."""
+"""A case of the benchmark: the candidates that take turns, and what is asked of ours."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-
-from .models import TextRow, VisionRow, without_mixing
+from torch import nn
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Builder = Callable[[torch.device], Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,18 @@ class Case:
 
     Attributes:
         name: unique.
-        suite: "vision", "causal" or "decode".
+        suite: its name in `SUITES`.
         task: "inference", "training" or "decode".
         dtype: "fp32" or "bf16" (autocast in training, weights in inference).
-        items: images or tokens in one call.
-        builders: candidates by name, "ours" first; each makes what to call.
+        items, unit: how many images or tokens one call takes.
+        builders: candidates by name, each makes what to call. "ours" comes first and "peer" second, except in a case
+            of the suite `growth`, which has models by their names.
+        peer: what the peer is, for people.
         required: for "peer" and "floor", how many times faster than that ours has to be; empty if nothing is asked.
+        required_memory: for "peer", how many times its peak memory ours may take; likewise.
+        peaks: the candidates whose peak memory is measured.
+        package: what has to be installed for the peer, if transformers does not have it.
+        size: tokens, or pixels of the side, that the case grows with.
     """
 
     name: str
@@ -31,186 +37,96 @@ class Case:
     task: str
     dtype: str
     items: int
-    builders: dict[str, Callable[[torch.device], Callable[[], object]]]
-    required: dict[str, float]
+    unit: str
+    builders: dict[str, Builder]
+    peer: str = ""
+    required: dict[str, float] = field(default_factory=dict)
+    required_memory: dict[str, float] = field(default_factory=dict)
+    peaks: tuple[str, ...] = ("ours", "peer")
+    package: str | None = None
+    size: int | None = None
 
 
-def _inference(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    model.eval()
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are; by default as the requirements are stated."""
 
-    def call() -> object:
-        with torch.inference_mode():
-            return model(**inputs)
-
-    return call
-
-
-def _training(model: PreTrainedModel, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> Callable[[], object]:
-    """Forward, backward and an AdamW step."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def call() -> None:
-        with torch.autocast(inputs_device(inputs), dtype, enabled=dtype != torch.float32):
-            loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return call
+    vision_layers: int = 12
+    largest_batch: int = 32
+    text_layers: int = 24
+    text_width: int = 256
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
+    contexts: tuple[int, ...] = (1024, 4096, 65536)
+    mixer_length: int = 4096
+    growth_lengths: tuple[int, ...] = tuple(1024 * 2**i for i in range(7))
+    longest_gpt2: int = 16384
+    growth_sides: tuple[int, ...] = (224, 384, 512, 768, 1024)
 
 
-def inputs_device(inputs: dict[str, torch.Tensor]) -> str:
-    """The type of device that the inputs are on."""
-    return next(iter(inputs.values())).device.type
+FULL = Sizes()
+# To see in minutes that every case runs; the numbers say nothing.
+SMOKE = Sizes(1, 1, 2, 64, (64, 128, 256), (8, 16, 64), 64, (32, 64, 128, 256, 512), 256, (224, 256, 320))
 
 
-def _builder(
-    make: Callable[[], PreTrainedModel], inputs: Callable[[], dict[str, torch.Tensor]], task: str, dtype: torch.dtype
-) -> Callable[[torch.device], Callable[[], object]]:
-    """Makes a model on a device and what one call of it is."""
+def model_builder(
+    make: Callable[[], nn.Module],
+    inputs: Callable[[], dict[str, torch.Tensor]],
+    task: str,
+    dtype: torch.dtype,
+    compiled: bool = False,
+) -> Builder:
+    """Makes a model on a device, and what one call of it is: a forward pass or a training step."""
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
         model = make().to(device)
         batch = {name: x.to(device) for name, x in inputs().items()}
-        if task == "training":
-            return _training(model, batch, dtype)
-        batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        return _inference(model.to(dtype), batch)
+        if task == "inference":
+            model = model.to(dtype)
+            batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        run = torch.compile(model) if compiled else model
+        if task == "inference":
+            return _inference(model, lambda: run(**batch))
+        return _training(model, lambda: run(**batch).loss, device, dtype)
 
     return build
 
 
-def vision_cases() -> Iterator[Case]:
-    """Inference and training of the rows of Tables 7 and 8 beside ViT."""
-    rows = {
-        VisionRow("tiny", "conv", 11, 32): (1.10, 1.03),
-        VisionRow("small", "conv", 11, 16): (1.10, 1.03),
-        VisionRow("small", "conv", 11, 384): (1.03, 0.95),
-        VisionRow("small", "conv", 15, 384): (1.03, 0.95),
-        VisionRow("tiny", "full"): (1.03, 0.95),
-        VisionRow("small", "full"): (1.03, 0.95),
-        VisionRow("base", "conv", 25, 32, 384): (1.20, 1.10),
-        VisionRow("base", "conv", 25, 32, 1024): (1.8, 1.8),
-    }
-    for row, required in rows.items():
-        batch = {224: 32, 384: 4, 1024: 1}[row.image_size]
+def layer_builder(make: Callable[[], nn.Module], shape: tuple[int, ...], task: str) -> Builder:
+    """Makes a layer in fp32, and what one call of it is; a training step has gradients of the inputs, too."""
 
-        def inputs(batch: int = batch, side: int = row.image_size, task: str = "inference") -> dict:
-            pixels = {"pixel_values": torch.randn(batch, 3, side, side)}
-            return pixels | ({"labels": torch.randint(1000, (batch,))} if task == "training" else {})
-
-        for task in ("inference", "training"):
-            if task == "training" and row.image_size == 1024:
-                continue
-            for (dtype_name, dtype), ratio in zip(DTYPES.items(), required):
-                make_inputs = lambda task=task, inputs=inputs: inputs(task=task)  # noqa: E731
-                builders = {
-                    "ours": _builder(row.aft, make_inputs, task, dtype),
-                    "peer": _builder(row.vit, make_inputs, task, dtype),
-                    "floor": _builder(lambda row=row: without_mixing(row.aft()), make_inputs, task, dtype),
-                }
-                asked = {"peer": ratio} if task == "inference" else {}
-                yield Case(f"{row.name} {task} {dtype_name}", "vision", task, dtype_name, batch, builders, asked)
-
-
-# Training tokens per second against GPT-2 at each length.
-CAUSAL_REQUIRED = {"local": (1.25, 2.0, 5.0), "simple": (1.3, 2.2, 6.0), "alibi": (1.3, 2.2, 6.0), "conv": ()}
-CAUSAL_LENGTHS = (1024, 4096, 16384)
-
-
-def causal_cases() -> Iterator[Case]:
-    """Forward and training step of language models beside GPT-2, and over the same model without mixing."""
-    for aft_type, required in CAUSAL_REQUIRED.items():
-        row = TextRow(aft_type)
-        for i, length in enumerate(CAUSAL_LENGTHS):
-            batch = max(1, 4096 // length)
-            for task in ("inference", "training"):
-                for dtype_name, dtype in DTYPES.items():
-
-                    def inputs(batch: int = batch, length: int = length, task: str = task) -> dict:
-                        tokens = {"input_ids": torch.randint(256, (batch, length))}
-                        return tokens | ({"labels": tokens["input_ids"]} if task == "training" else {})
-
-                    def aft(row: TextRow = row, length: int = length) -> PreTrainedModel:
-                        model = row.aft(length)
-                        model.config.use_cache = False
-                        return model
-
-                    def gpt2(row: TextRow = row, length: int = length) -> PreTrainedModel:
-                        model = row.gpt2(length)
-                        model.config.use_cache = False
-                        return model
-
-                    builders = {
-                        "ours": _builder(aft, inputs, task, dtype),
-                        "peer": _builder(gpt2, inputs, task, dtype),
-                        "floor": _builder(lambda aft=aft: without_mixing(aft()), inputs, task, dtype),
-                    }
-                    # Over the floor: 1 / 1.15 forward, 1 / 1.20 for a training step.
-                    asked = {"floor": 1 / 1.15 if task == "inference" else 1 / 1.20}
-                    if task == "training" and required:
-                        asked["peer"] = required[i]
-                    name = f"{row.name} T={length} {task} {dtype_name}"
-                    yield Case(name, "causal", task, dtype_name, batch * length, builders, asked)
-
-
-def _fill(model: PreTrainedModel, context: int, batch: int) -> object:
-    """A cache as after `context` tokens: what keeps all keys and values gets random ones, sums are what they are."""
-    tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-    cache = model(tokens, use_cache=True).past_key_values
-    if not isinstance(cache, DynamicCache):
-        for piece in torch.randint(256, (batch, context - 1), device=model.device).split(1024, 1):
-            cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-        return cache
-    for layer in cache.layers:
-        shape = (*layer.keys.shape[:2], context - 1, layer.keys.shape[-1])
-        layer.update(*(torch.randn(shape, dtype=layer.keys.dtype, device=layer.keys.device) for _ in range(2)))
-    return cache
-
-
-def _decoding(
-    make: Callable[[], PreTrainedModel], context: int, batch: int, dtype: torch.dtype
-) -> Callable[[torch.device], Callable[[], object]]:
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = make().to(device, dtype).eval()
-        with torch.inference_mode():
-            cache = _fill(model, context, batch)
-        token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-
-        def call() -> None:
-            with torch.inference_mode():
-                model(token, past_key_values=cache, use_cache=True)
-
-        return call
+        layer, x = make().to(device), torch.randn(shape, device=device)
+        if task == "inference":
+            return _inference(layer, lambda: layer(x))
+        return _training(layer, lambda: layer(x.detach().requires_grad_()).mean(), device, torch.float32)
 
     return build
 
 
-DECODE_CONTEXTS = (1024, 4096, 65536)
+def _inference(model: nn.Module, forward: Callable[[], object]) -> Callable[[], object]:
+    model.eval()
+
+    def call() -> object:
+        with torch.inference_mode():
+            return forward()
+
+    return call
 
 
-def decode_cases() -> Iterator[Case]:
-    """One more token after a long text, beside GPT-2 with its cache."""
-    for aft_type in ("simple", "alibi", "local", "conv"):
-        row = TextRow(aft_type)
-        for batch in (1, 8):
-            for context in DECODE_CONTEXTS[: 3 if batch == 1 else 2]:
-                for dtype_name, dtype in DTYPES.items():
-                    room = context + 100
-                    builders = {
-                        "ours": _decoding(lambda row=row, room=room: row.aft(room), context, batch, dtype),
-                        "peer": _decoding(lambda row=row, room=room: row.gpt2(room), context, batch, dtype),
-                    }
-                    name = f"{row.name} after {context} batch {batch} decode {dtype_name}"
-                    asked = {"peer": 3.0} if context == 4096 else {}
-                    yield Case(name, "decode", "decode", dtype_name, batch, builders, asked)
+def _training(
+    model: nn.Module, loss: Callable[[], torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> Callable[[], object]:
+    """Forward, backward and an AdamW step."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
+    def call() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-SUITES: dict[str, Callable[[], Iterator[Case]]] = {
-    "vision": vision_cases,
-    "causal": causal_cases,
-    "decode": decode_cases,
-}
+    return call

@@ -1,11 +1,13 @@
 """How time and memory are measured: candidates in turns, and peaks in a process of their own."""
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from transformers import Cache, DynamicCache
 
 
 def synchronize(device: torch.device) -> None:
@@ -44,7 +46,7 @@ def ratio(seconds: dict[str, list[float]], ours: str, peer: str) -> float:
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     """Bytes in use at the peak of a call, beyond those before it. On a CPU this is about the whole process, so it has
-    to be one that does nothing else, and Linux.
+    to be one that does nothing else, and Linux with glibc.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -53,10 +55,20 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         call()
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    ctypes.CDLL(None).malloc_trim(0)  # what building left free would hide what the call takes
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = dict(_process_status())["VmRSS"]
+    before = dict(_process_status())
     call()
-    return dict(_process_status())["VmHWM"] - before
+    after = dict(_process_status())
+    libraries = after["RssFile"] - before["RssFile"]  # pages of code that the call was the first to need
+    return after["VmHWM"] - before["VmRSS"] - libraries
+
+
+def state_bytes(cache: Cache) -> int:
+    """Bytes of all tensors that a cache holds."""
+    if isinstance(cache, DynamicCache):
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return cache.nbytes()
 
 
 def _process_status() -> Iterator[tuple[str, int]]:

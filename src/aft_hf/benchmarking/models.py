@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    ReformerConfig,
+    ReformerModelWithLMHead,
+    RwkvConfig,
+    RwkvForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from ..configuration_aft import AFTConfig
 from ..mixer_aft import AFTMixer
@@ -24,6 +34,7 @@ class VisionRow:
     kernel_size: int = 0
     num_heads: int = 1
     image_size: int = 224
+    num_layers: int = 12
 
     @property
     def name(self) -> str:
@@ -33,7 +44,7 @@ class VisionRow:
 
     def aft(self) -> PreTrainedModel:
         """The AFT."""
-        sizes = {"hidden_size": WIDTHS[self.size], "num_hidden_layers": 12, "num_labels": 1000}
+        sizes = {"hidden_size": WIDTHS[self.size], "num_hidden_layers": self.num_layers, "num_labels": 1000}
         sizes["position_bias_dim"] = 128  # of the paper's AFT-full
         if self.aft_type == "conv":
             sizes |= {"conv_kernel_size": self.kernel_size, "num_heads": self.num_heads}
@@ -45,6 +56,7 @@ class VisionRow:
         width = WIDTHS[self.size]
         config = ViTConfig(
             hidden_size=width,
+            num_hidden_layers=self.num_layers,
             num_attention_heads=width // 64,
             intermediate_size=4 * width,
             image_size=self.image_size,
@@ -76,6 +88,7 @@ class TextRow:
             num_heads=8 if self.aft_type in ("alibi", "conv") else 1,
             conv_kernel_size=32,
             max_position_embeddings=length,
+            use_cache=False,
         )
         return AFTForCausalLM(config)
 
@@ -89,9 +102,40 @@ class TextRow:
             n_head=self.width // 64,
             bos_token_id=None,
             eos_token_id=None,
+            use_cache=False,
             attn_implementation="sdpa",
         )
         return GPT2LMHeadModel(config)
+
+    def reformer(self, length: int) -> PreTrainedModel:
+        """The Reformer of the same depth and width, local and LSH attention in turns; `length` is a multiple of 64."""
+        config = ReformerConfig(
+            vocab_size=256,
+            hidden_size=self.width,
+            num_attention_heads=self.width // 64,
+            attention_head_size=64,
+            feed_forward_size=4 * self.width,
+            attn_layers=[("local", "lsh")[i % 2] for i in range(self.num_layers)],
+            num_buckets=max(2, 2 * length // 64),  # what it would set at the first call, with a warning
+            axial_pos_shape=(length // 32, 32),
+            axial_pos_embds_dim=(self.width // 4, self.width - self.width // 4),
+            max_position_embeddings=length,
+            is_decoder=True,
+            use_cache=False,
+        )
+        return ReformerModelWithLMHead(config)
+
+    def rwkv(self, length: int) -> PreTrainedModel:
+        """The RWKV-4 of the same depth and width."""
+        config = RwkvConfig(
+            vocab_size=256,
+            context_length=length,
+            hidden_size=self.width,
+            num_hidden_layers=self.num_layers,
+            intermediate_size=4 * self.width,
+            use_cache=False,
+        )
+        return RwkvForCausalLM(config)
 
 
 class ProductMixer(nn.Module):

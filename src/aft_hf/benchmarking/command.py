@@ -1,0 +1,86 @@
+"""`aft-hf benchmark`. What it needs is imported when it runs: the other commands do without."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def benchmark_command(
+    suite: Annotated[
+        list[str], typer.Option(help="vision, causal, decode, mixer, growth or all; as often as you like.")
+    ] = ["all"],  # noqa: B006
+    only: Annotated[str | None, typer.Option(help="Cases whose names match this pattern.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each case.")] = 7,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    json: Annotated[
+        Path, typer.Option(help="Results: rows of the same machine, versions and turns are not measured again.")
+    ] = Path("outputs/benchmark.json"),
+    picture: Annotated[
+        Path | None, typer.Option(help="How time and memory grow, as PNG; by default beside the JSON.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables here, too, as Markdown.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what the JSON has.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to see that every case runs.")] = False,
+    measure: Annotated[bool, typer.Option(help="Or only show and draw what the JSON has.")] = True,
+) -> None:
+    """Measure speed and memory beside ViT, GPT-2 and others with SDPA, in turns in one process.
+
+    Each row: the median over turns of the ratio of seconds, items per second, and peak memory from a process of its
+    own. It is written as soon as it is there, and the same command goes on after an interruption.
+    """
+    import torch
+    from rich.console import Console
+
+    from .cases import FULL, SMOKE
+    from .rows import measure_cases, read_rows
+    from .suites import select_cases
+    from .tables import HEADINGS, SLOPE_HEADINGS, comparisons, growth_slopes, rich_table, write_markdown
+
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    if measure:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if place.type == "cpu" and sys.platform != "linux" and memory:
+            raise ValueError("peak memory of a CPU is measured on Linux only: --no-memory goes without")
+        sizes = SMOKE if smoke else FULL
+        rows = measure_cases(
+            select_cases(suite, only, sizes),
+            json,
+            device=place,
+            repeats=repeats,
+            with_memory=memory,
+            sizes=sizes,
+            fresh=fresh,
+            show=lambda row: console.print(f"{row['case']}: {_in_short(row)}", highlight=False, markup=False),
+        )
+        everything = read_rows(json)
+    else:
+        rows = everything = read_rows(json)
+    if compared := [line for row in rows for line in comparisons(row)]:
+        console.print(rich_table(HEADINGS, compared))
+    if found := list(growth_slopes(rows)):
+        console.print(rich_table(SLOPE_HEADINGS, found))
+    if markdown is not None:
+        write_markdown(markdown, everything)
+    _draw(picture or json.with_suffix(".png"), everything, console)
+    if failed := [row["case"] for row in rows if "failed" in row]:
+        raise ValueError(f"{len(failed)} of {len(rows)} cases failed: {', '.join(failed)}")
+
+
+def _in_short(row: dict) -> str:
+    """What a new row says, while others are still to come."""
+    if "seconds" not in row:
+        return row.get("skipped") or f"failed: {row['failed']}"
+    return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in row["seconds"].items())
+
+
+def _draw(path: Path, rows: list[dict], console) -> None:
+    try:
+        from .picture import plot_growth
+    except ImportError:
+        console.print("matplotlib is not installed: no picture")
+        return
+    if plot_growth(path, rows):
+        console.print(f"picture: {path}", highlight=False, soft_wrap=True)

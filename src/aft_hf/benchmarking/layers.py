@@ -1,0 +1,124 @@
+"""The operation alone: our mixers beside the layers of other packages, which are imported where one is built."""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import ViTConfig
+from transformers.models.vit.modeling_vit import ViTAttention
+
+from ..mixers_aft import AFTConv, AFTFull, AFTLocal
+from .cases import FULL, Case, Sizes, layer_builder
+
+
+TEXT_WIDTH, WINDOW = 256, 32  # of the paper's best character model, as the rank d' = 256 below
+IMAGE_WIDTH, GRID = 384, 14  # of DeiT-small at 224 pixels
+
+
+class LabmlLocal(nn.Module):
+    """labml-nn's AFT-local, causal by a mask; (T, B, d)."""
+
+    def __init__(self, width: int, length: int, window: int):
+        from labml_nn.transformers.aft import AFTLocal as Layer
+
+        super().__init__()
+        self.layer = Layer(width, length, window)
+        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).tril().unsqueeze(-1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(query=x, key=x, value=x, mask=self.mask)
+
+
+class SdpaAttention(nn.Module):
+    """ViT's attention layer with a head for each 64 features; (B, T, d)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        config = ViTConfig(hidden_size=width, num_attention_heads=width // 64, attn_implementation="sdpa")
+        self.layer = ViTAttention(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+def aft_pytorch_full(width: int, length: int) -> nn.Module:
+    """aft-pytorch's AFT-full, its table unfactorized; (B, T, d)."""
+    from aft_pytorch import AFTFull as Layer
+
+    return Layer(length, width, width)
+
+
+def lambda_layer(width: int, side: int) -> nn.Module:
+    """A lambda layer with positions across the whole grid; (B, d, H, W)."""
+    from lambda_networks import LambdaLayer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about how it calls meshgrid
+        return LambdaLayer(dim=width, dim_out=width, n=side, dim_k=16, heads=4, dim_u=1)
+
+
+def mixer_cases(sizes: Sizes = FULL) -> Iterator[Case]:
+    """Forward and training step of one layer in fp32."""
+    length, batch, patches = sizes.mixer_length, sizes.largest_batch, GRID**2
+    image = (batch, patches, IMAGE_WIDTH)
+
+    def local() -> nn.Module:
+        return AFTLocal(TEXT_WIDTH, length, WINDOW, causal=True, position_bias_dim=256)
+
+    def full() -> nn.Module:
+        return AFTFull(IMAGE_WIDTH, patches)
+
+    def conv() -> nn.Module:
+        return AFTConv(IMAGE_WIDTH, 16, 11)
+
+    def case(
+        name: str,
+        ours: Callable[[], nn.Module],
+        shape: tuple[int, ...],
+        peer: str,
+        theirs: Callable[[], nn.Module],
+        their_shape: tuple[int, ...],
+        task: str,
+        **options: object,
+    ) -> Case:
+        builders = {"ours": layer_builder(ours, shape, task), "peer": layer_builder(theirs, their_shape, task)}
+        items, unit = (length, "tokens") if ours is local else (batch, "images")
+        name = f"{name} beside {peer} {task} fp32"
+        return Case(name, "mixer", task, "fp32", items, unit, builders, peer=peer, **options)
+
+    for task in ("inference", "training"):
+        asked = {"required": {"peer": 5.0}, "required_memory": {"peer": 0.1}} if task == "training" else {}
+        yield case(
+            f"AFT-local-32 layer T={length}",
+            local,
+            (1, length, TEXT_WIDTH),
+            "labml-nn",
+            lambda: LabmlLocal(TEXT_WIDTH, length, WINDOW),
+            (length, 1, TEXT_WIDTH),
+            task,
+            package="labml-nn",
+            **asked,
+        )
+        yield case(
+            "AFT-full layer",
+            full,
+            image,
+            "aft-pytorch",
+            lambda: aft_pytorch_full(IMAGE_WIDTH, patches),
+            image,
+            task,
+            package="aft-pytorch",
+        )
+        yield case(
+            "AFT-conv 11/16 layer",
+            conv,
+            image,
+            "lambda-networks",
+            lambda: lambda_layer(IMAGE_WIDTH, GRID),
+            (batch, IMAGE_WIDTH, GRID, GRID),
+            task,
+            package="lambda-networks",
+        )
+        for name, ours in {"AFT-conv 11/16 layer": conv, "AFT-full layer": full}.items():
+            yield case(name, ours, image, "SDPA", lambda: SdpaAttention(IMAGE_WIDTH), image, task)

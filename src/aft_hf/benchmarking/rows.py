@@ -1,0 +1,147 @@
+"""The rows of a benchmark: measured, written after each, and kept when the same run goes on."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+from ..data.json_files import write_json
+from .cases import Case, Sizes
+from .growth import slopes
+from .measuring import ratio, seconds_in_turns, state_bytes
+from .peak import SIZES, measure_peak
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows in a JSON file of the benchmark.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return json.loads(path.read_text())["rows"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"{path} is not a result of the benchmark; give another --json") from None
+
+
+def measure_cases(
+    cases: list[Case],
+    path: Path,
+    *,
+    device: torch.device,
+    repeats: int,
+    with_memory: bool,
+    sizes: Sizes,
+    fresh: bool,
+    show: Callable[[dict], None] = lambda row: None,
+) -> list[dict]:
+    """Measure cases and write after each; what the file has of other cases, machines and sizes stays in it.
+
+    Args:
+        cases: what to measure.
+        path: JSON file.
+        device: where.
+        repeats: timed turns of each case.
+        with_memory: measure peak memory, too.
+        sizes: those that the cases are of.
+        fresh: measure also what the file has already, by the same code and versions and with as many turns.
+        show: called with each new row.
+
+    Returns:
+        The rows of these cases.
+    """
+    rows = {_identity(row): row for row in (read_rows(path) if path.exists() else [])}
+    own = []
+    sizes_name = next(name for name, known in SIZES.items() if known == sizes)
+    for case in track(cases, "cases", transient=True, disable=not os.isatty(2)):
+        header = {
+            "case": case.name,
+            "suite": case.suite,
+            "sizes": sizes_name,
+            "machine": machine(device),
+            "versions": versions(case.package),
+            "repeats": repeats,
+        }
+        own.append(_identity(header))
+        old = rows.get(own[-1])
+        if old and not fresh and _is_done(old, header, with_memory and bool(case.peaks)):
+            # What is asked may have changed since.
+            rows[own[-1]] = old | {"required": case.required, "required_memory": case.required_memory}
+            continue
+        try:
+            row = header | measure(case, device, repeats=repeats, with_memory=with_memory, sizes=sizes)
+        except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+            row = header | {"skipped": f"{error.name or case.package} is not installed"}
+        except RuntimeError as error:  # such as too little memory, which says nothing about the other cases
+            row = header | {"failed": " ".join(str(error).split())[:300]}
+        rows[own[-1]] = row
+        show(row)
+        _write(path, list(rows.values()))
+    _write(path, list(rows.values()))  # also what is asked now
+    return [rows[identity] for identity in own]
+
+
+def _write(path: Path, rows: list[dict]) -> None:
+    write_json(path, {"slopes": slopes(rows), "rows": rows})
+
+
+def measure(case: Case, device: torch.device, *, repeats: int, with_memory: bool, sizes: Sizes) -> dict:
+    """Seconds, ratios and memory of the candidates of a case."""
+    if case.package is not None:
+        importlib.metadata.version(case.package)  # raises where it is not installed
+    calls = {name: build(device) for name, build in case.builders.items()}
+    seconds = seconds_in_turns(calls, device, repeats=repeats)
+    row = {"task": case.task, "dtype": case.dtype, "unit": case.unit, "size": case.size, "peer": case.peer}
+    row["seconds"] = {name: statistics.median(values) for name, values in seconds.items()}
+    row["items_per_second"] = {name: case.items / value for name, value in row["seconds"].items()}
+    if "ours" in calls:
+        row["ratio"] = {name: ratio(seconds, "ours", name) for name in calls if name != "ours"}
+    row |= {"required": case.required, "required_memory": case.required_memory}
+    if case.task == "decode":
+        row["state_bytes"] = {name: state_bytes(call()) for name, call in calls.items()}
+    if with_memory:
+        del calls  # the processes need the room
+        row["peak_bytes"] = {name: measure_peak(case, name, device, sizes) for name in case.peaks}
+    return row
+
+
+def machine(device: torch.device) -> dict:
+    """What the times depend on besides the code."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    models = []
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = models[0] if models else platform.processor() or platform.machine()
+    return {"device": f"{name}, {torch.get_num_threads()} threads"}
+
+
+def versions(package: str | None = None) -> dict[str, str]:
+    """Versions of what is measured: ours by its code, too, which changes more often than its number."""
+    found = {name: importlib.metadata.version(name) for name in ("aft-hf", "torch", "transformers")}
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*_aft.py")))
+    found["aft-hf"] += f", code {hashlib.sha256(code).hexdigest()[:8]}"
+    if package is not None:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _identity(row: dict) -> tuple[str, str, str]:
+    """A file has one row for each."""
+    return row["case"], row["machine"]["device"], row["sizes"]
+
+
+def _is_done(row: dict, header: dict, with_memory: bool) -> bool:
+    """Whether a row has all that would be measured."""
+    same = all(row[key] == header[key] for key in ("versions", "repeats"))
+    return same and "seconds" in row and (not with_memory or "peak_bytes" in row)

@@ -1,0 +1,273 @@
+"""The suites of the benchmark."""
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .cases import DTYPES, FULL, Builder, Case, Sizes, model_builder
+from .layers import mixer_cases
+from .models import TextRow, VisionRow, without_mixing
+
+
+def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
+    """Inference and training of the rows of Tables 7 and 8 beside ViT."""
+    rows = {
+        ("tiny", "conv", 11, 32): (1.10, 1.03),
+        ("small", "conv", 11, 16): (1.10, 1.03),
+        ("small", "conv", 11, 384): (1.03, 0.95),
+        ("small", "conv", 15, 384): (1.03, 0.95),
+        ("tiny", "full"): (1.03, 0.95),
+        ("small", "full"): (1.03, 0.95),
+        ("base", "conv", 25, 32, 384): (1.20, 1.10),
+        ("base", "conv", 25, 32, 1024): (1.8, 1.8),
+    }
+    for values, required in rows.items():
+        row = VisionRow(*values, num_layers=sizes.vision_layers)
+        batch = min(sizes.largest_batch, {224: 32, 384: 4, 1024: 1}[row.image_size])
+        for task in ("inference", "training"):
+            if task == "training" and row.image_size == 1024:
+                continue
+            inputs = _images(batch, row.image_size, task)
+            for (dtype_name, dtype), ratio in zip(DTYPES.items(), required):
+                builders = {
+                    "ours": model_builder(row.aft, inputs, task, dtype),
+                    "peer": model_builder(row.vit, inputs, task, dtype),
+                    "floor": model_builder(lambda row=row: without_mixing(row.aft()), inputs, task, dtype),
+                }
+                yield Case(
+                    f"{row.name} {task} {dtype_name}",
+                    "vision",
+                    task,
+                    dtype_name,
+                    batch,
+                    "images",
+                    builders,
+                    peer="ViT",
+                    required={"peer": ratio} if task == "inference" else {},
+                    required_memory={"peer": 1.0},
+                )
+    row, batch = VisionRow("tiny", "conv", 11, 32, num_layers=sizes.vision_layers), min(sizes.largest_batch, 32)
+    inputs = _images(batch, row.image_size, "inference")
+    builders = _compiled_builders(row.aft, row.vit, inputs, "inference")
+    name = f"{row.name} inference fp32 compiled"
+    yield Case(name, "vision", "inference", "fp32", batch, "images", builders, peer="ViT compiled", peaks=())
+
+
+def _images(batch: int, side: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
+    def inputs() -> dict[str, torch.Tensor]:
+        pixels = {"pixel_values": torch.randn(batch, 3, side, side)}
+        return pixels | ({"labels": torch.randint(1000, (batch,))} if task == "training" else {})
+
+    return inputs
+
+
+def _compiled_builders(
+    ours: Callable[[], PreTrainedModel],
+    peer: Callable[[], PreTrainedModel],
+    inputs: Callable[[], dict[str, torch.Tensor]],
+    task: str,
+) -> dict[str, Builder]:
+    """Both compiled, and ours as it is."""
+    return {
+        "ours": model_builder(ours, inputs, task, torch.float32, compiled=True),
+        "peer": model_builder(peer, inputs, task, torch.float32, compiled=True),
+        "ours not compiled": model_builder(ours, inputs, task, torch.float32),
+    }
+
+
+# Training tokens per second against GPT-2 at each length.
+CAUSAL_REQUIRED = {"local": (1.25, 2.0, 5.0), "simple": (1.3, 2.2, 6.0), "alibi": (1.3, 2.2, 6.0), "conv": ()}
+
+
+def causal_cases(sizes: Sizes = FULL) -> Iterator[Case]:
+    """Forward and training step of language models beside GPT-2, and over the same model without mixing."""
+    for aft_type, required in CAUSAL_REQUIRED.items():
+        row = TextRow(aft_type, sizes.text_layers, sizes.text_width)
+        for i, length in enumerate(sizes.lengths):
+            batch = max(1, sizes.lengths[1] // length)
+            for task in ("inference", "training"):
+                inputs, aft = _tokens(batch, length, task), lambda row=row, length=length: row.aft(length)
+                # Over the floor: 1 / 1.15 forward, 1 / 1.20 for a training step.
+                asked = {"floor": 1 / 1.15 if task == "inference" else 1 / 1.20}
+                if task == "training" and required:
+                    asked["peer"] = required[i]
+                for dtype_name, dtype in DTYPES.items():
+                    builders = {
+                        "ours": model_builder(aft, inputs, task, dtype),
+                        "peer": model_builder(lambda row=row, n=length: row.gpt2(n), inputs, task, dtype),
+                        "floor": model_builder(lambda aft=aft: without_mixing(aft()), inputs, task, dtype),
+                    }
+                    yield Case(
+                        f"{row.name} T={length} {task} {dtype_name}",
+                        "causal",
+                        task,
+                        dtype_name,
+                        batch * length,
+                        "tokens",
+                        builders,
+                        peer="GPT-2",
+                        required=asked,
+                        required_memory={"peer": 1.0} if (aft_type, task) == ("local", "training") else {},
+                    )
+    yield from _other_causal_cases(sizes)
+
+
+def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
+    """AFT-local at the first length: compiled, and beside other models that are linear in it."""
+    row, length = TextRow("local", sizes.text_layers, sizes.text_width), sizes.lengths[0]
+    batch, aft = sizes.lengths[1] // length, lambda: row.aft(length)
+    builders = _compiled_builders(aft, lambda: row.gpt2(length), _tokens(batch, length, "training"), "training")
+    name, tokens = f"{row.name} T={length} training fp32 compiled", batch * length
+    yield Case(name, "causal", "training", "fp32", tokens, "tokens", builders, peer="GPT-2 compiled", peaks=())
+    inputs = _tokens(1, length, "inference")
+    for peer, make in {"Reformer": row.reformer, "RWKV": row.rwkv}.items():
+        builders = {
+            "ours": model_builder(aft, inputs, "inference", torch.float32),
+            "peer": model_builder(lambda make=make: make(length), inputs, "inference", torch.float32),
+        }
+        name = f"{row.name} T={length} batch 1 inference fp32 beside {peer}"
+        yield Case(name, "causal", "inference", "fp32", length, "tokens", builders, peer=peer)
+
+
+def _tokens(batch: int, length: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
+    def inputs() -> dict[str, torch.Tensor]:
+        tokens = torch.randint(256, (batch, length))
+        return {"input_ids": tokens} | ({"labels": tokens} if task == "training" else {})
+
+    return inputs
+
+
+def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
+    """One more token after a long text, beside GPT-2 with its cache, and beside our own after a short text."""
+    contexts = sizes.contexts
+    for aft_type in ("simple", "alibi", "local", "conv"):
+        row = TextRow(aft_type, sizes.text_layers, sizes.text_width)
+        for dtype_name, dtype in DTYPES.items():
+            decoding = {
+                (kind, context, batch): _decoding(
+                    lambda make=make, context=context: make(context + 100), context, batch, dtype
+                )
+                for kind, make in {"ours": row.aft, "GPT-2": row.gpt2}.items()
+                for context in contexts
+                for batch in (1, 8)
+            }
+            for batch in (1, 8):
+                for context in contexts[: 3 if batch == 1 else 2]:
+                    builders = {
+                        "ours": decoding["ours", context, batch],
+                        "peer": decoding["GPT-2", context, batch],
+                    }
+                    yield Case(
+                        f"{row.name} after {context} batch {batch} decode {dtype_name}",
+                        "decode",
+                        "decode",
+                        dtype_name,
+                        batch,
+                        "tokens",
+                        builders,
+                        peer="GPT-2",
+                        required={"peer": 3.0} if context == contexts[1] else {},
+                        peaks=(),  # the state is what counts, and a row has its bytes
+                    )
+            yield Case(
+                f"{row.name} after {contexts[-1]} against {contexts[0]} decode {dtype_name}",
+                "decode",
+                "decode",
+                dtype_name,
+                1,
+                "tokens",
+                {"ours": decoding["ours", contexts[-1], 1], "peer": decoding["ours", contexts[0], 1]},
+                peer=f"itself after {contexts[0]}",
+                required={"peer": 1 / 1.05},
+                peaks=(),
+            )
+
+
+def _decoding(make: Callable[[], PreTrainedModel], context: int, batch: int, dtype: torch.dtype) -> Builder:
+    """What reads one more token; returns the cache."""
+
+    def build(device: torch.device) -> Callable[[], object]:
+        torch.manual_seed(0)
+        model = make().to(device, dtype).eval()
+        with torch.inference_mode():
+            cache = _fill(model, context, batch)
+        token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+
+        def call() -> object:
+            with torch.inference_mode():
+                return model(token, past_key_values=cache, use_cache=True).past_key_values
+
+        return call
+
+    return build
+
+
+def _fill(model: PreTrainedModel, context: int, batch: int) -> object:
+    """A cache as after `context` tokens: what keeps all keys and values gets random ones, sums are what they are."""
+    tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    cache = model(tokens, use_cache=True).past_key_values
+    if not isinstance(cache, DynamicCache):
+        for piece in torch.randint(256, (batch, context - 1), device=model.device).split(1024, 1):
+            cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        return cache
+    for layer in cache.layers:
+        shape = (*layer.keys.shape[:2], context - 1, layer.keys.shape[-1])
+        layer.update(*(torch.randn(shape, dtype=layer.keys.dtype, device=layer.keys.device) for _ in range(2)))
+    return cache
+
+
+def growth_cases(sizes: Sizes = FULL) -> Iterator[Case]:
+    """Two blocks of each model at ever greater lengths, and of ever greater images: how time and memory grow."""
+    for length in sizes.growth_lengths:
+        for task in ("inference", "training"):
+            makes = {f"AFT-{name}": TextRow(name, 2, sizes.text_width).aft for name in ("local", "simple", "alibi")}
+            if length <= sizes.longest_gpt2:
+                makes["GPT-2"] = TextRow("local", 2, sizes.text_width).gpt2
+            builders = {
+                name: model_builder(lambda make=make, n=length: make(n), _tokens(1, length, task), task, torch.float32)
+                for name, make in makes.items()
+            }
+            yield _growth_case(f"T={length}", task, length, "tokens", length, builders)
+    for side in sizes.growth_sides:
+        row, inputs = VisionRow("base", "conv", 25, 32, side, num_layers=2), _images(1, side, "inference")
+        builders = {
+            name: model_builder(make, inputs, "inference", torch.float32)
+            for name, make in {"AFT-conv base 25/32": row.aft, "ViT base": row.vit}.items()
+        }
+        yield _growth_case(f"{side} px", "inference", 1, "images", side, builders)
+
+
+def _growth_case(what: str, task: str, items: int, unit: str, size: int, builders: dict[str, Builder]) -> Case:
+    name = f"growth {what} {task}"
+    return Case(name, "growth", task, "fp32", items, unit, builders, peaks=tuple(builders), size=size)
+
+
+SUITES: dict[str, Callable[[Sizes], Iterator[Case]]] = {
+    "vision": vision_cases,
+    "causal": causal_cases,
+    "decode": decode_cases,
+    "mixer": mixer_cases,
+    "growth": growth_cases,
+}
+
+
+def select_cases(suites: list[str], only: str | None, sizes: Sizes = FULL) -> list[Case]:
+    """The cases of the suites ("all" for every one) whose names match a pattern.
+
+    Raises:
+        ValueError: no such suite, or no such case.
+    """
+    for name in suites:
+        if name not in ("all", *SUITES):
+            raise ValueError(f"no suite {name!r}: there are {', '.join(SUITES)}, and all")
+    names = [name for name in SUITES if name in suites or "all" in suites]
+    cases = [case for name in names for case in SUITES[name](sizes)]
+    cases = [case for case in cases if only is None or fnmatch.fnmatchcase(case.name, only)]
+    if not cases:
+        raise ValueError(f"no case matches {only!r}")
+    if sizes == FULL:
+        return cases
+    return [replace(case, required={}, required_memory={}) for case in cases]  # asked at full size only
