@@ -7,14 +7,24 @@ import torch
 
 import aft_hf.direct_mixing_aft as direct_mixing_aft
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.direct_mixing_aft import MODERATE, CausalSums, DenseSums
+from aft_hf.direct_mixing_aft import MODERATE, CausalSums, ConvolutionSums, DenseSums
 
 
 WIDTH = 12
 LONGEST = 200
+
+
+def on_grid(heads, convolved):
+    mixer = AFTConv(WIDTH, heads, 5, reparameterized=False)
+    mixer._better_convolved = lambda keys: convolved
+    return mixer
+
+
 MIXERS = {
-    "conv 2-D": lambda: AFTConv(WIDTH, 3, 5, reparameterized=False),
-    "conv 2-D, a key per feature": lambda: AFTConv(WIDTH, WIDTH, 5, reparameterized=False),
+    "conv 2-D": lambda: on_grid(3, convolved=False),
+    "conv 2-D, a key per feature": lambda: on_grid(WIDTH, convolved=False),
+    "conv 2-D convolved": lambda: on_grid(3, convolved=True),
+    "conv 2-D convolved, a key per feature": lambda: on_grid(WIDTH, convolved=True),
     "conv 1-D": lambda: AFTConv(WIDTH, 3, 5, spatial_dims=1, reparameterized=False),
     "conv causal": lambda: AFTConv(WIDTH, 3, 10, spatial_dims=1, causal=True, reparameterized=False),
     "full": lambda: AFTFull(WIDTH, LONGEST, num_heads=2, position_bias_dim=4),
@@ -84,7 +94,7 @@ def test_it_is_eq_2_in_values_and_gradients_whatever_fits_into_a_block(
 def spy(monkeypatch):
     """Records which sums are used."""
     used = []
-    for sums in (DenseSums, CausalSums):
+    for sums in (DenseSums, ConvolutionSums, CausalSums):
         forward = sums.forward
 
         def record(self, *args, forward=forward):
@@ -168,3 +178,43 @@ def test_after_a_long_padding_a_fading_weight_is_still_a_weight():
     output = mixer(x, attention_mask=mask)
     torch.testing.assert_close(output, reference(x, attention_mask=mask))
     assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if "convolved" in name])
+def test_a_convolution_that_would_cancel_is_left_to_the_safe_form(name, monkeypatch):
+    used, mixer = spy(monkeypatch), build(name)
+    with torch.no_grad():
+        mixer.kernel.fill_(-12.0)
+    x = torch.randn(2, 36, WIDTH)
+    reference = copy.deepcopy(mixer)
+    reference.implementation = "reference"
+    torch.testing.assert_close(mixer(x), reference(x))
+    assert not used
+
+
+@pytest.mark.parametrize(
+    ("width", "kernel", "heads", "grid", "rows", "dtype", "expected"),
+    (
+        (384, 11, 16, 14, 32, torch.float32, DenseSums),
+        (192, 11, 32, 14, 32, torch.bfloat16, DenseSums),
+        (192, 11, 32, 14, 32, torch.float32, ConvolutionSums),
+        (384, 11, 384, 14, 32, torch.float32, ConvolutionSums),
+        (384, 11, 384, 14, 32, torch.bfloat16, ConvolutionSums),
+        (768, 25, 32, 24, 4, torch.bfloat16, DenseSums),
+        (768, 25, 32, 64, 1, torch.float32, ConvolutionSums),
+    ),
+)
+def test_a_grid_is_multiplied_or_convolved_as_is_faster(width, kernel, heads, grid, rows, dtype, expected):
+    with torch.device("meta"):
+        mixer = AFTConv(width, heads, kernel)
+        keys = torch.empty(rows, heads, grid**2, 1, dtype=dtype)
+        assert type(mixer._direct_form(keys, None)[0]) is expected
+
+
+def test_a_grid_too_large_for_a_table_is_convolved(monkeypatch):
+    mixer, x, used = AFTConv(WIDTH, 3, 5), torch.randn(1, 36, WIDTH), spy(monkeypatch)
+    monkeypatch.setattr("aft_hf.mixers_aft.TABLE_COST", 0)
+    dense = mixer(x)
+    monkeypatch.setattr("aft_hf.mixers_aft.LARGEST_CONV_TABLE", 3 * 36 * 36 - 1)
+    torch.testing.assert_close(mixer(x), dense)
+    assert used == [DenseSums, ConvolutionSums]

@@ -134,16 +134,6 @@ def test_an_aft_conv_begins_to_learn_its_kernels_by_scale_and_shift():
     assert mixer.kernel_scale.grad.ne(0).all() and mixer.kernel_shift.grad.ne(0).all()
 
 
-@pytest.mark.parametrize("heads", (1, 4))
-def test_a_large_grid_is_convolved_with_the_kernels_and_a_small_one_is_not(heads, monkeypatch):
-    mixer = AFTConv(WIDTH, num_heads=heads, kernel_size=3, reparameterized=False)
-    x = torch.randn(1, 16, WIDTH)
-    dense = mixer(x)
-    monkeypatch.setattr("aft_hf.mixers_aft.LARGEST_CONV_TABLE", heads * 16 * 16 - 1)
-    monkeypatch.setattr(mixer, "_mix_dense", None)
-    torch.testing.assert_close(mixer(x), dense)
-
-
 # ----------------------------------------------------------------------------------------------- the numerical promise
 
 

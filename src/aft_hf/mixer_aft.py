@@ -357,14 +357,15 @@ class AFTMixer(nn.Module):
         return dense_mixing(keys, values, self.position_bias(keys.shape[-2], grid_size), causal=self.causal)
 
     def _mix_direct(self, keys, values, grid_size) -> torch.Tensor:
-        sums, bias, safe = self._direct_form(keys.shape[-2], grid_size, keys.device)
+        sums, bias, safe = self._direct_form(keys, grid_size)
         return direct_mixing(sums, keys, values, bias, safe)
 
-    def _direct_form(self, length: int, grid_size: tuple[int, int] | None, device: torch.device):
-        """What `direct_mixing` needs for a sequence: how to sum, w as that takes it, and what to do instead."""
+    def _direct_form(self, keys: torch.Tensor, grid_size: tuple[int, int] | None):
+        """What `direct_mixing` needs for keys (B, h, T, k): how to sum, w as that takes it, and what to do instead."""
+        length = keys.shape[-2]
         if "chunked" in self.implementations:
             size = self._chunk_size(length)
-            return CausalSums(size), self._chunk_bias(length, size, device), self._in_chunks
+            return CausalSums(size), self._chunk_bias(length, size, keys.device), self._in_chunks
         return DenseSums(causal=self.causal), self.position_bias(length), partial(dense_mixing, causal=self.causal)
 
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:

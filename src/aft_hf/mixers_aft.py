@@ -4,12 +4,14 @@ Each takes (B, T, d) and gives (B, T, d), and can stand wherever a self-attentio
 the types is `position_bias`, the w of Eq. 2; what a mixer computes is Eq. 2 with exactly that w.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from .caching_aft import AFTLayerState
-from .direct_mixing_aft import CausalSums, DenseSums
+from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums
 from .mixer_aft import AFTMixer
 from .mixing_aft import (
     CHUNK_SIZE,
@@ -24,8 +26,11 @@ from .mixing_aft import (
 )
 
 
-# Above this many entries, the table exp(w) of an AFT-conv costs more than convolving with its kernels.
+# More entries than this the table exp(w) of an AFT-conv shall not have; its kernels are convolved instead.
 LARGEST_CONV_TABLE = 2**24
+
+# What making one entry of such a table takes, in multiplications of the product with it.
+TABLE_COST = 500
 
 GRID_HAS_NO_POSITION_IDS = "position_ids are for sequences; an AFTConv on a grid takes its places from grid_size"
 
@@ -57,7 +62,7 @@ class AFTSimple(AFTMixer):
     def _mix_dense(self, keys, values, grid_size) -> torch.Tensor:
         return dense_mixing(keys, values)
 
-    def _direct_form(self, length, grid_size, device):
+    def _direct_form(self, keys, grid_size):
         return CausalSums(CHUNK_SIZE), None, self._in_chunks
 
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
@@ -109,8 +114,8 @@ class AFTAlibi(AFTMixer):
         lags = query_positions[..., :, None] - key_positions[..., None, :]
         return -self.slopes(lags.device)[:, None, None] * lags.unsqueeze(-3)
 
-    def _direct_form(self, length, grid_size, device):
-        return CausalSums(CHUNK_SIZE, self.slopes(device)), None, self._in_chunks
+    def _direct_form(self, keys, grid_size):
+        return CausalSums(CHUNK_SIZE, self.slopes(keys.device)), None, self._in_chunks
 
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         return self._in_chunks(keys, values)
@@ -265,7 +270,7 @@ class AFTLocal(AFTFull):
             bias = (self.position_bias_query[:, position : position + 1] @ self.position_bias_key[:, seen].mT)[:, 0]
         else:
             bias = self.position_bias_table[:, position, seen]
-        return nn.functional.pad(widen(bias), (max(-first, 0), 0))
+        return widen(bias) if first >= 0 else nn.functional.pad(widen(bias), (-first, 0))
 
     def _windowed(
         self, bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
@@ -418,25 +423,40 @@ class AFTConv(AFTMixer):
         if self.selection is not None and not self.training:
             return "indexed"
         # An exported program serves all sizes, of which some have no room for a table.
-        if self.spatial_dims == 2 and (
-            torch.compiler.is_exporting() or self.num_heads * length * length > LARGEST_CONV_TABLE
-        ):
-            return "convolution"
+        if self.spatial_dims == 2 and (torch.compiler.is_exporting() or self._table_too_large(length)):
+            return "convolution" if torch.compiler.is_compiling() else "direct"
         return super()._fast_form(length)
 
     @property
     def state_window(self) -> int:
         return self.window - 1
 
-    def _direct_form(self, length, grid_size, device):
+    def _direct_form(self, keys, grid_size):
         if self.spatial_dims == 1:
-            return super()._direct_form(length, grid_size, device)
-        grid_size = self._grid(length, grid_size)
+            return super()._direct_form(keys, grid_size)
+        grid_size = self._grid(keys.shape[-2], grid_size)
+        if self._better_convolved(keys):
+            safe = partial(convolution_mixing, grid_size=grid_size)
+            return ConvolutionSums(grid_size), self.kernel_bias(), safe
 
         def safe(keys: torch.Tensor, values: torch.Tensor, offset_bias: torch.Tensor) -> torch.Tensor:
             return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
 
         return DenseSums(grid_size), self._offset_bias(grid_size), safe
+
+    def _table_too_large(self, length: int) -> bool:
+        return self.num_heads * length * length > LARGEST_CONV_TABLE
+
+    def _better_convolved(self, keys: torch.Tensor) -> bool:
+        """Whether to convolve keys (B, h, T, 1) with the kernels rather than to multiply them with tables of exp(w).
+
+        In multiplications of a product for each query and head. The factors were measured on a CPU.
+        """
+        if self._table_too_large(keys.shape[2]):
+            return True
+        columns = keys.shape[0] * (self.hidden_size // self.num_heads + 1)
+        slower = 8 if keys.dtype == torch.bfloat16 else 4  # than a multiplication in a product is one in a convolution
+        return slower * self.window**2 * columns < keys.shape[2] * (columns + TABLE_COST)
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
         return self.kernel_bias().flip(-1) if state.window else None
