@@ -35,6 +35,7 @@ def benchmark_command(
     from rich.console import Console
 
     from .cases import FULL, SMOKE
+    from .measuring import keep_freed_memory
     from .rows import measure_cases, read_rows
     from .suites import select_cases
     from .tables import HEADINGS, SLOPE_HEADINGS, comparisons, growth_slopes, rich_table, write_markdown
@@ -44,6 +45,8 @@ def benchmark_command(
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if place.type == "cpu" and sys.platform != "linux" and memory:
             raise ValueError("peak memory of a CPU is measured on Linux only: --no-memory goes without")
+        if place.type == "cpu":
+            keep_freed_memory()
         sizes = SMOKE if smoke else FULL
         rows = measure_cases(
             select_cases(suite, only, sizes),

@@ -16,6 +16,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def keep_freed_memory() -> None:
+    """Have this process keep what it frees, where its allocator is glibc's; memory is not measured in such a process.
+
+    Otherwise a large tensor gets new pages or old ones depending on what ran before it, and on a CPU that decides more
+    than the arithmetic, for every candidate.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+        mallopt(trim_threshold, -1)
+        mallopt(mmap_max, 0)
+
+
 def seconds_in_turns(
     candidates: dict[str, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:

@@ -103,6 +103,9 @@ class TextRow:
             bos_token_id=None,
             eos_token_id=None,
             use_cache=False,
+            resid_pdrop=0.0,  # as AFT's: with dropout, SDPA on a CPU is not fused
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
             attn_implementation="sdpa",
         )
         return GPT2LMHeadModel(config)
