@@ -8,14 +8,17 @@ import struct
 
 import pytest
 import tiny
+import typer
 from hub import metadata_errors
 from huggingface_hub import ModelCard
 from processes import environment, run
+from typer.testing import CliRunner
 
 from aft_hf import AFTForCausalLM
 from aft_hf.conversion import ConversionReport
 from aft_hf.publishing import PublishError, build_card, write_card
 from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
+from aft_hf.publishing.command import publish_command
 
 
 RESULTS = {
@@ -224,6 +227,64 @@ def test_a_card_of_ours_is_written_anew_and_one_of_the_users_stays(directory):
     assert "me/three" not in write_card(directory, repo_id="me/three").read_text()
     path.write_text("---\ntags:\n- generated_from_trainer\n---\n# outputs\n")
     assert MARKER in write_card(directory).read_text()
+
+
+def license_of(directory) -> str:
+    return ModelCard.load(directory / "README.md").data.license
+
+
+def test_a_license_is_written_and_stays_until_another_is_given(directory):
+    write_card(directory)
+    assert license_of(directory) == "apache-2.0"
+    write_card(directory, license="CC-BY-4.0")  # as SPDX writes it
+    assert license_of(directory) == "cc-by-4.0" == build_card(directory).data.license
+    write_card(directory)
+    assert license_of(directory) == "cc-by-4.0"
+    write_card(directory, license="mit")
+    assert license_of(directory) == "mit" and metadata_errors(build_card(directory).data.to_dict()) == []
+
+
+def test_in_a_card_of_the_users_a_license_that_is_given_is_all_that_changes(directory):
+    own = "---\nlicense: gpl-3.0\nlanguage: en\n---\n\n# Mine\n\nAs I like it.\n"
+    (directory / "README.md").write_text(own)
+    write_card(directory)
+    assert (directory / "README.md").read_text() == own
+    write_card(directory, license="mit")
+    assert (directory / "README.md").read_text() == own.replace("gpl-3.0", "mit")
+    assert not list(directory.glob(".README*"))
+
+
+@pytest.mark.parametrize(
+    ("license", "told"),
+    [
+        ("apache", "did you mean apache-2.0"),
+        ("GPL-3.0-only", "gpl-3.0"),
+        ("MTI", "did you mean mit"),
+        ("", "such are apache-2.0"),
+    ],
+)
+def test_a_license_that_the_hub_does_not_know_is_one_error_with_the_nearest(directory, license, told):
+    with pytest.raises(PublishError, match=re.escape(told)):
+        write_card(directory, license=license)
+    assert not (directory / "README.md").exists()
+
+
+def test_another_license_needs_its_text(directory):
+    with pytest.raises(PublishError, match=r"put the text of the license into .*LICENSE"):
+        write_card(directory, license="other")
+    (directory / "LICENSE").write_text("Do as you like.")
+    write_card(directory, license="other")
+    write_card(directory)
+    assert build_card(directory).data.license_link == "LICENSE" and license_of(directory) == "other"
+
+
+def test_the_command_takes_a_license(directory):
+    app = typer.Typer()
+    app.command()(publish_command)
+    done = CliRunner().invoke(
+        app, [str(directory), "me/tiny", "--license", "mit", "--dry-run"], catch_exceptions=False
+    )
+    assert done.exit_code == 0 and license_of(directory) == "mit"
 
 
 @pytest.mark.parametrize(

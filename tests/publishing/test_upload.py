@@ -47,7 +47,7 @@ def prepared(saved, tmp_path_factory):
 def send(hub, online, prepared, monkeypatch):
     """Publish that directory to the stand-in, without the checks that the fixture has made."""
     monkeypatch.setattr(upload, "find_problems", lambda directory: [])
-    monkeypatch.setattr(upload, "write_card", lambda directory, repo_id: None)
+    monkeypatch.setattr(upload, "write_card", lambda directory, **options: None)
 
     def send(repo_id="me/tiny", *, token=WRITE, console=None, **options):
         console = console or Console(quiet=True)

@@ -1,25 +1,30 @@
 """The model card: README.md, with the metadata that the Hub reads, filled from the files beside the model."""
 
 import importlib.util
+import math
 import os
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, metadata_save
+from transformers import PreTrainedConfig
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.errors import first_line
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
 from .errors import PublishError
-from .facts import MODEL_ID, RESULTS, Fact, Facts, read_facts
+from .facts import MODEL_ID, RESULTS, Fact, Facts, measured, read_facts
+from .licenses import DEFAULT, known_license
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
 README, PICTURE = "README.md", "position_biases.png"
 PICTURES = {
-    PICTURE: "Position biases w of layers and heads: red where a position counts more, blue where it counts less",
-    "losses.png": "The loss over the steps of the training",
+    PICTURE: "Position biases w of layers and heads: red where a position counts more, blue where it counts less.",
+    "losses.png": "The loss over the steps of the training, and what was evaluated on the way.",
 }
 MAX_POSITIONS_DRAWN = 1100  # tables of T x T numbers, for all layers and heads at once
 # A card with this line is written anew whenever the model is published.
@@ -31,28 +36,39 @@ TASKS = {
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
+PIXELS = "unconditional-image-generation"  # what a causal language model of sub-pixels does
+
+# Fields that a card shows where they are not the default: the paper's ablations.
+SWITCHES = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
+SWITCHES += ("position_bias_entropy_weight", "position_bias_selection")
 
 
-def write_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str = "apache-2.0") -> Path:
+def write_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> Path:
     """Write README.md into the directory of a saved model, and a picture of its position biases if there is none.
 
-    A README.md without the line that marks it as ours is the user's, and stays as it is.
+    A README.md without the line that marks it as ours is the user's, and stays as it is, but for a license that is
+    given.
 
     Args:
         directory: what `save_pretrained` wrote, and what training and conversion left beside it.
         repo_id: "name/model" on the Hub; by default the name of the directory.
-        license: of the weights, as the Hub calls it.
+        license: of the weights, as the Hub calls it; by default what README.md says already, or else Apache 2.0.
 
     Raises:
-        PublishError: config.json is not that of an AFT, or a file with results cannot be read.
+        PublishError: config.json is not that of an AFT, a file with results cannot be read, or the Hub does not know
+            the license.
     """
     directory = Path(directory)
-    path = directory / README
+    path, aside = directory / README, directory / f".{README}.tmp"
+    terms = _license(directory, license)
     if path.is_file() and not is_ours(path.read_text(encoding="utf-8", errors="replace")):
+        if license is not None:
+            shutil.copyfile(path, aside)
+            _set_license(aside, terms)
+            aside.replace(path)
         return path
     facts = read_facts(directory)
     _draw_position_biases(directory, facts)
-    aside = path.with_name(f".{README}.tmp")
     build_card(directory, repo_id=repo_id, license=license).save(aside)
     aside.replace(path)
     return path
@@ -63,29 +79,78 @@ def is_ours(content: str) -> bool:
     return MARKER in content or "generated_from_trainer" in content or "# Model Card for Model ID" in content
 
 
-def build_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str = "apache-2.0") -> ModelCard:
+def build_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> ModelCard:
     """The card of a saved model, without writing anything. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
     facts = read_facts(directory)
     name = repo_id or directory.resolve().name
-    return ModelCard.from_template(
-        _metadata(facts, name, license),
-        template_path=str(TEMPLATE),
+    status = (
+        "Nothing in this repository records a training: take the weights as untrained, for tests and for fine-tuning."
+    )
+    return fill_card(
+        facts,
+        name.split("/")[-1],
+        source=name,
         marker=MARKER,
-        model_name=name.split("/")[-1],
+        pictures={file: text for file, text in PICTURES.items() if (directory / file).is_file()},
+        status="" if facts.was_trained else status,
+        **_license(directory, license),
+    )
+
+
+def fill_card(
+    facts: Facts,
+    name: str,
+    *,
+    source: str,
+    marker: str,
+    pictures: dict[str, str],
+    status: str = "",
+    license: str = DEFAULT,
+    license_name: str | None = None,
+    license_link: str | None = None,
+    **more: Any,
+) -> ModelCard:
+    """The template, filled.
+
+    Args:
+        facts: what is known.
+        name: of the model.
+        source: where the code on the card loads it from: an id on the Hub, or a directory.
+        marker: a comment that says where the card comes from.
+        pictures: what they show, by their path from the card.
+        status: what a reader has to know first.
+        license, license_name, license_link: of the metadata.
+        more: for the template.
+    """
+    return ModelCard.from_template(
+        _metadata(facts, name, license=license, license_name=license_name, license_link=license_link),
+        template_path=str(TEMPLATE),
+        marker=marker,
+        model_name=name,
         summary=_summary(facts),
-        was_trained=facts.was_trained,
-        is_image=facts.config.modality == "image",
-        load_remote=_code(facts, name, remote=True),
-        load_local=_code(facts, name, remote=False),
+        is_aft=facts.is_aft,
+        status=status,
+        is_gated=facts.is_aft and facts.config.use_query,
+        is_image=facts.is_pixels or not facts.is_text,
+        load_remote=_code(facts, source, remote=True),
+        load_local=_code(facts, source, remote=False),
         architecture=[{"name": label, "value": value} for label, value in _architecture(facts)],
+        config_file=facts.config_file,
         parameters=facts.parameters,
         conversion=facts.conversion,
         training=_rows(facts.training),
-        results=[row | {"data": _data(facts, fact)} for row, fact in zip(_rows(facts.results), facts.results)],
-        pictures=[{"file": file, "text": text} for file, text in PICTURES.items() if (directory / file).is_file()],
+        training_file=_one_file(facts.training),
+        versions=facts.versions,
+        results=[
+            row | {"value": measured(fact.value), "data": _data(facts, fact)}
+            for row, fact in zip(_rows(facts.results), facts.results)
+        ],
+        results_file=_one_file(facts.results),
+        pictures=[{"file": file, "name": _label(Path(file).stem), "text": text} for file, text in pictures.items()],
         limits=_limits(facts),
         cost=_rows(facts.cost),
+        **more,
     )
 
 
@@ -116,14 +181,45 @@ def card_problems(path: str | os.PathLike) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- metadata
 
 
+def _license(directory: Path, license: str | None) -> dict[str, str]:
+    """What the metadata say of the license: the one that is asked for, or what they say already."""
+    if license is None:
+        try:
+            written = metadata_load(directory / README) or {}
+        except Exception:  # no card yet, or one of which the checks say what is wrong
+            written = {}
+        kept = {name: written[name] for name in ("license", "license_name", "license_link") if written.get(name)}
+        return kept if "license" in kept else {"license": DEFAULT}
+    license = known_license(license)
+    if license != "other":
+        return {"license": license}
+    if not (directory / "LICENSE").is_file():
+        raise PublishError(f"license other: put the text of the license into {directory / 'LICENSE'}")
+    return {"license": license, "license_name": "other", "license_link": "LICENSE"}
+
+
+def _set_license(path: Path, terms: dict[str, str]) -> None:
+    """Change the license in the metadata of a card, and nothing else."""
+    try:
+        metadata = metadata_load(path) or {}
+    except Exception as error:  # whatever a YAML parser makes of it
+        raise PublishError(f"{README}: the metadata cannot be read ({first_line(error)})") from error
+    kept = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
+    metadata_save(path, kept | terms)
+
+
 def _task(facts: Facts) -> str:
+    if facts.is_pixels:
+        return PIXELS
+    if not facts.is_aft:
+        return "text-generation" if hasattr(facts.config, "vocab_size") else "image-classification"
     task = TASKS.get((facts.architecture, facts.config.modality))
     if task is None:
         raise PublishError(f"architectures names {facts.architecture} for modality {facts.config.modality}")
     return task
 
 
-def _metadata(facts: Facts, name: str, license: str) -> ModelCardData:
+def _metadata(facts: Facts, name: str, **license: str | None) -> ModelCardData:
     task = _task(facts)
     results = None
     if facts.dataset:
@@ -131,32 +227,35 @@ def _metadata(facts: Facts, name: str, license: str) -> ModelCardData:
             EvalResult(
                 task_type=task,
                 dataset_type=facts.dataset,
-                dataset_name=facts.dataset.split("/")[-1],
+                dataset_name=facts.dataset_name or facts.dataset.split("/")[-1],
                 dataset_split=fact.split,
                 metric_type=fact.name,
                 metric_name=fact.name.replace("_", " "),
                 metric_value=fact.value,
             )
             for fact in facts.results
-            if fact.file == RESULTS
+            if Path(fact.file).name == RESULTS
         ]
     base = {} if facts.base_model is None else {"base_model_relation": "finetune"}
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
-        license=license,
-        tags=[
-            "aft",
-            "attention-free-transformer",
-            *sorted(f"aft-{each}" for each in set(facts.config.layer_aft_types)),
-        ],
+        **license,
+        tags=_tags(facts),
         datasets=[facts.dataset] if facts.dataset_on_hub else None,
         base_model=facts.base_model,
         metrics=sorted({fact.name for fact in facts.results}) or None,
-        model_name=name.split("/")[-1] if results else None,
+        model_name=name if results else None,
         eval_results=results or None,
         **base,
     )
+
+
+def _tags(facts: Facts) -> list[str]:
+    if not facts.is_aft:
+        return [facts.config.model_type, "baseline"]
+    types = sorted(f"aft-{each}" for each in set(facts.config.layer_aft_types))
+    return ["aft", "attention-free-transformer", *types]
 
 
 # --------------------------------------------------------------------------------------------------------------- body
@@ -166,18 +265,25 @@ def _summary(facts: Facts) -> str:
     config = facts.config
     what = {
         "text-generation": "A causal language model",
+        PIXELS: "A causal language model of the sub-pixels of images",
         "image-classification": f"An image classifier of {config.num_labels} classes",
         "feature-extraction": "A causal backbone for text",
         "image-feature-extraction": "A backbone for images",
     }[_task(facts)]
-    types = "/".join(sorted(set(config.layer_aft_types)))
-    return f"{what}: AFT-{types} with {config.num_hidden_layers} layers of width {config.hidden_size}."
+    kind = "AFT-" + "/".join(sorted(set(config.layer_aft_types))) if facts.is_aft else config.model_type.upper()
+    kind = {"VIT": "ViT", "GPT2": "GPT-2"}.get(kind, kind)
+    return f"{what}: {kind} with {config.num_hidden_layers} layers of width {config.hidden_size}."
 
 
 def _architecture(facts: Facts) -> list[tuple[str, str]]:
     """The numbers of the config that matter for its types."""
-    config, types = facts.config, set(facts.config.layer_aft_types)
+    config = facts.config
     rows = [("parameters", facts.parameters)] if facts.parameters else []
+    if not facts.is_aft:
+        rows += [("type", config.model_type), ("layers", config.num_hidden_layers), ("width", config.hidden_size)]
+        rows.append(("attention heads", config.num_attention_heads))
+        return [(label, str(value)) for label, value in [*rows, *_input_sizes(facts)]]
+    types = set(config.layer_aft_types)
     rows += [
         ("type", config.aft_type if isinstance(config.aft_type, str) else ", ".join(config.aft_type)),
         ("layers", config.num_hidden_layers),
@@ -192,21 +298,36 @@ def _architecture(facts: Facts) -> list[tuple[str, str]]:
     if types & {"full", "local"}:
         rank = config.position_bias_dim
         rows.append(("rank of the position biases", "not factorized" if rank is None else rank))
-    if config.modality == "text":
-        rows += [("vocabulary", config.vocab_size), ("longest text", _longest(config))]
-    else:
-        size, patch = pair(config.image_size), pair(config.patch_size)
-        rows += [("image size", f"{size[0]} x {size[1]}"), ("patch size", f"{patch[0]} x {patch[1]}")]
-    return [(label, str(value)) for label, value in rows]
+    usual = AFTConfig()
+    switched = [name for name in SWITCHES if getattr(config, name) != getattr(usual, name)]
+    rows += [(name.replace("_", " "), getattr(config, name)) for name in switched]
+    return [(label, _escaped(str(value))) for label, value in [*rows, *_input_sizes(facts)]]
 
 
-def _longest(config: AFTConfig) -> int | str:
+def _input_sizes(facts: Facts) -> list[tuple[str, Any]]:
+    config = facts.config
+    if facts.is_text:
+        return [("vocabulary", config.vocab_size), ("longest sequence", _longest(config))]
+    size, patch = pair(config.image_size), pair(config.patch_size)
+    sizes = [("image size", f"{size[0]} x {size[1]}"), ("patch size", f"{patch[0]} x {patch[1]}")]
+    return sizes + ([("classes", config.num_labels)] if _task(facts) == "image-classification" else [])
+
+
+def _longest(config: PreTrainedConfig) -> int | str:
+    if not isinstance(config, AFTConfig):
+        return config.max_position_embeddings
     limited = config.use_position_embeddings or set(config.layer_aft_types) & {"full", "local"}
     return config.max_position_embeddings if limited else "no limit"
 
 
 def _rows(facts: list[Fact]) -> list[dict[str, str]]:
     return [{"name": _label(fact.name), "value": _escaped(fact.text), "file": fact.file} for fact in facts]
+
+
+def _one_file(facts: list[Fact]) -> str | None:
+    """The file that all of these come from, if it is one."""
+    files = {fact.file for fact in facts}
+    return files.pop() if len(files) == 1 else None
 
 
 def _label(name: str) -> str:
@@ -220,14 +341,14 @@ def _escaped(text: str) -> str:
 
 def _data(facts: Facts, fact: Fact) -> str:
     """The data and the part of it that a result is about, as far as its file tells."""
-    dataset = facts.dataset if fact.file == RESULTS else None
+    dataset = (facts.dataset_name or facts.dataset) if Path(fact.file).name == RESULTS else None
     return ", ".join(part for part in (dataset, fact.split) if part) or "not recorded"
 
 
 def _limits(facts: Facts) -> list[str]:
-    config, types, limits = facts.config, set(facts.config.layer_aft_types), []
-    if config.modality == "image":
-        if types == {"conv"} and not config.use_position_embeddings:
+    config, limits = facts.config, []
+    if not facts.is_text:
+        if facts.is_aft and set(config.layer_aft_types) == {"conv"} and not config.use_position_embeddings:
             limits.append(
                 "Takes images whose sides are multiples of the patch size; other sizes than that of the training are "
                 "untested unless a result above says so."
@@ -238,6 +359,9 @@ def _limits(facts: Facts) -> list[str]:
         limits.append(
             "Knows the classes of its training data and no others: whatever it is shown, it names one of them."
         )
+    elif facts.is_pixels:
+        limits.append("Draws what is likely after its training data, which need not be harmless or original.")
+        limits.append(f"Draws images of {_side(facts)} x {_side(facts)} pixels only, a sub-pixel at a time.")
     else:
         longest = _longest(config)
         if isinstance(longest, int):
@@ -250,6 +374,7 @@ def _limits(facts: Facts) -> list[str]:
                 "result above says so."
             )
         limits.append("Writes what is likely after its training data, which need not be true, harmless or original.")
+    if facts.is_text and facts.is_aft:
         limits.append("Its state cannot give tokens back: no assisted decoding. It takes no `position_ids`.")
     limits.append("Repeats the biases of its training data. Test it on data like yours before anything depends on it.")
     if not facts.results:
@@ -257,35 +382,59 @@ def _limits(facts: Facts) -> list[str]:
     return limits
 
 
-def _code(facts: Facts, name: str, *, remote: bool) -> str:
-    """How to load and run the model; from the Hub's code or, with aft_hf imported, without it."""
-    task, option = _task(facts), ", trust_remote_code=True" if remote else ""
+def _side(facts: Facts) -> int:
+    """Of the images whose sub-pixels a model of them writes."""
+    return math.isqrt(facts.config.max_position_embeddings // 3)
+
+
+def _code(facts: Facts, source: str, *, remote: bool) -> str:
+    """How to load and run the model; from the code beside it or, with aft_hf imported, without it."""
+    task, option = _task(facts), ", trust_remote_code=True" if remote and facts.is_aft else ""
     lines = [] if remote else ["import aft_hf  # makes the Auto classes know AFT"]
-    auto = {
-        "text-generation": "AutoModelForCausalLM",
-        "image-classification": "AutoModelForImageClassification",
-    }.get(task, "AutoModel")
-    if facts.config.modality == "text":
+    name = ["", f'name = "{source}"']
+    auto = {"image-classification": "AutoModelForImageClassification"}.get(
+        task, "AutoModel" if task.endswith("feature-extraction") else "AutoModelForCausalLM"
+    )
+    if task == PIXELS:
+        side, start = _side(facts), facts.config.bos_token_id
+        lines += [
+            "import numpy as np",
+            "import torch",
+            "from PIL import Image",
+            f"from transformers import {auto}",
+            *name,
+            f"model = {auto}.from_pretrained(name{option})",
+            f"draw = {{'do_sample': True, 'top_k': 0, 'suppress_tokens': [{start}]}}".replace("'", '"'),
+            f"tokens = model.generate(torch.tensor([[{start}]]), max_new_tokens=3 * {side} * {side}, **draw)[0, 1:]",
+            f'Image.fromarray(np.uint8(tokens).reshape({side}, {side}, 3)).save("drawn.png")',
+        ]
+        return "\n".join(lines)
+    if facts.is_text:
         companion, variable, inputs = "AutoTokenizer", "tokenizer", 'tokenizer("Once", return_tensors="pt")'
     else:
         companion, variable = "AutoImageProcessor", "processor"
         inputs = 'processor(Image.open("picture.png").convert("RGB"), return_tensors="pt")'
         lines.append("from PIL import Image")
     piped = task in ("text-generation", "image-classification")
-    lines.append(f"from transformers import {companion}, {auto}" + (", pipeline" if piped else ""))
+    imported = [*sorted((companion, auto)), *(["pipeline"] if piped else [])]
     lines += [
-        "",
-        f'model = {auto}.from_pretrained("{name}"{option})',
-        f'{variable} = {companion}.from_pretrained("{name}"{option})',
+        f"from transformers import {', '.join(imported)}",
+        *name,
+        f"model = {auto}.from_pretrained(name{option})",
+        f"{variable} = {companion}.from_pretrained(name{option})",
     ]
     if task == "text-generation":
-        lines.append(f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=20)[0]))")
-        lines += ["", f'write = pipeline("{task}", model="{name}"{option})', 'print(write("Once", max_new_tokens=20))']
+        lines += [f"inputs = {inputs}", "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"]
+        lines += ["", f'write = pipeline("{task}", model=name{option})', 'print(write("Once", max_new_tokens=20))']
     elif task == "image-classification":
-        lines += [f"logits = model(**{inputs}).logits", "print(model.config.id2label[logits.argmax(-1).item()])"]
-        lines += ["", f'classify = pipeline("{task}", model="{name}"{option})', 'print(classify("picture.png"))']
+        lines += [
+            f"inputs = {inputs}",
+            "logits = model(**inputs).logits",
+            "print(model.config.id2label[logits.argmax(-1).item()])",
+        ]
+        lines += ["", f'classify = pipeline("{task}", model=name{option})', 'print(classify("picture.png"))']
     else:
-        lines.append(f"print(model(**{inputs}).last_hidden_state.shape)")
+        lines += [f"inputs = {inputs}", "print(model(**inputs).last_hidden_state.shape)"]
     return "\n".join(lines)
 
 

@@ -19,9 +19,16 @@ def publish_command(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to, by default main.")] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
+    license: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the weights, by its SPDX id: mit, cc-by-4.0; by default what the card says, or apache-2.0.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, write the card and show what would be sent; send nothing.")
     ] = False,
 ) -> None:
     """Check a model, write its card, upload it to the Hub in one commit and verify what arrived."""
-    publish(directory, repo_id, private=private, revision=revision, create_pr=pr, dry_run=dry_run)
+    publish(directory, repo_id, private=private, revision=revision, create_pr=pr, license=license, dry_run=dry_run)

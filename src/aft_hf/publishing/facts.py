@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..configuration_aft import AFTConfig
 from ..conversion.errors import first_line
 from .errors import PublishError
@@ -22,6 +24,14 @@ CONVERSION = "conversion_report.json"
 # What counts as a result, by the end of the name; all other numbers tell how the training went.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
+# What a card does not tell as training: the model is described by its config, places by nothing, the series of losses
+# are for pictures, and some keys change nothing.
+UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes")
+UNTOLD += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
+UNTOLD += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
+UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
+UNTOLD += ("recipe.data.text_separator", "recipe.data.shuffle_buffer")
+UNTOLD += ("recipe.data.train", "recipe.data.validation", "recipe.data.test")
 COST = re.compile(r"carbon|co2|emission|energy|kwh|cost|price|watt", re.IGNORECASE)
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -45,16 +55,34 @@ class Fact:
 class Facts:
     """All that is known of a saved model."""
 
-    config: AFTConfig
+    config: PreTrainedConfig
     architecture: str
     parameters: int | None = None
     results: list[Fact] = field(default_factory=list)
     training: list[Fact] = field(default_factory=list)
     cost: list[Fact] = field(default_factory=list)
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
+    dataset_name: str | None = None  # in words
     dataset_on_hub: bool = False
     base_model: str | None = None  # on the Hub
     conversion: dict[str, Any] | None = None
+    task: str | None = None  # of the recipe
+    versions: str | None = None  # of what the training ran with
+    config_file: str = "config.json"
+
+    @property
+    def is_aft(self) -> bool:
+        return isinstance(self.config, AFTConfig)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it reads tokens; else images."""
+        return self.config.modality == "text" if self.is_aft else hasattr(self.config, "vocab_size")
+
+    @property
+    def is_pixels(self) -> bool:
+        """Whether its tokens are sub-pixels."""
+        return self.task == "pixels"
 
     @property
     def was_trained(self) -> bool:
@@ -71,6 +99,11 @@ def number(value: Any) -> str:
     if isinstance(value, float) and not isinstance(value, bool):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
+
+
+def measured(value: float) -> str:
+    """Four significant digits, zeros too: 2.500."""
+    return f"{value:#.4g}"
 
 
 def read_facts(directory: Path) -> Facts:
@@ -148,15 +181,20 @@ def _is_result(name: str) -> bool:
 
 
 def _read_results(directory: Path, facts: Facts) -> None:
-    """results.json of `aft_hf.training`: metrics, recipe, versions and what else it measured."""
     content = read_json(directory / RESULTS)
-    if content is None:
-        return
+    if content is not None:
+        add_results(facts, content, RESULTS)
+
+
+def add_results(facts: Facts, content: dict[str, Any], file: str) -> None:
+    """Take over results.json of `aft_hf.training`: metrics, recipe, versions and what else it measured; `file` is the
+    name that a card gives it."""
     for name, value in _flat(content.get("metrics")):
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric):
-            facts.results.append(Fact(metric, value, RESULTS, split))
+            facts.results.append(Fact(metric, value, file, split))
     recipe = content.get("recipe") if isinstance(content.get("recipe"), dict) else {}
+    facts.task = recipe.get("task")
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     if data.get("dataset"):
         facts.dataset, facts.dataset_on_hub = str(data["dataset"]), is_hub_id(str(data["dataset"]))
@@ -165,24 +203,19 @@ def _read_results(directory: Path, facts: Facts) -> None:
     model = recipe.get("model") if isinstance(recipe.get("model"), dict) else {}
     if is_hub_id(str(model.get("pretrained"))):
         facts.base_model = str(model["pretrained"])
-    # The model is described by its config, places by nothing, and the series of losses are for pictures.
-    hidden = (
-        "metrics",
-        "losses",
-        "evaluations",
-        "recipe.model",
-        "recipe.output_dir",
-        "recipe.data.train",
-        "parameters",
-    )
-    hidden += ("recipe.data.validation", "recipe.data.test", "recipe.notes", "recipe.resume", "recipe.tracker")
+    versions = content.get("versions") if isinstance(content.get("versions"), dict) else {}
+    taken: set[str] = set()
     for name, value in _flat(content):
-        if any(name == each or name.startswith(f"{each}.") for each in hidden) or isinstance(value, dict):
+        if value is False or any(name == each or name.startswith(f"{each}.") for each in UNTOLD):
             continue
         if isinstance(value, float) and not math.isfinite(value):
             continue
-        fact = Fact(name.removeprefix("recipe."), value, RESULTS)
-        (facts.cost if COST.search(name) else facts.training).append(fact)
+        fact = Fact(name.removeprefix("recipe."), value, file)
+        if fact.name not in taken:
+            (facts.cost if COST.search(name) else facts.training).append(fact)
+        taken.add(fact.name)
+    if versions:
+        facts.versions = ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 # ---------------------------------------------------------------------------------------------------------- Trainer

@@ -62,6 +62,7 @@ def publish(
     revision: str | None = None,
     create_pr: bool = False,
     dry_run: bool = False,
+    license: str | None = None,
     token: str | bool | None = None,
     endpoint: str | None = None,
     console: Console | None = None,
@@ -77,6 +78,7 @@ def publish(
         private: make a new repository private (True) or public (False); by default as the account has it.
         revision: a branch to commit to, made from main if it is not there; main by default.
         create_pr: open a pull request instead of committing.
+        license: of the weights, as `write_card` takes it.
         dry_run: check and show only; nothing is sent, and no network is needed.
         token: of the Hub; by default that of `hf auth login` or HF_TOKEN.
         endpoint: of the Hub; by default HF_ENDPOINT.
@@ -90,7 +92,7 @@ def publish(
     if create_pr and revision is not None:
         raise PublishError("give a revision or ask for a pull request, not both: a pull request is against main")
     if (directory / "config.json").is_file():
-        write_card(directory, repo_id=repo_id)
+        write_card(directory, repo_id=repo_id, license=license)
     if problems := find_problems(directory):
         raise PublishError(f"{directory} is not fit to be published: {'; '.join(problems)}")
     files, left_out = files_to_upload(directory)
