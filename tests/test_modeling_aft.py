@@ -183,6 +183,15 @@ def test_text_is_causal_and_images_are_not(modality, causal):
         assert layer.mixer.causal is causal
 
 
+def test_the_config_selects_any_form_that_the_type_has(config):
+    model, inputs = build(config), inputs_of(config)
+    for name in ("reference", *model.aft.layers[0].mixer.implementations):
+        other = head_class(config)(tiny_config(config.modality, config.aft_type, mixing_implementation=name)).eval()
+        other.load_state_dict(model.state_dict())
+        assert all(layer.mixer.implementation == name for layer in other.aft.layers)
+        torch.testing.assert_close(other(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_an_implementation_that_the_type_does_not_have_is_a_value_error():
     with pytest.raises(ValueError, match="'chunked' does not exist for AFTFull"):
         AFTForCausalLM(tiny_config("text", "full", mixing_implementation="chunked"))

@@ -22,7 +22,7 @@ AUTO_MAPS = {
 }
 
 # The fast forms of mixing_aft.py by name. "auto" takes the one that fits type, shape and mask.
-MIXING_IMPLEMENTATIONS = ("auto", "reference", "dense", "chunked", "convolution")
+MIXING_IMPLEMENTATIONS = ("auto", "reference", "direct", "dense", "chunked", "convolution")
 
 
 def _raise_value_errors(cls):
@@ -85,8 +85,8 @@ class AFTConfig(PreTrainedConfig):
             arg-max at inference.
         gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
         mixing_implementation (`str`, defaults to `"auto"`):
-            Form of the AFT operation: `"auto"`, `"reference"` (slow, visibly Eq. 2), `"dense"`, `"chunked"` or
-            `"convolution"`.
+            Form of the AFT operation: `"auto"`, `"reference"` (slow, visibly Eq. 2), `"direct"` (plain exponentials
+            where keys and biases are moderate in size, else the next), `"dense"`, `"chunked"` or `"convolution"`.
         vocab_size (`int`, defaults to 256): Number of tokens (text).
         max_position_embeddings (`int`, defaults to 1024):
             Longest text, where position embeddings or a table of biases (`full`, `local`) set a limit.

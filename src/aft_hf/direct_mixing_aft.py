@@ -302,7 +302,7 @@ class ConvolutionSums(DirectSums):
 
     def _features(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """exp(K) V of all features, then exp(K) of all heads: (B, d + h, rows, columns), channels last in memory."""
-        rows, heads, length, width = value.shape
+        rows, heads, _, width = value.shape
         dtype = working_dtype(value)  # convolutions of bfloat16 are no faster
         features = value.new_empty(rows, *self.grid_size, heads * (width + 1), dtype=dtype).movedim(-1, 1)
         weighted, weights = self._numerators_and_denominators(features, value)
