@@ -31,15 +31,19 @@ def plot_growth(path: Path, rows: list[dict]) -> bool:
         return False
     device, sizes = measured[-1]["machine"]["device"], measured[-1]["sizes"]
     found = {group[2:]: models for group, models in lines(rows).items() if group[:2] == (device, sizes)}
-    figure = Figure(figsize=(14, 5), layout="constrained")
+    columns = {"tokens": [["time", "memory"]] * 2, "images": [["image time"], ["image memory"]]}
+    shown = [columns[unit] for unit in columns if any(group[0] == unit for group in found)]
+    figure = Figure(figsize=(4.7 * sum(len(column[0]) for column in shown), 5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplot_mosaic([["time", "memory", "image time"], ["time", "memory", "image memory"]])
+    panels = figure.subplot_mosaic([[name for column in shown for name in column[i]] for i in range(2)])
     for name, unit, task, quantity, title in (
         ("time", "tokens", "training", "seconds", "Training step: seconds"),
         ("memory", "tokens", "training", "peak_bytes", "Training step: peak memory, MiB"),
         ("image time", "images", "inference", "seconds", "One image: seconds"),
         ("image memory", "images", "inference", "peak_bytes", "One image: peak memory, MiB"),
     ):
+        if name not in panels:
+            continue
         axes, models = panels[name], found.get((unit, task, quantity), {})
         scale = 2**20 if quantity == "peak_bytes" else 1
         models = {model: [(size, value / scale) for size, value in line] for model, line in models.items()}
