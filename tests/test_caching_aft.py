@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from aft_hf import AFTAlibi, AFTConfig, AFTForCausalLM, build_byte_tokenizer
+from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, build_byte_tokenizer
 from aft_hf.caching_aft import AFTCache, AFTLayerState
 
 
@@ -389,3 +389,18 @@ def test_the_text_generation_pipeline_works_on_a_saved_directory(tmp_path):
         loaded.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
         model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
     )
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    (
+        AFTConv(8, 2, 1, spatial_dims=1, causal=True, reparameterized=False, position_bias_init_std=1.0),
+        AFTLocal(8, 16, 1, position_bias_dim=None, causal=True, position_bias_init_std=1.0),
+    ),
+    ids=("conv", "local"),
+)
+@torch.no_grad()
+def test_a_window_of_one_has_its_own_position_bias_in_every_step(mixer):
+    x, state = torch.randn(1, 6, 8), AFTLayerState(mixer.state_window)
+    pieces = [mixer(x[:, :3], state=state), *(mixer(x[:, i : i + 1], state=state) for i in range(3, 6))]
+    torch.testing.assert_close(torch.cat(pieces, 1), mixer(x))

@@ -164,7 +164,7 @@ def test_gradients_of_gradients_are_those_of_the_safe_forms(name):
 def test_later_tokens_of_moderate_size_leave_earlier_outputs_alone(name, monkeypatch):
     used, mixer = spy(monkeypatch), build(name)
     x = torch.randn(1, 100, WIDTH)
-    later = torch.cat([x[:, :50], 3 * torch.randn(1, 50, WIDTH)], 1)
+    later = torch.cat([x[:, :50], torch.randn(1, 50, WIDTH)], 1)
     torch.testing.assert_close(mixer(later)[:, :50], mixer(x)[:, :50], rtol=0, atol=1e-6)
     assert len(used) == 2
 
@@ -218,3 +218,83 @@ def test_a_grid_too_large_for_a_table_is_convolved(monkeypatch):
     monkeypatch.setattr("aft_hf.mixers_aft.LARGEST_CONV_TABLE", 3 * 36 * 36 - 1)
     torch.testing.assert_close(mixer(x), dense)
     assert used == [DenseSums, ConvolutionSums]
+
+
+def test_torch_func_gives_the_gradient_of_each_row_by_itself(name):
+    mixer, x = build(name), torch.randn(3, 9, WIDTH)
+    parameters = dict(mixer.named_parameters())
+
+    def loss(parameters, row):
+        return torch.func.functional_call(mixer, parameters, row.unsqueeze(0)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, row in enumerate(x):
+        mixer.zero_grad()
+        mixer(row.unsqueeze(0)).square().sum().backward()
+        gradients = [parameter.grad for parameter in parameters.values()]
+        assert_near([found[key][i] for key in parameters], gradients, 1e-5)
+
+
+def test_one_key_per_head_without_position_biases():
+    x = torch.randn(2, 40, WIDTH)
+    for mixer in (
+        AFTSimple(WIDTH, num_heads=2, causal=True, key_per_head=True),
+        AFTAlibi(WIDTH, 2, key_per_head=True),
+    ):
+        reference = copy.deepcopy(mixer)
+        reference.implementation = "reference"
+        torch.testing.assert_close(mixer(x), reference(x))
+
+
+def test_a_value_too_large_for_the_sums_stays_in_its_place(monkeypatch):
+    used, mixer, x = spy(monkeypatch), AFTSimple(WIDTH, causal=True), torch.randn(1, 40, WIDTH)
+    torch.nn.init.eye_(mixer.v_proj.weight)
+    later = x.clone()
+    later[:, -1] = 1e31
+    mixer.k_proj.weight.data.zero_()
+    output = mixer(later)
+    assert output[:, :-1].isfinite().all() and not used
+    torch.testing.assert_close(output[:, :-1], mixer(x)[:, :-1])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)), ids=str)
+def test_in_half_precision_the_choice_of_the_form_is_no_more_than_a_rounding(name, dtype, tolerance):
+    mixer, x = build(name, "auto").to(dtype), torch.randn(1, 100, WIDTH).to(dtype)
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(0.2)
+        later = torch.cat([x[:, :70], 1000 * x[:, 70:]], 1)
+        torch.testing.assert_close(mixer(later)[:, :70], mixer(x)[:, :70], rtol=tolerance, atol=tolerance)
+
+
+def test_equal_values_average_to_themselves_in_bfloat16():
+    mixer = AFTSimple(WIDTH, causal=True, use_query=False, use_output_projection=False)
+    torch.nn.init.zeros_(mixer.v_proj.weight)
+    torch.nn.init.constant_(mixer.v_proj.bias, 3.0)
+    output = mixer.to(torch.bfloat16)(torch.randn(1, 1000, WIDTH).bfloat16())
+    assert output.eq(3.0).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_the_backward_pass_may_run_under_autocast(name, dtype):
+    mixer = build(name)
+    torch.nn.init.constant_(mixer.k_proj.bias, 15.0)
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(0.1)
+    with torch.autocast("cpu", dtype):
+        mixer(torch.randn(2, 36, WIDTH)).float().square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in mixer.parameters())
+
+
+def test_a_traced_mixer_does_not_keep_the_choice():
+    mixer, x = AFTSimple(WIDTH, causal=True), torch.randn(2, 16, WIDTH)
+    with torch.no_grad():
+        traced = torch.jit.trace(mixer, (x,), check_trace=False)
+        torch.testing.assert_close(traced(1000 * x), mixer(1000 * x))
+
+
+def test_forward_mode_differentiation_has_the_safe_forms(name):
+    mixer, x = build(name), torch.randn(1, 9, WIDTH)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(mixer(dual)).tangent.isfinite().all()

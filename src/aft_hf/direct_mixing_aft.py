@@ -7,19 +7,25 @@ blocks that stay in a processor's cache. The gradients are written by hand: they
 it, so that training keeps no more than keys, values, the result and its denominators.
 
 Inside, the two sums of Eq. 2 lie side by side in the last dimension, of W = c + k features: exp(K) V, then exp(K).
-Products are made in the dtype of the values (bfloat16 adds up in float32), running sums in float32 at least.
+They are kept in float32 at least. Only without gradients, and where all positions see each other, values of bfloat16
+make products of bfloat16, which are added up in float32.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from .mixing_aft import grid_table, working_dtype
 
 
-# The largest size of keys and of position biases here: exp(2 x 30), times any length, is far from float32's limits.
-MODERATE = 30.0
+# The largest size of keys and of position biases here. exp(2 x 20) times any length and the size of any value that is
+# met is far from float32's limits.
+MODERATE = 20.0
+
+# The largest size of values, for which the same holds.
+LARGEST_VALUE = 1e12
 
 # Bytes of the features in a block: few enough to stay in the cache, many enough for products to be efficient.
 BLOCK_SIZE = 2**22
@@ -47,23 +53,32 @@ def direct_mixing(
     Returns:
         (B, h, T, c) in the dtype of `value`.
     """
+    if not _depends_on_values_alone(key, value) or (bias is None and key.shape[-1] != value.shape[-1]):
+        return safe(key, value, bias)
     size, sums.hidden = _largest_size(key, bias)
     moderate = size <= MODERATE and not (sums.hidden and sums.fades)  # never with NaN
     if not moderate or (sums.lowest_bias is not None and float(bias.detach().amin()) < sums.lowest_bias):
+        return safe(key, value, bias)
+    if not max(abs(float(x)) for x in value.detach().transpose(1, 2).aminmax()) <= LARGEST_VALUE:
         return safe(key, value, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (key, value, bias)):
         return _DirectMixing.apply(sums, safe, key, value, bias)
     return sums.forward(key, value, bias)
 
 
-def _largest_size(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:
-    """The largest absolute value of visible keys and of biases, and whether there are hidden keys.
+def _depends_on_values_alone(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether values may be looked at, and the gradients by hand are all that can be asked for.
 
-    Infinite on accelerators, which a look at values would make wait in every layer, and where programs are traced,
-    which must not depend on values.
+    Not on accelerators, which a look at values would make wait in every layer; not where programs are traced, which
+    must not depend on values; not for the tensors of torch.func, of forward-mode differentiation and of other modes.
     """
-    if key.device.type != "cpu" or torch.compiler.is_compiling() or key.numel() == 0:
-        return torch.inf, False
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    plain = type(key) is torch.Tensor and not any(unpack_dual(x).tangent is not None for x in (key, value))
+    return key.device.type == "cpu" and key.numel() > 0 and not traced and plain
+
+
+def _largest_size(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:
+    """The largest absolute value of visible keys and of biases, and whether there are hidden keys."""
     in_memory = key.detach().transpose(1, 2)
     lowest, highest = (float(x) for x in in_memory.aminmax())
     hidden = lowest == -torch.inf
@@ -80,7 +95,7 @@ class _DirectMixing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sums: "DirectSums", safe: Callable, key, value, bias) -> torch.Tensor:
-        inverse = _by_position(key, _product_dtype(value))
+        inverse = _by_position(key, working_dtype(value))
         context = sums.forward(key, value, bias, inverse)
         ctx.sums, ctx.safe = sums, safe
         ctx.save_for_backward(key, value, bias, context, inverse)
@@ -94,7 +109,8 @@ class _DirectMixing(torch.autograd.Function):
             wanted = [x for x, need in zip((key, value, bias), needed) if need]
             found = iter(torch.autograd.grad(ctx.safe(key, value, bias), wanted, gradient, create_graph=True))
             return None, None, *(next(found) if need else None for need in needed)
-        return None, None, *ctx.sums.backward(key, value, bias, context, inverse, gradient, needed[2])
+        with torch.autocast("cpu", enabled=False):
+            return None, None, *ctx.sums.backward(key, value, bias, context, inverse, gradient, needed[2])
 
 
 class DirectSums:
@@ -140,14 +156,17 @@ class DenseSums(DirectSums):
         self.grid_size, self.causal = grid_size, causal
 
     def forward(self, key, value, bias, inverse=None):
-        exp_bias = torch.exp(bias).to(_product_dtype(value))
+        dtype = value.dtype if value.dtype == torch.bfloat16 and inverse is None else working_dtype(value)
+        exp_bias = torch.exp(bias).to(dtype)
         context = _by_position(value)
-        apart = _better_apart(key, value)
+        # A factor that the features of a head have in common is multiplied for a few of them at a time in a block. The
+        # vectors of bfloat16 are longer than that: there it gets passes of its own.
+        apart = dtype == torch.bfloat16 and key.shape[-1] < value.shape[-1]
         if apart:
-            inverse = _by_position(key) if inverse is None else inverse
+            inverse = _by_position(key)
             weights = torch.exp(key)
             weighted = _times_heads(value, weights)
-        for block in self._blocks(key, value):
+        for block in self._blocks(key, value, dtype):
             features, into_weighted, into_weights = block.empty()
             if apart:
                 into_weighted.copy_(block.of(weighted))
@@ -166,60 +185,35 @@ class DenseSums(DirectSums):
         return _times_heads(context, inverse) if apart else context
 
     def backward(self, key, value, bias, context, inverse, gradient, bias_needed):
-        exp_bias = torch.exp(bias).to(_product_dtype(value))
+        exp_bias = torch.exp(bias).to(working_dtype(value))
         key_gradient, value_gradient = _by_position(key), _by_position(value)
         bias_gradient = torch.zeros_like(bias) if bias_needed else None
-        apart = _better_apart(key, value)
-        if apart:
-            weights = torch.exp(key)
-            weighted = _times_heads(value, weights)
-            of_numerator = _times_heads(gradient, inverse)
-            of_denominator = (of_numerator * context).sum(-1, keepdim=True).neg_()
-        for block in self._blocks(key, value):
+        for block in self._blocks(key, value, working_dtype(value)):
             features, into_weighted, into_weights = block.empty()
-            of_sums, into_numerator, into_denominator = block.empty()
-            if apart:
-                for into, x in (
-                    (into_weighted, weighted),
-                    (into_weights, weights),
-                    (into_numerator, of_numerator),
-                    (into_denominator, of_denominator),
-                ):
-                    into.copy_(block.of(x))
-            else:
-                torch.exp(block.of(key).to(features.dtype), out=into_weights)
-                torch.mul(block.of(value), into_weights, out=into_weighted)
-                _gradient_of_sums(
-                    *(block.of(x) for x in (gradient, context, inverse)), into_numerator, into_denominator
-                )
+            torch.exp(block.of(key).to(features.dtype), out=into_weights)
+            torch.mul(block.of(value), into_weights, out=into_weighted)
+            of_sums, *of_both = block.empty()
+            _gradient_of_sums(*(block.of(x) for x in (gradient, context, inverse)), *of_both)
             table = self._table(exp_bias[block.heads])
             of_weighted, of_weights = block.parts(torch.bmm(table.mT, of_sums))
-            if apart:
-                block.of(value_gradient).copy_(of_weighted)
-                block.of(key_gradient).copy_(of_weights)
-            else:
-                inputs = into_weights, block.of(value), block.of(key_gradient), block.of(value_gradient)
-                _gradient_of_inputs(of_weighted, of_weights, *inputs)
+            inputs = into_weights, block.of(value), block.of(key_gradient), block.of(value_gradient)
+            _gradient_of_inputs(of_weighted, of_weights, *inputs)
             if bias_needed:
                 of_table = torch.bmm(of_sums, features.mT)
                 exp_biases = exp_bias[block.heads]
                 bias_gradient[block.heads] += self._collect(of_table, exp_biases) * exp_biases
-        if apart:
-            key_gradient += (value_gradient * value).sum(-1, keepdim=True)
-            key_gradient *= weights
-            value_gradient = _times_heads(value_gradient, weights)
         return key_gradient, value_gradient, bias_gradient
 
-    def _blocks(self, key: torch.Tensor, value: torch.Tensor) -> Iterator["_Block"]:
+    def _blocks(self, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> Iterator["_Block"]:
         """The heads and rows that are taken at once. Rows share a table, so they stay together where they can."""
         rows, heads, length = key.shape[:3]
         widths = value.shape[3], key.shape[3]
-        room = BLOCK_SIZE // (_product_dtype(value).itemsize * length * sum(widths))
+        room = BLOCK_SIZE // (dtype.itemsize * length * sum(widths))
         heads_at_once = min(heads, max(1, room // rows))
         rows_at_once = max(FEWEST_COLUMNS // sum(widths), room // heads_at_once, 1)
         for head in range(0, heads, heads_at_once):
             for row in range(0, rows, rows_at_once):
-                yield _Block(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value, widths)
+                yield _Block(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value, widths, dtype)
 
     def _table(self, exp_bias: torch.Tensor) -> torch.Tensor:
         """exp(w) as (h, T, T)."""
@@ -241,6 +235,7 @@ class _Block(NamedTuple):
     rows: slice
     like: torch.Tensor
     widths: tuple[int, int]
+    dtype: torch.dtype
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The block of (B, h, T, c), as (h, T, B, c)."""
@@ -249,7 +244,7 @@ class _Block(NamedTuple):
     def empty(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Room for both sums, and its `parts`."""
         heads, length, rows, _ = self.of(self.like).shape
-        both = self.like.new_empty(heads, length, rows * sum(self.widths), dtype=_product_dtype(self.like))
+        both = self.like.new_empty(heads, length, rows * sum(self.widths), dtype=self.dtype)
         return both, *self.parts(both)
 
     def parts(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -418,7 +413,7 @@ class CausalSums(DirectSums):
         """Rows that are taken at once, and the segments into which they are cut."""
         rows, heads, length = key.shape[:3]
         size, width = self.chunk_size, heads * (key.shape[3] + value.shape[3])
-        itemsize = _product_dtype(value).itemsize
+        itemsize = working_dtype(value).itemsize
         rows_at_once = min(rows, max(1, BLOCK_SIZE // (length * width * itemsize)))
         total = -(-length // size)
         chunks = max(1, BLOCK_SIZE // (rows_at_once * size * width * itemsize))
@@ -437,7 +432,7 @@ class CausalSums(DirectSums):
             segment.chunks + before // size,
             size,
             value.shape[-1] + key.shape[-1],
-            dtype=_product_dtype(value),
+            dtype=working_dtype(value),
         )
         flat = features.flatten(2, 3)
         first, start = here.start - before, max(here.start - before, 0)
@@ -466,7 +461,7 @@ class CausalSums(DirectSums):
 
     def _tables(self, bias: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
         """exp(w), (h, n or 1, C, C or 2 C), 0 where a key comes after the query."""
-        size, dtype = self.chunk_size, _product_dtype(value)
+        size, dtype = self.chunk_size, working_dtype(value)
         if bias is None:
             return torch.ones(1, 1, size, size, dtype=dtype, device=value.device).tril()
         return torch.exp(bias).to(dtype).tril(size)
@@ -501,23 +496,10 @@ class _Segment(NamedTuple):
 # ------------------------------------------------------------------------------------------------- building blocks
 
 
-def _product_dtype(value: torch.Tensor) -> torch.dtype:
-    """What features and tables are kept in; float16 has no room for exp(K)."""
-    return torch.float32 if value.dtype == torch.float16 else value.dtype
-
-
 def _by_position(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An empty (B, h, T, c) with memory in the order (B, T, h, c), as projections have it."""
     rows, heads, length, width = like.shape
     return like.new_empty(rows, length, heads, width, dtype=dtype or like.dtype).transpose(1, 2)
-
-
-def _better_apart(key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether what a head has in common is better multiplied before and after the blocks, in passes of their own.
-
-    Within a block that is done for a few features at a time, and the vectors of bfloat16 are longer than these.
-    """
-    return value.dtype == torch.bfloat16 and key.shape[-1] < value.shape[-1]
 
 
 def _times_heads(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -294,12 +294,8 @@ class AFTMixer(nn.Module):
         return alone and in_line and windowed and not torch.compiler.is_compiling()
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
-        """w of the window and of the next token itself, (h, W + 1); None where there is no window."""
-        if not state.window:
-            return None
-        position = state.cumulative_length
-        positions = torch.arange(position - state.window, position + 1, device=state.keys.device)
-        return self.position_bias_between(positions[-1:], positions)[:, 0].to(state.keys.dtype)
+        """w of the window and of the token itself, (h, W + 1); None where that is 0 or falls with the distance."""
+        return None
 
     def _continue(self, key: torch.Tensor, value: torch.Tensor, state: AFTLayerState) -> torch.Tensor:
         """The context of new tokens, (B, h, T, c), from their own keys and values and those that `state` holds."""

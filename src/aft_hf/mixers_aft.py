@@ -261,13 +261,12 @@ class AFTLocal(AFTFull):
         return self._windowed(bias, positions[size:], positions)
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
-        if not state.window:
-            return None
         position = state.cumulative_length
         first = position - state.window
         seen = slice(max(first, 0), position + 1)
         if self.factorized:
-            bias = (self.position_bias_query[:, position : position + 1] @ self.position_bias_key[:, seen].mT)[:, 0]
+            u, v = self.position_bias_query[:, position : position + 1], self.position_bias_key[:, seen]
+            bias = (widen(u) @ widen(v).mT)[:, 0]
         else:
             bias = self.position_bias_table[:, position, seen]
         return widen(bias) if first >= 0 else nn.functional.pad(widen(bias), (-first, 0))
@@ -459,7 +458,7 @@ class AFTConv(AFTMixer):
         return slower * self.window**2 * columns < keys.shape[2] * (columns + TABLE_COST)
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
-        return self.kernel_bias().flip(-1) if state.window else None
+        return self.kernel_bias().flip(-1)
 
     def _mix_convolution(self, keys, values, grid_size) -> torch.Tensor:
         return convolution_mixing(keys, values, self.kernel_bias(), self._grid(keys.shape[-2], grid_size))
