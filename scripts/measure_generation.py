@@ -18,9 +18,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from aft_hf import AFTConfig, AFTForCausalLM
+from aft_hf.benchmarking.measuring import state_bytes
 from aft_hf.data.json_files import write_json
 
 
@@ -42,13 +43,6 @@ def build(name: str, longest: int) -> PreTrainedModel:
         max_position_embeddings=longest,
     )
     return AFTForCausalLM(config).eval()
-
-
-def state_bytes(cache) -> int:
-    """Bytes of all tensors that a cache holds."""
-    if isinstance(cache, DynamicCache):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return cache.nbytes()
 
 
 @torch.inference_mode()

@@ -422,8 +422,9 @@ class AFTConv(AFTMixer):
         if self.selection is not None and not self.training:
             return "indexed"
         # An exported program serves all sizes, of which some have no room for a table.
-        if self.spatial_dims == 2 and (torch.compiler.is_exporting() or self._table_too_large(length)):
-            return "convolution" if torch.compiler.is_compiling() else "direct"
+        no_table = torch.compiler.is_exporting() or (torch.compiler.is_compiling() and self._table_too_large(length))
+        if self.spatial_dims == 2 and no_table:
+            return "convolution"
         return super()._fast_form(length)
 
     @property
