@@ -181,34 +181,41 @@ def test_after_a_long_padding_a_fading_weight_is_still_a_weight():
 
 
 @pytest.mark.parametrize("name", [name for name in MIXERS if "convolved" in name])
-def test_a_convolution_that_would_cancel_is_left_to_the_safe_form(name, monkeypatch):
+@pytest.mark.parametrize("too_large", (False, True), ids=("with a table", "too large for a table"))
+def test_a_convolution_that_would_cancel_is_done_otherwise(name, too_large, monkeypatch):
     used, mixer = spy(monkeypatch), build(name)
+    if too_large:
+        monkeypatch.setattr("aft_hf.mixers_aft.LARGEST_CONV_TABLE", 0)
     with torch.no_grad():
         mixer.kernel.fill_(-12.0)
     x = torch.randn(2, 36, WIDTH)
     reference = copy.deepcopy(mixer)
     reference.implementation = "reference"
     torch.testing.assert_close(mixer(x), reference(x))
-    assert not used
+    assert used == ([] if too_large else [DenseSums])
 
 
 @pytest.mark.parametrize(
-    ("width", "kernel", "heads", "grid", "rows", "dtype", "expected"),
+    ("width", "kernel", "heads", "grid", "rows", "dtype", "expected", "with_gradients"),
     (
-        (384, 11, 16, 14, 32, torch.float32, DenseSums),
-        (192, 11, 32, 14, 32, torch.bfloat16, DenseSums),
-        (192, 11, 32, 14, 32, torch.float32, ConvolutionSums),
-        (384, 11, 384, 14, 32, torch.float32, ConvolutionSums),
-        (384, 11, 384, 14, 32, torch.bfloat16, ConvolutionSums),
-        (768, 25, 32, 24, 4, torch.bfloat16, DenseSums),
-        (768, 25, 32, 64, 1, torch.float32, ConvolutionSums),
+        (384, 11, 16, 14, 32, torch.float32, DenseSums, DenseSums),
+        (192, 11, 32, 14, 32, torch.bfloat16, DenseSums, DenseSums),
+        (192, 11, 32, 14, 32, torch.float32, ConvolutionSums, DenseSums),
+        (384, 11, 384, 14, 32, torch.float32, ConvolutionSums, DenseSums),
+        (384, 15, 384, 14, 32, torch.bfloat16, DenseSums, DenseSums),
+        (768, 25, 32, 24, 4, torch.float32, ConvolutionSums, DenseSums),
+        (768, 25, 32, 24, 4, torch.bfloat16, DenseSums, DenseSums),
+        (768, 25, 32, 64, 1, torch.float32, ConvolutionSums, ConvolutionSums),
     ),
 )
-def test_a_grid_is_multiplied_or_convolved_as_is_faster(width, kernel, heads, grid, rows, dtype, expected):
+def test_a_grid_is_multiplied_or_convolved_as_is_faster(
+    width, kernel, heads, grid, rows, dtype, expected, with_gradients
+):
     with torch.device("meta"):
         mixer = AFTConv(width, heads, kernel)
         keys = torch.empty(rows, heads, grid**2, 1, dtype=dtype)
         assert type(mixer._direct_form(keys, None)[0]) is expected
+        assert type(mixer._direct_form(keys.requires_grad_(), None)[0]) is with_gradients
 
 
 def test_a_grid_too_large_for_a_table_is_convolved(monkeypatch):

@@ -12,7 +12,8 @@ make products of bfloat16, which are added up in float32.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
@@ -159,61 +160,45 @@ class DenseSums(DirectSums):
         dtype = value.dtype if value.dtype == torch.bfloat16 and inverse is None else working_dtype(value)
         exp_bias = torch.exp(bias).to(dtype)
         context = _by_position(value)
-        # A factor that the features of a head have in common is multiplied for a few of them at a time in a block. The
-        # vectors of bfloat16 are longer than that: there it gets passes of its own.
-        apart = dtype == torch.bfloat16 and key.shape[-1] < value.shape[-1]
-        if apart:
-            inverse = _by_position(key)
-            weights = torch.exp(key)
-            weighted = _times_heads(value, weights)
         for block in self._blocks(key, value, dtype):
-            features, into_weighted, into_weights = block.empty()
-            if apart:
-                into_weighted.copy_(block.of(weighted))
-                into_weights.copy_(block.of(weights))
-            else:
-                torch.exp(block.of(key).to(features.dtype), out=into_weights)
-                torch.mul(block.of(value), into_weights, out=into_weighted)
-            numerator, denominator = block.parts(torch.bmm(self._table(exp_bias[block.heads]), features))
+            sums = block.product(self._table(exp_bias[block.heads]), block.features(key, value))
+            numerator, denominator = block.parts(sums)
             denominator = self._reciprocal(denominator)
             if inverse is not None:
                 block.of(inverse).copy_(denominator)
-            if apart:
-                block.of(context).copy_(numerator)
-            else:
-                torch.mul(numerator, denominator, out=block.of(context))
-        return _times_heads(context, inverse) if apart else context
+            block.of(context).copy_(numerator.mul_(denominator))
+        return context
 
     def backward(self, key, value, bias, context, inverse, gradient, bias_needed):
-        exp_bias = torch.exp(bias).to(working_dtype(value))
+        dtype = working_dtype(value)
+        exp_bias = torch.exp(bias).to(dtype)
         key_gradient, value_gradient = _by_position(key), _by_position(value)
         bias_gradient = torch.zeros_like(bias) if bias_needed else None
-        for block in self._blocks(key, value, working_dtype(value)):
-            features, into_weighted, into_weights = block.empty()
-            torch.exp(block.of(key).to(features.dtype), out=into_weights)
-            torch.mul(block.of(value), into_weights, out=into_weighted)
-            of_sums, *of_both = block.empty()
-            _gradient_of_sums(*(block.of(x) for x in (gradient, context, inverse)), *of_both)
-            table = self._table(exp_bias[block.heads])
-            of_weighted, of_weights = block.parts(torch.bmm(table.mT, of_sums))
-            inputs = into_weights, block.of(value), block.of(key_gradient), block.of(value_gradient)
-            _gradient_of_inputs(of_weighted, of_weights, *inputs)
+        for block in self._blocks(key, value, dtype):
+            features = block.features(key, value)
+            of_sums = torch.empty_like(features)
+            inputs = (block.load(x) for x in (gradient, context, inverse))
+            _gradient_of_sums(*inputs, *block.parts(of_sums), block.feature_dim)
+            exp_biases = exp_bias[block.heads]
             if bias_needed:
-                of_table = torch.bmm(of_sums, features.mT)
-                exp_biases = exp_bias[block.heads]
+                of_table = block.gradient_of_table(of_sums, features)
                 bias_gradient[block.heads] += self._collect(of_table, exp_biases) * exp_biases
+            of_features = block.product(self._table(exp_biases).mT, of_sums)
+            gradients = block.of(key_gradient), block.of(value_gradient)
+            _gradient_of_inputs(block.parts(of_features), block.parts(features), *gradients, block.feature_dim)
         return key_gradient, value_gradient, bias_gradient
 
     def _blocks(self, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> Iterator["_Block"]:
         """The heads and rows that are taken at once. Rows share a table, so they stay together where they can."""
         rows, heads, length = key.shape[:3]
-        widths = value.shape[3], key.shape[3]
-        room = BLOCK_SIZE // (dtype.itemsize * length * sum(widths))
-        heads_at_once = min(heads, max(1, room // rows))
-        rows_at_once = max(FEWEST_COLUMNS // sum(widths), room // heads_at_once, 1)
+        width = value.shape[3] + key.shape[3]
+        room = BLOCK_SIZE // (dtype.itemsize * length)
+        heads_at_once = min(heads, max(1, room // (rows * width + length)))
+        rows_at_once = max(FEWEST_COLUMNS // width, room // (heads_at_once * width), 1)
+        layout = _BlockOfHeads if heads > 1 else _BlockOfRows
         for head in range(0, heads, heads_at_once):
             for row in range(0, rows, rows_at_once):
-                yield _Block(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value, widths, dtype)
+                yield layout(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value.shape[3], dtype)
 
     def _table(self, exp_bias: torch.Tensor) -> torch.Tensor:
         """exp(w) as (h, T, T)."""
@@ -228,30 +213,78 @@ class DenseSums(DirectSums):
             return torch.autograd.grad(self._table(exp_bias), exp_bias, of_table)[0]
 
 
-class _Block(NamedTuple):
-    """Some heads and rows of the batch, whose two sums lie side by side in (h, T, B c + B k)."""
+@dataclass(frozen=True)
+class _Block:
+    """Some heads and rows of the batch, and how their features lie in memory."""
 
     heads: slice
     rows: slice
-    like: torch.Tensor
-    widths: tuple[int, int]
+    width: int
     dtype: torch.dtype
+    feature_dim: ClassVar[int]
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The block of (B, h, T, c), as (h, T, B, c)."""
-        return x[self.rows, self.heads].permute(1, 2, 0, 3)
+        """The block of (B, h, T, c)."""
+        raise NotImplementedError
 
-    def empty(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Room for both sums, and its `parts`."""
-        heads, length, rows, _ = self.of(self.like).shape
-        both = self.like.new_empty(heads, length, rows * sum(self.widths), dtype=self.dtype)
-        return both, *self.parts(both)
+    def load(self, x: torch.Tensor) -> torch.Tensor:
+        """The same to calculate with. Where that transposes, it is a pass of its own, which is faster than a product
+        of factors in different orders.
+        """
+        return self.of(x).to(self.dtype).contiguous()
+
+    def product(self, table: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Sums over the last dimension of the table, (h, T, T), for each feature."""
+        raise NotImplementedError
+
+    def gradient_of_table(self, of_sums: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """That of `product`, (h, T, T)."""
+        raise NotImplementedError
+
+    def features(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """exp(K) V, then exp(K)."""
+        keys, values = self.load(key), self.load(value)
+        shape = list(values.shape)
+        shape[self.feature_dim] += keys.shape[self.feature_dim]
+        features = torch.empty(shape, dtype=self.dtype, device=value.device)
+        weighted, weights = self.parts(features)
+        torch.exp(keys, out=weights)
+        torch.mul(values, weights, out=weighted)
+        return features
 
     def parts(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of both sums: (h, T, B, c) and (h, T, B, k)."""
-        rows = both.shape[2] // sum(self.widths)
-        parts = both.split([rows * width for width in self.widths], 2)
-        return tuple(part.unflatten(2, (rows, -1)) for part in parts)
+        """Views of both sums, of c and of k features."""
+        return both.tensor_split((self.width,), self.feature_dim)
+
+
+class _BlockOfHeads(_Block):
+    """(h, B, W, T): one product for a head, with long runs of positions however few features it has."""
+
+    feature_dim = -2
+
+    def of(self, x):
+        return x[self.rows, self.heads].permute(1, 0, 3, 2)
+
+    def product(self, table, features):
+        return torch.bmm(features.flatten(1, 2), table.mT).view_as(features)
+
+    def gradient_of_table(self, of_sums, features):
+        return torch.bmm(of_sums.flatten(1, 2).mT, features.flatten(1, 2))
+
+
+class _BlockOfRows(_Block):
+    """(B, T, W) of one head: nothing has to be transposed, and there is one product for a row."""
+
+    feature_dim = -1
+
+    def of(self, x):
+        return x[self.rows, 0]
+
+    def product(self, table, features):
+        return torch.bmm(table.expand(len(features), -1, -1), features)
+
+    def gradient_of_table(self, of_sums, features):
+        return torch.bmm(of_sums, features.mT).sum(0, keepdim=True)
 
 
 class ConvolutionSums(DirectSums):
@@ -289,10 +322,8 @@ class ConvolutionSums(DirectSums):
             convolved = self._convolve(*inputs)
         of_features, of_bias = torch.autograd.grad(convolved, inputs, of_sums)
         of_features = of_features + of_sums.sum((2, 3), keepdim=True)
-        weights = self._numerators_and_denominators(features.detach(), value)[1]
-        _gradient_of_inputs(
-            *self._numerators_and_denominators(of_features, value), weights, value, key_gradient, value_gradient
-        )
+        parts = (self._numerators_and_denominators(x, value) for x in (of_features, features.detach()))
+        _gradient_of_inputs(*parts, key_gradient, value_gradient)
         return key_gradient, value_gradient, of_bias if bias_needed else None
 
     def _features(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -396,9 +427,8 @@ class CausalSums(DirectSums):
             carry = later[:, :, -1:]
             of_features = _product_of_chunks(segment.of(tables_of_keys), of_sums, chunks)
             of_features += later[:, :, :-1].flip(2).unsqueeze(-2).to(of_features.dtype)
-            weights = _parts(features[:, :, before:].flatten(2, 3)[:, :, :count], value)[1]
-            inputs = weights, *(x[:, :, here] for x in (value, key_gradient, value_gradient))
-            _gradient_of_inputs(*_parts(of_features.flatten(2, 3)[:, :, :count], value), *inputs)
+            parts = (_parts(x.flatten(2, 3)[:, :, :count], value) for x in (of_features, features[:, :, before:]))
+            _gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
             if of_tables is not None:
                 products = _product_of_gradients(of_sums, features, chunks, tables.shape[-1])
                 segment.of(of_tables).add_(products if of_tables.shape[1] > 1 else products.sum(1, keepdim=True))
@@ -502,12 +532,6 @@ def _by_position(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     return like.new_empty(rows, length, heads, width, dtype=dtype or like.dtype).transpose(1, 2)
 
 
-def _times_heads(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """(B, h, T, c) times (B, h, T, 1), in the order (B, T, h, c) in memory and without short rows."""
-    copies = factor.transpose(1, 2).expand(-1, -1, -1, x.shape[-1]).flatten(2).contiguous()  # (B, T, h c)
-    return copies.mul_(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
-
-
 def _parts(features: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., W) as the part of the numerators (..., c) and that of the denominators (..., k)."""
     width = value.shape[-1]
@@ -520,31 +544,37 @@ def _gradient_of_sums(
     inverse: torch.Tensor,
     of_numerator: torch.Tensor,
     of_denominator: torch.Tensor,
+    feature_dim: int = -1,
 ) -> None:
-    """From the gradient of the quotients (..., c) to those of both sums, written into the last two."""
+    """From the gradient of the quotients to those of both sums, written into the last two.
+
+    A denominator that the features of a head share adds up over them: `feature_dim`.
+    """
     torch.mul(gradient, inverse, out=of_numerator)
-    if of_denominator.shape[-1] == of_numerator.shape[-1]:
+    if of_denominator.shape == of_numerator.shape:
         torch.mul(of_numerator, context, out=of_denominator)
     else:
-        torch.sum(of_numerator * context, -1, keepdim=True, out=of_denominator)
+        torch.sum(of_numerator * context, feature_dim, keepdim=True, out=of_denominator)
     of_denominator.neg_()
 
 
 def _gradient_of_inputs(
-    of_weighted: torch.Tensor,
-    of_weights: torch.Tensor,
-    weights: torch.Tensor,
-    value: torch.Tensor,
+    of_features: tuple[torch.Tensor, torch.Tensor],
+    features: tuple[torch.Tensor, torch.Tensor],
     key_gradient: torch.Tensor,
     value_gradient: torch.Tensor,
+    feature_dim: int = -1,
 ) -> None:
-    """From the gradients of exp(K) V and exp(K) to those of K and V, written into the last two."""
-    torch.mul(weights, of_weighted, out=value_gradient)
-    of_weighted *= value
-    if weights.shape[-1] != value.shape[-1]:
-        of_weighted = of_weighted.sum(-1, keepdim=True)
-    of_weighted += of_weights
-    torch.mul(weights, of_weighted, out=key_gradient)
+    """From the gradients of exp(K) V and exp(K), and these themselves, to those of K and V, written into the last two.
+
+    A key that the features of a head share adds up over them: `feature_dim`.
+    """
+    (of_weighted, of_weights), (weighted, weights) = of_features, features
+    from_values = of_weighted * weighted
+    if weights.shape != weighted.shape:
+        from_values = from_values.sum(feature_dim, keepdim=True)
+    key_gradient.copy_(from_values.addcmul_(of_weights, weights))
+    value_gradient.copy_(of_weighted.mul_(weights))
 
 
 def _running_sums(totals: torch.Tensor, start: torch.Tensor | None, decay: torch.Tensor | None) -> torch.Tensor:

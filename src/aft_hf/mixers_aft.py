@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .caching_aft import AFTLayerState
-from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums
+from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums, direct_mixing
 from .mixer_aft import AFTMixer
 from .mixing_aft import (
     CHUNK_SIZE,
@@ -31,6 +31,11 @@ LARGEST_CONV_TABLE = 2**24
 
 # What making one entry of such a table takes, in multiplications of the product with it.
 TABLE_COST = 500
+
+# How much longer a multiplication takes in a depth-wise convolution than in a product: alone, by type of the numbers, and
+# with its gradients.
+SLOWER = {torch.float32: 4, torch.bfloat16: 16}
+SLOWER_WITH_GRADIENTS = 40
 
 GRID_HAS_NO_POSITION_IDS = "position_ids are for sequences; an AFTConv on a grid takes its places from grid_size"
 
@@ -385,9 +390,12 @@ class AFTConv(AFTMixer):
 
     def _offset_bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
         """w by the offset from query to key on a grid: (h, 2 rows - 1, 2 columns - 1), no offset in the middle."""
+        return self._by_offset(self.kernel_bias(), grid_size)
+
+    def _by_offset(self, kernels: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         rows, columns = grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
-        offsets = nn.functional.pad(self.kernel_bias(), padding, value=self._outside())
+        offsets = nn.functional.pad(kernels, padding, value=self._outside())
         centre = self.window // 2
         return offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
 
@@ -435,14 +443,19 @@ class AFTConv(AFTMixer):
         if self.spatial_dims == 1:
             return super()._direct_form(keys, grid_size)
         grid_size = self._grid(keys.shape[-2], grid_size)
-        if self._better_convolved(keys):
-            safe = partial(convolution_mixing, grid_size=grid_size)
-            return ConvolutionSums(grid_size), self.kernel_bias(), safe
+        if not self._better_convolved(keys):
+            return DenseSums(grid_size), self._offset_bias(grid_size), partial(self._multiplied, grid_size=grid_size)
+        if self._table_too_large(keys.shape[-2]):
+            return ConvolutionSums(grid_size), self.kernel_bias(), partial(convolution_mixing, grid_size=grid_size)
 
-        def safe(keys: torch.Tensor, values: torch.Tensor, offset_bias: torch.Tensor) -> torch.Tensor:
-            return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
+        def with_table(keys: torch.Tensor, values: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+            safe = partial(self._multiplied, grid_size=grid_size)
+            return direct_mixing(DenseSums(grid_size), keys, values, self._by_offset(kernels, grid_size), safe)
 
-        return DenseSums(grid_size), self._offset_bias(grid_size), safe
+        return ConvolutionSums(grid_size), self.kernel_bias(), with_table
+
+    def _multiplied(self, keys, values, offset_bias, grid_size) -> torch.Tensor:
+        return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
 
     def _table_too_large(self, length: int) -> bool:
         return self.num_heads * length * length > LARGEST_CONV_TABLE
@@ -450,12 +463,12 @@ class AFTConv(AFTMixer):
     def _better_convolved(self, keys: torch.Tensor) -> bool:
         """Whether to convolve keys (B, h, T, 1) with the kernels rather than to multiply them with tables of exp(w).
 
-        In multiplications of a product for each query and head. The factors were measured on a CPU.
+        In multiplications of a product for each query and head. The factors were measured on CPUs.
         """
         if self._table_too_large(keys.shape[2]):
             return True
         columns = keys.shape[0] * (self.hidden_size // self.num_heads + 1)
-        slower = 8 if keys.dtype == torch.bfloat16 else 4  # than a multiplication in a product is one in a convolution
+        slower = SLOWER_WITH_GRADIENTS if keys.requires_grad else SLOWER.get(keys.dtype, SLOWER[torch.float32])
         return slower * self.window**2 * columns < keys.shape[2] * (columns + TABLE_COST)
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:

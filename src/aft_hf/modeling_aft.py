@@ -198,15 +198,16 @@ class AFTLayer(GradientCheckpointingLayer):
         output_attentions: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        mixed = self.mixer(
+        branch = self.mixer(
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
             grid_size=grid_size,
             state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
             output_attentions=output_attentions,
         )
-        mixed = mixed[0] if output_attentions else mixed
-        hidden_states = hidden_states + self.drop_path(self.dropout(mixed))
+        branch = branch[0] if output_attentions else branch
+        hidden_states = hidden_states + self.drop_path(self.dropout(branch))
+        del branch  # not to be kept while the MLP takes the most memory
         branch = self.mlp(self.layernorm_after(hidden_states))
         return hidden_states + self.drop_path(self.dropout(branch))
 
