@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
+from .activations_aft import runs_eagerly
 from .mixing_aft import grid_table, working_dtype
 
 
@@ -73,9 +74,8 @@ def _depends_on_values_alone(key: torch.Tensor, value: torch.Tensor) -> bool:
     Not on accelerators, which a look at values would make wait in every layer; not where programs are traced, which
     must not depend on values; not for the tensors of torch.func, of forward-mode differentiation and of other modes.
     """
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
     plain = type(key) is torch.Tensor and not any(unpack_dual(x).tangent is not None for x in (key, value))
-    return key.device.type == "cpu" and key.numel() > 0 and not traced and plain
+    return key.device.type == "cpu" and key.numel() > 0 and runs_eagerly() and plain
 
 
 def _largest_size(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:

@@ -32,7 +32,7 @@ LARGEST_CONV_TABLE = 2**24
 # What making one entry of such a table takes, in multiplications of the product with it.
 TABLE_COST = 500
 
-# How much longer a multiplication takes in a depth-wise convolution than in a product: alone, by type of the numbers, and
+# How much longer a multiplication takes in a depth-wise convolution than in a product: by the type of the numbers, and
 # with its gradients.
 SLOWER = {torch.float32: 4, torch.bfloat16: 16}
 SLOWER_WITH_GRADIENTS = 40

@@ -38,7 +38,7 @@ from transformers import (  # noqa: E402
 )
 
 
-TOLERANCE = 1e-6
+TOLERANCE = 1e-5  # old releases were computed on other processors, which round differently
 REMOTE = {"trust_remote_code": True}
 HAS_PILLOW = importlib.util.find_spec("PIL") is not None
 
