@@ -1,63 +1,96 @@
-"""Less memory for activations, with the same numbers: they are overwritten, or made again for the backward pass."""
+"""The same numbers with less memory: activations that are overwritten, or made again for the backward pass.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+Only where modules do what their classes say: those with hooks, of other classes or with another `forward` are called.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.modules import module as module_hooks
 from transformers.activations import GELUActivation
 
 
-def runs_eagerly() -> bool:
-    """Whether operations run as they are written, and not to be traced or transformed into other ones."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not (traced or torch._C._are_functorch_transforms_active())
-
-
-def project_and_activate(projection: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """activation(projection(x)). Without gradients GELU overwrites what the projection gave.
-
-    Hooks may keep what they see, so where there are some, nothing is overwritten.
+def runs_as_written(*tensors: torch.Tensor) -> bool:
+    """Whether operations on these tensors are what they say, and nothing but gradients is taken of them: no program is
+    traced, and there are no tensors of torch.func, of forward-mode differentiation and of other modes.
     """
-    projected = projection(x)
-    hooks = projection._forward_hooks, activation._forward_hooks, activation._forward_pre_hooks
-    unseen = not any(hooks) and not module_hooks._has_any_global_hook()
-    gelu = type(activation) is GELUActivation and activation.act is nn.functional.gelu
-    if gelu and unseen and runs_eagerly() and not torch.is_grad_enabled():
-        return torch.ops.aten.gelu_(projected)
-    return activation(projected)
+    if any(type(x) not in (torch.Tensor, nn.Parameter) for x in tensors):
+        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(unpack_dual(x).tangent is None for x in tensors)
 
 
-@contextmanager
-def made_again(
-    tensor: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: torch.Tensor
-) -> Iterator[None]:
-    """Operations in this context do not keep `tensor` for their gradients: it is made again, as function(*arguments).
-
-    For a cheap function of tensors that are kept anyway. Where somebody else decides on what is kept, such as gradient
-    checkpointing, that stays so.
-    """
-    if not (tensor.requires_grad and runs_eagerly()) or torch._C._autograd._top_saved_tensors_default_hooks(True):
-        yield
-        return
-
-    wanted = _identity(tensor)  # the graph keeps `pack`, which must not keep the tensor
-
-    def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
-        return kept.shape if kept.is_contiguous() and _identity(kept) == wanted else kept
-
-    def unpack(kept: torch.Tensor | torch.Size) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        with torch.no_grad():
-            return function(*arguments).view(kept)
-
-    with saved_tensors_hooks(pack, unpack):
-        yield
+def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """second(activation(first(x))). With GELU one of the two wide tensors between the layers is kept, not both."""
+    projected = first(x)
+    if not (_is_gelu(activation) and runs_as_written(projected)):
+        return second(activation(projected))
+    if torch.is_grad_enabled():
+        return _project(second, GELU, projected) if _is_linear(second) else second(activation(projected))
+    return second(torch.ops.aten.gelu_(projected) if _is_linear(first) else activation(projected))
 
 
-def _identity(x: torch.Tensor) -> tuple[int, int, torch.dtype]:
-    """The same for all contiguous views of the same numbers."""
-    return x.data_ptr(), x.numel(), x.dtype
+def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.Module) -> torch.Tensor:
+    """projection(gate * context). The product is not kept for the backward pass."""
+    if torch.is_grad_enabled() and runs_as_written(gate, context) and _is_linear(projection):
+        return _project(projection, PRODUCT, gate, context)
+    return projection(gate * context)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and _is_untouched(module)
+
+
+def _is_gelu(module: nn.Module) -> bool:
+    return type(module) is GELUActivation and module.act is nn.functional.gelu and _is_untouched(module)
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether nothing but the `forward` of its class runs when it is called."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks) and "forward" not in vars(module) and not module_hooks._has_any_global_hook()
+
+
+# Cheap functions, and their gradients from that of the result.
+Function = tuple[Callable[..., torch.Tensor], Callable[..., tuple[torch.Tensor, ...]]]
+GELU: Function = nn.functional.gelu, lambda gradient, x: (torch.ops.aten.gelu_backward(gradient, x),)
+PRODUCT: Function = torch.mul, lambda gradient, a, b: (gradient * b, gradient * a)
+
+
+def _project(linear: nn.Linear, function: Function, *arguments: torch.Tensor) -> torch.Tensor:
+    """linear(function(*arguments)), for whose gradients the arguments are kept."""
+    parameters, device = [linear.weight, linear.bias], arguments[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        parameters = [None if x is None else x.to(dtype) for x in parameters]
+        arguments = [x.to(dtype) for x in arguments]
+    with torch.autocast(device, enabled=False):
+        return _LinearOfFunction.apply(function, *parameters, *arguments)
+
+
+class _LinearOfFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Function, weight, bias, *arguments) -> torch.Tensor:
+        ctx.function = function
+        ctx.save_for_backward(weight, bias, *arguments)
+        return nn.functional.linear(function[0](*arguments), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        weight, bias, *arguments = ctx.saved_tensors
+        call, call_backward = ctx.function
+        needed = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():  # the gradient of this gradient is wanted
+            wanted = [x for x, need in zip((weight, bias, *arguments), needed) if need]
+            output = nn.functional.linear(call(*arguments), weight, bias)
+            found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
+            return None, *(next(found) if need else None for need in needed)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.mT @ call(*arguments).reshape(-1, weight.shape[1]) if needed[0] else None
+        of_bias = rows.sum(0) if needed[1] else None
+        of_arguments = call_backward(gradient @ weight, *arguments) if any(needed[2:]) else [None] * len(arguments)
+        return None, of_weight, of_bias, *of_arguments

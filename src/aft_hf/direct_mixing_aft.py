@@ -6,9 +6,10 @@ that matters underflows. What is left of Eq. 2 are a few element-wise passes aro
 blocks that stay in a processor's cache. The gradients are written by hand: they compute exp(K) again rather than keep
 it, so that training keeps no more than keys, values, the result and its denominators.
 
-Inside, the two sums of Eq. 2 lie side by side in the last dimension, of W = c + k features: exp(K) V, then exp(K).
-They are kept in float32 at least. Only without gradients, and where all positions see each other, values of bfloat16
-make products of bfloat16, which are added up in float32.
+Inside, the two sums of Eq. 2 lie side by side as W = c + k features: exp(K) V, then exp(K), which is copied to its
+place because exp is several times slower on rows that are apart. They are kept in float32 at least. Only without
+gradients, and where all positions see each other, values of bfloat16 make products of bfloat16, which are added up in
+float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
-from .activations_aft import runs_eagerly
+from .activations_aft import runs_as_written
 from .mixing_aft import grid_table, working_dtype
 
 
@@ -71,11 +71,9 @@ def direct_mixing(
 def _depends_on_values_alone(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether values may be looked at, and the gradients by hand are all that can be asked for.
 
-    Not on accelerators, which a look at values would make wait in every layer; not where programs are traced, which
-    must not depend on values; not for the tensors of torch.func, of forward-mode differentiation and of other modes.
+    Not on accelerators, which a look at values would make wait in every layer.
     """
-    plain = type(key) is torch.Tensor and not any(unpack_dual(x).tangent is not None for x in (key, value))
-    return key.device.type == "cpu" and key.numel() > 0 and runs_eagerly() and plain
+    return key.device.type == "cpu" and key.numel() > 0 and runs_as_written(key, value)
 
 
 def _largest_size(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:
@@ -248,7 +246,7 @@ class _Block:
         shape[self.feature_dim] += keys.shape[self.feature_dim]
         features = torch.empty(shape, dtype=self.dtype, device=value.device)
         weighted, weights = self.parts(features)
-        torch.exp(keys, out=weights)
+        weights.copy_(torch.exp(keys))
         torch.mul(values, weights, out=weighted)
         return features
 
@@ -273,12 +271,12 @@ class _BlockOfHeads(_Block):
 
 
 class _BlockOfRows(_Block):
-    """(B, T, W) of one head: nothing has to be transposed, and there is one product for a row."""
+    """(B, T, W), where there is one head: nothing has to be transposed, and there is one product for a row."""
 
     feature_dim = -1
 
     def of(self, x):
-        return x[self.rows, 0]
+        return x[self.rows].squeeze(1)
 
     def product(self, table, features):
         return torch.bmm(table.expand(len(features), -1, -1), features)
@@ -332,7 +330,7 @@ class ConvolutionSums(DirectSums):
         dtype = working_dtype(value)  # convolutions of bfloat16 are no faster
         features = value.new_empty(rows, *self.grid_size, heads * (width + 1), dtype=dtype).movedim(-1, 1)
         weighted, weights = self._numerators_and_denominators(features, value)
-        torch.exp(key.to(dtype), out=weights)
+        weights.copy_(torch.exp(key.to(dtype)))
         torch.mul(value, weights, out=weighted)
         return features
 
@@ -470,7 +468,7 @@ class CausalSums(DirectSums):
         flat[:, :, here.stop - first :] = 0
         tokens, filled = slice(start, here.stop), flat[:, :, start - first : here.stop - first]
         weighted, weights = _parts(filled, value)
-        torch.exp(key[:, :, tokens].to(weights.dtype), out=weights)
+        weights.copy_(torch.exp(key[:, :, tokens].to(weights.dtype)))
         if self.slopes is not None:
             # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
             place = torch.arange(size, device=value.device)
@@ -566,6 +564,7 @@ def _gradient_of_inputs(
     feature_dim: int = -1,
 ) -> None:
     """From the gradients of exp(K) V and exp(K), and these themselves, to those of K and V, written into the last two.
+    The gradients that are given are overwritten.
 
     A key that the features of a head share adds up over them: `feature_dim`.
     """

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
-from .activations_aft import made_again
+from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
 from .direct_mixing_aft import CausalSums, DenseSums, direct_mixing
 from .mixing_aft import (
@@ -182,12 +182,7 @@ class AFTMixer(nn.Module):
             else:
                 context = self._mix(keys, values, query.shape[1], attention_mask, position_ids, grid_size)
         context = context.to(values.dtype)
-        if gate is None:
-            output = self.o_proj(context)
-        else:
-            gated = gate * context
-            with made_again(gated, torch.mul, gate, context):
-                output = self.o_proj(gated)
+        output = self.o_proj(context) if gate is None else gated_projection(gate, context, self.o_proj)
         return (output, attentions.to(values.dtype)) if output_attentions else output
 
     def _check_inputs(self, query, key, value, attention_mask, position_ids) -> None:

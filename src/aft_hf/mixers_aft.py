@@ -386,13 +386,12 @@ class AFTConv(AFTMixer):
         if self.spatial_dims == 1:
             return super().position_bias(seq_len)
         grid_size = self._grid(seq_len, grid_size)
-        return grid_table(self._offset_bias(grid_size), grid_size)
+        return grid_table(self._offset_bias(self.kernel_bias(), grid_size), grid_size)
 
-    def _offset_bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
-        """w by the offset from query to key on a grid: (h, 2 rows - 1, 2 columns - 1), no offset in the middle."""
-        return self._by_offset(self.kernel_bias(), grid_size)
-
-    def _by_offset(self, kernels: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    def _offset_bias(self, kernels: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        """w of kernels (h, s, s) by the offset from query to key on a grid: (h, 2 rows - 1, 2 columns - 1), no offset
+        in the middle.
+        """
         rows, columns = grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
         offsets = nn.functional.pad(kernels, padding, value=self._outside())
@@ -443,19 +442,17 @@ class AFTConv(AFTMixer):
         if self.spatial_dims == 1:
             return super()._direct_form(keys, grid_size)
         grid_size = self._grid(keys.shape[-2], grid_size)
+        kernels = self.kernel_bias()
         if not self._better_convolved(keys):
-            return DenseSums(grid_size), self._offset_bias(grid_size), partial(self._multiplied, grid_size=grid_size)
-        if self._table_too_large(keys.shape[-2]):
-            return ConvolutionSums(grid_size), self.kernel_bias(), partial(convolution_mixing, grid_size=grid_size)
+            bias = self._offset_bias(kernels, grid_size)
+            return DenseSums(grid_size), bias, partial(_mix_with_grid_table, grid_size=grid_size)
+        instead = convolution_mixing if self._table_too_large(keys.shape[-2]) else self._mix_with_table
+        return ConvolutionSums(grid_size), kernels, partial(instead, grid_size=grid_size)
 
-        def with_table(keys: torch.Tensor, values: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-            safe = partial(self._multiplied, grid_size=grid_size)
-            return direct_mixing(DenseSums(grid_size), keys, values, self._by_offset(kernels, grid_size), safe)
-
-        return ConvolutionSums(grid_size), self.kernel_bias(), with_table
-
-    def _multiplied(self, keys, values, offset_bias, grid_size) -> torch.Tensor:
-        return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
+    def _mix_with_table(self, keys, values, kernels, grid_size) -> torch.Tensor:
+        """In place of a convolution that would not be precise."""
+        bias, safe = self._offset_bias(kernels, grid_size), partial(_mix_with_grid_table, grid_size=grid_size)
+        return direct_mixing(DenseSums(grid_size), keys, values, bias, safe)
 
     def _table_too_large(self, length: int) -> bool:
         return self.num_heads * length * length > LARGEST_CONV_TABLE
@@ -468,7 +465,9 @@ class AFTConv(AFTMixer):
         if self._table_too_large(keys.shape[2]):
             return True
         columns = keys.shape[0] * (self.hidden_size // self.num_heads + 1)
-        slower = SLOWER_WITH_GRADIENTS if keys.requires_grad else SLOWER.get(keys.dtype, SLOWER[torch.float32])
+        slower = SLOWER.get(keys.dtype, SLOWER[torch.float32])
+        if torch.is_grad_enabled() and (keys.requires_grad or self.kernel.requires_grad):
+            slower = SLOWER_WITH_GRADIENTS
         return slower * self.window**2 * columns < keys.shape[2] * (columns + TABLE_COST)
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
@@ -497,6 +496,10 @@ class AFTConv(AFTMixer):
 
     def extra_repr(self) -> str:
         return f"kernel_size={self.window}, spatial_dims={self.spatial_dims}, {super().extra_repr()}"
+
+
+def _mix_with_grid_table(keys, values, offset_bias, grid_size) -> torch.Tensor:
+    return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
 
 
 __all__ = ["AFTAlibi", "AFTConv", "AFTFull", "AFTLocal", "AFTMixer", "AFTSimple"]

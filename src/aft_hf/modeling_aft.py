@@ -24,7 +24,7 @@ from transformers.utils import TransformersKwargs, is_torchdynamo_compiling
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .activations_aft import made_again, project_and_activate
+from .activations_aft import perceptron
 from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
@@ -157,12 +157,7 @@ class AFTMLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return self.fc2(project_and_activate(self.fc1, self.activation, hidden_states))
-        projected = self.fc1(hidden_states)
-        activated = self.activation(projected)
-        with made_again(activated, self.activation, projected):
-            return self.fc2(activated)
+        return perceptron(self.fc1, self.activation, self.fc2, hidden_states)
 
 
 class AFTDropPath(nn.Module):
