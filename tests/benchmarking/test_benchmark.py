@@ -42,6 +42,33 @@ def test_the_peak_is_what_a_call_needs_beyond_what_was_there():
     assert 120 * 2**20 < peak < 160 * 2**20 and held[0] == 1
 
 
+KEEP_AND_RELEASE = """
+from pathlib import Path
+import torch
+from aft_hf.benchmarking.measuring import keep_freed_memory, release_freed_memory
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+keep_freed_memory()
+before = resident()
+x = torch.ones(2**25)  # 128 MiB
+del x
+kept = resident()
+release_freed_memory()
+print(kept - before, resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_process_has_kept_it_can_give_back():
+    done = subprocess.run([sys.executable, "-c", KEEP_AND_RELEASE], check=True, capture_output=True, text=True)
+    kept, left = (int(kibibytes) for kibibytes in done.stdout.split())
+    assert kept > 120 * 2**10
+    assert left < 40 * 2**10
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_peak_is_measured_in_a_process_of_its_own():
     (case,) = select_cases(["growth"], "growth T=32 training", SMOKE)
@@ -63,7 +90,7 @@ def test_every_case_has_a_name_of_its_own_and_something_to_compare_with(name):
         assert (name == "growth") == (case.size is not None)
 
 
-def test_what_issue_6_requires_is_asked():
+def test_what_is_required_is_asked():
     asked = {case.name: case for case in select_cases(["all"], None)}
     assert asked["AFT-conv tiny 11/32 at 224 inference fp32"].required == {"peer": 1.10}
     assert asked["AFT-conv base 25/32 at 1024 inference bf16"].required == {"peer": 1.8}

@@ -1,6 +1,7 @@
 """How time and memory are measured: candidates in turns, and peaks in a process of their own."""
 
 import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,14 @@ def keep_freed_memory() -> None:
         trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
         mallopt(trim_threshold, -1)
         mallopt(mmap_max, 0)
+
+
+def release_freed_memory() -> None:
+    """Give back what `keep_freed_memory` has had this process keep, and what nothing refers to any more."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def seconds_in_turns(

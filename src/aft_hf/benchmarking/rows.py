@@ -16,7 +16,7 @@ from rich.progress import track
 from ..data.json_files import write_json
 from .cases import Case, Sizes
 from .growth import slopes
-from .measuring import ratio, seconds_in_turns, state_bytes
+from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
 
 
@@ -108,7 +108,8 @@ def measure(case: Case, device: torch.device, *, repeats: int, with_memory: bool
     if case.task == "decode":
         row["state_bytes"] = {name: state_bytes(call()) for name, call in calls.items()}
     if with_memory:
-        del calls  # the processes need the room
+        del calls  # the processes need the room: GPT-2 at 16,384 tokens takes 11 GiB
+        release_freed_memory()
         row["peak_bytes"] = {name: measure_peak(case, name, device, sizes) for name in case.peaks}
     return row
 
