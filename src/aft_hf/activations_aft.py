@@ -3,7 +3,7 @@
 Only where modules do what their classes say: those with hooks, of other classes or with another `forward` are called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,14 +24,24 @@ def runs_as_written(*tensors: torch.Tensor) -> bool:
     return all(unpack_dual(x).tangent is None for x in tensors)
 
 
+def differentiable_gradients(
+    output: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], needed: tuple[bool, ...], gradient: torch.Tensor
+) -> Iterator[torch.Tensor | None]:
+    """The gradients of the inputs that are needed, to be differentiated once more; None for the others."""
+    wanted = [x for x, need in zip(inputs, needed) if need]
+    found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
+    return (next(found) if need else None for need in needed)
+
+
 def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """second(activation(first(x))). With GELU one of the two wide tensors between the layers is kept, not both."""
-    projected = first(x)
-    if not (_is_gelu(activation) and runs_as_written(projected)):
-        return second(activation(projected))
-    if torch.is_grad_enabled():
-        return _project(second, GELU, projected) if _is_linear(second) else second(activation(projected))
-    return second(torch.ops.aten.gelu_(projected) if _is_linear(first) else activation(projected))
+    projected, with_gradients = first(x), torch.is_grad_enabled()
+    if _is_gelu(activation) and runs_as_written(projected):
+        if with_gradients and _is_linear(second):
+            return _project(second, GELU, projected)
+        if not with_gradients and _is_linear(first):
+            return second(torch.ops.aten.gelu_(projected))
+    return second(activation(projected))
 
 
 def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.Module) -> torch.Tensor:
@@ -85,10 +95,8 @@ class _LinearOfFunction(torch.autograd.Function):
         call, call_backward = ctx.function
         needed = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # the gradient of this gradient is wanted
-            wanted = [x for x, need in zip((weight, bias, *arguments), needed) if need]
             output = nn.functional.linear(call(*arguments), weight, bias)
-            found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
-            return None, *(next(found) if need else None for need in needed)
+            return None, *differentiable_gradients(output, (weight, bias, *arguments), needed, gradient)
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_weight = rows.mT @ call(*arguments).reshape(-1, weight.shape[1]) if needed[0] else None
         of_bias = rows.sum(0) if needed[1] else None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .activations_aft import runs_as_written
+from .activations_aft import differentiable_gradients, runs_as_written
 from .mixing_aft import grid_table, working_dtype
 
 
@@ -105,9 +105,8 @@ class _DirectMixing(torch.autograd.Function):
         key, value, bias, context, inverse = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # the gradient of this gradient is wanted
-            wanted = [x for x, need in zip((key, value, bias), needed) if need]
-            found = iter(torch.autograd.grad(ctx.safe(key, value, bias), wanted, gradient, create_graph=True))
-            return None, None, *(next(found) if need else None for need in needed)
+            inputs = key, value, bias
+            return None, None, *differentiable_gradients(ctx.safe(*inputs), inputs, needed, gradient)
         with torch.autocast("cpu", enabled=False):
             return None, None, *ctx.sums.backward(key, value, bias, context, inverse, gradient, needed[2])
 
