@@ -37,29 +37,30 @@ def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: to
     """second(activation(first(x))). With GELU one of the two wide tensors between the layers is kept, not both."""
     projected, with_gradients = first(x), torch.is_grad_enabled()
     if _is_gelu(activation) and runs_as_written(projected):
-        if with_gradients and _is_linear(second):
+        if with_gradients and is_linear(second):
             return _project(second, GELU, projected)
-        if not with_gradients and _is_linear(first):
+        if not with_gradients and is_linear(first):
             return second(torch.ops.aten.gelu_(projected))
     return second(activation(projected))
 
 
 def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.Module) -> torch.Tensor:
     """projection(gate * context). The product is not kept for the backward pass."""
-    if torch.is_grad_enabled() and runs_as_written(gate, context) and _is_linear(projection):
+    if torch.is_grad_enabled() and runs_as_written(gate, context) and is_linear(projection):
         return _project(projection, PRODUCT, gate, context)
     return projection(gate * context)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and _is_untouched(module)
+def is_linear(module: nn.Module) -> bool:
+    """Whether a call is its weight, its bias and nothing else."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
 
 
 def _is_gelu(module: nn.Module) -> bool:
-    return type(module) is GELUActivation and module.act is nn.functional.gelu and _is_untouched(module)
+    return type(module) is GELUActivation and module.act is nn.functional.gelu and is_untouched(module)
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> bool:
     """Whether nothing but the `forward` of its class runs when it is called."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return not any(hooks) and "forward" not in vars(module) and not module_hooks._has_any_global_hook()

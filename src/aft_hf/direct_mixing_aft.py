@@ -57,11 +57,11 @@ def direct_mixing(
     """
     if not _depends_on_values_alone(key, value) or (bias is None and key.shape[-1] != value.shape[-1]):
         return safe(key, value, bias)
-    size, sums.hidden = _largest_size(key, bias)
+    size, sums.hidden = _largest_visible(key, bias)
     moderate = size <= MODERATE and not (sums.hidden and sums.fades)  # never with NaN
     if not moderate or (sums.lowest_bias is not None and float(bias.detach().amin()) < sums.lowest_bias):
         return safe(key, value, bias)
-    if not max(abs(float(x)) for x in value.detach().transpose(1, 2).aminmax()) <= LARGEST_VALUE:
+    if not largest_size(value.detach().transpose(1, 2)) <= LARGEST_VALUE:
         return safe(key, value, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (key, value, bias)):
         return _DirectMixing.apply(sums, safe, key, value, bias)
@@ -76,17 +76,24 @@ def _depends_on_values_alone(key: torch.Tensor, value: torch.Tensor) -> bool:
     return key.device.type == "cpu" and key.numel() > 0 and runs_as_written(key, value)
 
 
-def _largest_size(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:
+def _largest_visible(key: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, bool]:
     """The largest absolute value of visible keys and of biases, and whether there are hidden keys."""
     in_memory = key.detach().transpose(1, 2)
     lowest, highest = (float(x) for x in in_memory.aminmax())
     hidden = lowest == -torch.inf
     if hidden:
         lowest = float(in_memory.nan_to_num(neginf=0.0).amin())
-    sizes = [-lowest, highest]
-    if bias is not None:
-        sizes += [float(x.abs()) for x in bias.detach().aminmax()]
-    return float(torch.tensor(sizes).amax()), hidden  # NaN if any is
+    others = [] if bias is None else [largest_size(bias.detach())]
+    return _largest(-lowest, highest, *others), hidden
+
+
+def largest_size(*tensors: torch.Tensor) -> float:
+    """The largest absolute value in tensors; NaN if there is one."""
+    return _largest(*(abs(float(x)) for tensor in tensors for x in tensor.aminmax()))
+
+
+def _largest(*numbers: float) -> float:
+    return float(torch.tensor(numbers).amax())  # NaN if any is
 
 
 class _DirectMixing(torch.autograd.Function):
@@ -158,7 +165,7 @@ class DenseSums(DirectSums):
         exp_bias = torch.exp(bias).to(dtype)
         context = _by_position(value)
         for block in self._blocks(key, value, dtype):
-            sums = block.product(self._table(exp_bias[block.heads]), block.features(key, value))
+            sums = block.product(self.table(exp_bias[block.heads]), block.features(key, value))
             numerator, denominator = block.parts(sums)
             denominator = self._reciprocal(denominator)
             if inverse is not None:
@@ -180,7 +187,7 @@ class DenseSums(DirectSums):
             if bias_needed:
                 of_table = block.gradient_of_table(of_sums, features)
                 bias_gradient[block.heads] += self._collect(of_table, exp_biases) * exp_biases
-            of_features = block.product(self._table(exp_biases).mT, of_sums)
+            of_features = block.product(self.table(exp_biases).mT, of_sums)
             gradients = block.of(key_gradient), block.of(value_gradient)
             _gradient_of_inputs(block.parts(of_features), block.parts(features), *gradients, block.feature_dim)
         return key_gradient, value_gradient, bias_gradient
@@ -197,17 +204,17 @@ class DenseSums(DirectSums):
             for row in range(0, rows, rows_at_once):
                 yield layout(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value.shape[3], dtype)
 
-    def _table(self, exp_bias: torch.Tensor) -> torch.Tensor:
+    def table(self, exp_bias: torch.Tensor) -> torch.Tensor:
         """exp(w) as (h, T, T)."""
         if self.grid_size is None:
             return exp_bias.tril() if self.causal else exp_bias
         return grid_table(exp_bias, self.grid_size)
 
     def _collect(self, of_table: torch.Tensor, exp_bias: torch.Tensor) -> torch.Tensor:
-        """The transpose of `_table`."""
+        """The transpose of `table`."""
         with torch.enable_grad():
             exp_bias = exp_bias.detach().requires_grad_()
-            return torch.autograd.grad(self._table(exp_bias), exp_bias, of_table)[0]
+            return torch.autograd.grad(self.table(exp_bias), exp_bias, of_table)[0]
 
 
 @dataclass(frozen=True)

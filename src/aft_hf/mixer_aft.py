@@ -10,6 +10,7 @@ from transformers.utils.generic import maybe_autocast
 from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
 from .direct_mixing_aft import CausalSums, DenseSums, direct_mixing
+from .feature_major_aft import Projections, feature_major_mixing, runs_by_feature
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
@@ -164,6 +165,11 @@ class AFTMixer(nn.Module):
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids)
+        plain = attention_mask is None and position_ids is None and state is None and not output_attentions
+        if plain and key is query and value is query:
+            output = self._mix_by_feature(query, grid_size)
+            if output is not None:
+                return output
         keys, values = self.k_proj(key), self.v_proj(value)
         gate = None if self.q_proj is None else self.query_activation(self.q_proj(query))
         attentions = None
@@ -237,6 +243,19 @@ class AFTMixer(nn.Module):
         mix = getattr(self, f"_mix_{self._form(length)}")
         context = self._join_heads(mix(self._split_heads(keys), self._split_heads(values), grid_size))
         return context if order is None else _gather(context, order)
+
+    def _mix_by_feature(self, x: torch.Tensor, grid_size: tuple[int, int] | None) -> torch.Tensor | None:
+        """The output for one input (B, T, d), by `feature_major_mixing` where that is possible; None elsewhere."""
+        projections = Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj)
+        if not runs_by_feature(x, projections):
+            return None
+        batch, length, _ = x.shape
+        self._check_length(length)
+        if self._form(length) != "direct":
+            return None
+        like = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # keys, of which only shape and type count here
+        sums, bias, _ = self._direct_form(like, grid_size)
+        return feature_major_mixing(x, projections, sums, bias) if isinstance(sums, DenseSums) else None
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
         """Keys of padding hidden and, if `compact`, moved behind the real tokens of the row.
@@ -358,7 +377,9 @@ class AFTMixer(nn.Module):
         return direct_mixing(sums, keys, values, bias, safe)
 
     def _direct_form(self, keys: torch.Tensor, grid_size: tuple[int, int] | None):
-        """What `direct_mixing` needs for keys (B, h, T, k): how to sum, w as that takes it, and what to do instead."""
+        """What `direct_mixing` needs for keys like these, (B, h, T, k), whatever their values: how to sum, w as that takes
+        it, and what to do instead.
+        """
         length = keys.shape[-2]
         if "chunked" in self.implementations:
             size = self._chunk_size(length)

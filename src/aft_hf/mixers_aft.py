@@ -30,12 +30,12 @@ from .mixing_aft import (
 LARGEST_CONV_TABLE = 2**24
 
 # What making one entry of such a table takes, in multiplications of the product with it.
-TABLE_COST = 500
+TABLE_COST = 200
 
 # How much longer a multiplication takes in a depth-wise convolution than in a product: by the type of the numbers, and
 # with its gradients.
-SLOWER = {torch.float32: 4, torch.bfloat16: 16}
-SLOWER_WITH_GRADIENTS = 40
+SLOWER = {torch.float32: 3.3, torch.bfloat16: 30}
+SLOWER_WITH_GRADIENTS = 20
 
 GRID_HAS_NO_POSITION_IDS = "position_ids are for sequences; an AFTConv on a grid takes its places from grid_size"
 

@@ -396,8 +396,8 @@ def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int]) -> torch.Ten
     # First by the columns of query and key, with the rows of all keys one after the other: what a query needs is then
     # a window of these, and the copies are of long runs.
     by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
-    windows = by_column.unfold(2, positions, columns).transpose(1, 2)  # (h, rows, columns, T), the last row first
-    return windows.flip(1).reshape(heads, positions, positions)
+    windows = [by_column[..., row * columns :][..., :positions] for row in reversed(range(rows))]
+    return torch.stack(windows, 1).flatten(1, 2)
 
 
 def indexed_mixing(

@@ -1,0 +1,260 @@
+"""A mixer at inference with the positions last in memory: equal to Eq. 2, and not used where it would not be."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import aft_hf.feature_major_aft as feature_major_aft
+import aft_hf.mixer_aft as mixer_aft
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.direct_mixing_aft import LARGEST_VALUE, MODERATE, DenseSums
+
+
+WIDTH = 12
+LENGTH = 35  # a grid of 5 x 7
+
+
+def on_grid(heads, **options):
+    mixer = AFTConv(WIDTH, heads, 5, reparameterized=False, **options)
+    mixer._better_convolved = lambda keys: False
+    return mixer
+
+
+MIXERS = {
+    "conv 2-D": lambda: on_grid(3),
+    "conv 2-D, one head": lambda: on_grid(1),
+    "conv 2-D, a key per feature": lambda: on_grid(WIDTH),
+    "conv 2-D, no biases": lambda: on_grid(3, qkv_bias=False),
+    "conv 2-D, no query": lambda: on_grid(3, use_query=False),
+    "conv 2-D, neither query nor projection": lambda: on_grid(3, use_query=False, use_output_projection=False),
+    "conv 1-D": lambda: AFTConv(WIDTH, 3, 5, spatial_dims=1, reparameterized=False),
+    "full": lambda: AFTFull(WIDTH, LENGTH, position_bias_dim=4),
+    "full, heads, no projection": lambda: AFTFull(WIDTH, LENGTH, num_heads=2, use_output_projection=False),
+    "full, a head for each feature": lambda: AFTFull(WIDTH, LENGTH, num_heads=WIDTH),
+    "full causal": lambda: AFTFull(WIDTH, LENGTH, causal=True, position_bias_dim=None),
+    "full causal, no query": lambda: AFTFull(WIDTH, LENGTH, causal=True, use_query=False, qkv_bias=False),
+    "local": lambda: AFTLocal(WIDTH, LENGTH, 4, position_bias_dim=4),
+}
+OTHERS = {
+    "convolved": lambda: AFTConv(WIDTH, 3, 3, implementation="convolution"),
+    "simple": lambda: AFTSimple(WIDTH),
+    "simple causal": lambda: AFTSimple(WIDTH, causal=True),
+    "alibi": lambda: AFTAlibi(WIDTH, 3),
+    "local causal": lambda: AFTLocal(WIDTH, LENGTH, 4, causal=True),
+    "dense": lambda: AFTFull(WIDTH, LENGTH, implementation="dense"),
+    "reference": lambda: on_grid(3, implementation="reference"),
+    "window alone": lambda: on_grid(3, global_connectivity=False),
+    "selected": lambda: on_grid(3, selection="gumbel"),
+    "another gate": lambda: on_grid(3, query_activation="gelu"),
+}
+
+
+def build(make):
+    torch.manual_seed(0)
+    mixer = make().eval()
+    for parameter in mixer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+@pytest.fixture(params=MIXERS)
+def mixer(request):
+    return build(MIXERS[request.param])
+
+
+def grid_of(mixer):
+    return (5, 7) if isinstance(mixer, AFTConv) and mixer.spatial_dims == 2 else None
+
+
+def safe(mixer, x):
+    """Eq. 2 as it stands, in float64."""
+    reference = copy.deepcopy(mixer).double()
+    reference.implementation = "reference"
+    with torch.no_grad():
+        return reference(x.double(), grid_size=grid_of(mixer))
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What it gave: tensors, and None where something was too large."""
+    found = []
+
+    def record(*args):
+        found.append(feature_major_aft.feature_major_mixing(*args))
+        return found[-1]
+
+    monkeypatch.setattr(mixer_aft, "feature_major_mixing", record)
+    return found
+
+
+@pytest.mark.parametrize("block_size", (2**22, 3000, 1))
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 4e-2)), ids=str
+)
+@pytest.mark.parametrize("rows", (1, 3))
+def test_it_is_eq_2_whatever_fits_into_a_block(mixer, dtype, tolerance, block_size, rows, outputs, monkeypatch):
+    monkeypatch.setattr(feature_major_aft, "BLOCK_SIZE", block_size)
+    mixer, x = mixer.to(dtype), torch.randn(rows, LENGTH, WIDTH).to(dtype)
+    given = x.clone()
+    with torch.no_grad():
+        output = mixer(x, grid_size=grid_of(mixer))
+    assert output is outputs[0]
+    assert output.is_contiguous() and output.dtype == dtype
+    expected = safe(mixer, x)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    torch.testing.assert_close(x, given, rtol=0, atol=0)  # nothing of the input is overwritten
+
+
+@pytest.mark.parametrize("length", (1, 2, 35))
+def test_sequences_may_be_shorter_than_the_table(length, outputs):
+    mixer, x = build(MIXERS["full causal"]), torch.randn(2, length, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(mixer(x), safe(mixer, x).float())
+        with pytest.raises(ValueError, match="longer"):
+            mixer(torch.randn(2, LENGTH + 1, WIDTH))
+    assert len(outputs) == 1
+
+
+def test_inputs_need_not_be_contiguous(mixer, outputs):
+    x = torch.randn(LENGTH, WIDTH, 2).permute(2, 0, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(mixer(x, grid_size=grid_of(mixer)), safe(mixer, x).float(), rtol=1e-4, atol=1e-5)
+    assert outputs[0] is not None
+
+
+@pytest.mark.parametrize("name", ("k_proj", "v_proj", "k_proj.bias"))
+@pytest.mark.parametrize("size", (1.01, 1e20, float("inf"), float("nan")))
+def test_what_is_too_large_is_left_to_the_safe_forms(mixer, name, size, outputs):
+    name, _, bias = name.partition(".")
+    layer, limit = getattr(mixer, name), MODERATE if name == "k_proj" else LARGEST_VALUE
+    if bias and layer.bias is None:
+        pytest.skip("a mixer without biases")
+    x = torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        if bias:
+            layer.bias[-1] = size * limit
+        else:
+            layer.weight[-1] = 0.0
+            layer.weight[-1, 0] = size * limit
+            x[1, 3, 0] = 1.0
+        output = mixer(x, grid_size=grid_of(mixer))
+        slow = copy.deepcopy(mixer)
+        slow.implementation = slow.implementations[1]
+        torch.testing.assert_close(output, slow(x, grid_size=grid_of(mixer)), equal_nan=True)
+    assert outputs == [None]
+
+
+def test_queries_may_be_of_any_size(outputs):
+    mixer, x = build(MIXERS["full"]), torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        mixer.q_proj.weight *= 1e6
+        torch.testing.assert_close(mixer(x), safe(mixer, x).float())
+        mixer.q_proj.bias[0] = torch.nan
+        assert mixer(x).isnan().all()
+    assert all(output is not None for output in outputs) and len(outputs) == 2
+
+
+def test_biases_too_large_are_left_to_the_safe_forms(outputs):
+    mixer, x = build(MIXERS["conv 2-D"]), torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        mixer.kernel[0, 2, 2] = 1.01 * MODERATE
+        torch.testing.assert_close(mixer(x, grid_size=(5, 7)), safe(mixer, x).float(), rtol=1e-4, atol=1e-5)
+    assert outputs == [None]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_forms_are_as_they_were(name, outputs):
+    mixer, x = build(OTHERS[name]), torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        output = mixer(x, grid_size=grid_of(mixer))
+    assert not outputs
+    torch.testing.assert_close(output, safe(mixer, x).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        {"key": torch.randn(2, LENGTH, WIDTH)},
+        {"value": torch.randn(2, LENGTH, WIDTH)},
+        {"attention_mask": torch.ones(2, LENGTH)},
+        {"position_ids": torch.arange(LENGTH)[None]},
+        {"output_attentions": True},
+    ),
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_only_for_one_input_without_masks(arguments, outputs):
+    mixer = build(MIXERS["full"])
+    with torch.no_grad():
+        mixer(torch.randn(2, LENGTH, WIDTH), **arguments)
+    assert not outputs
+
+
+def test_not_with_gradients_autocast_or_transformations(mixer, outputs):
+    x, grid_size = torch.randn(2, LENGTH, WIDTH), grid_of(mixer)
+    mixer(x, grid_size=grid_size)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixer(x, grid_size=grid_size)
+        torch.func.vmap(lambda x: mixer(x[None], grid_size=grid_size)[0])(x)
+        torch.func.jvp(lambda x: mixer(x, grid_size=grid_size), (x,), (x,))
+    assert not outputs
+
+
+def test_not_in_a_trace(outputs):
+    mixer, x = build(MIXERS["conv 2-D"]).requires_grad_(False), torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: mixer(x, grid_size=(5, 7)), x, check_trace=False)
+        assert not outputs
+        torch.testing.assert_close(traced(2 * x), mixer(2 * x, grid_size=(5, 7)), rtol=1e-4, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def doubled(layer):
+    new = Doubled(layer.in_features, layer.out_features)
+    new.load_state_dict(layer.state_dict())
+    return new
+
+
+@pytest.mark.parametrize("name", ("q_proj", "k_proj", "v_proj", "o_proj"))
+def test_projections_that_are_more_than_their_weights_are_called(name, outputs):
+    mixer, x, seen = build(MIXERS["full"]), torch.randn(2, LENGTH, WIDTH), []
+    hook = getattr(mixer, name).register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        mixer(x)
+        hook.remove()
+        assert len(seen) == 1 and not outputs
+        plain = mixer(x)
+        assert len(outputs) == 1
+        setattr(mixer, name, doubled(getattr(mixer, name)))
+        assert not torch.allclose(mixer(x), plain)
+    assert len(outputs) == 1
+
+
+def test_a_hook_of_the_gate_is_called(outputs):
+    mixer, seen = build(MIXERS["full"]), []
+    mixer.query_activation.register_forward_hook(lambda *args: seen.append(args))
+    with torch.no_grad():
+        mixer(torch.randn(2, LENGTH, WIDTH))
+    assert len(seen) == 1 and not outputs
+
+
+def test_tables_are_made_for_the_heads_at_hand_and_once_for_each(monkeypatch):
+    made, table = [], DenseSums.table
+
+    def record(self, exp_bias):
+        made.append(len(exp_bias))
+        return table(self, exp_bias)
+
+    monkeypatch.setattr(DenseSums, "table", record)
+    monkeypatch.setattr(feature_major_aft, "BLOCK_SIZE", 1)
+    with torch.no_grad():
+        build(MIXERS["conv 2-D"])(torch.randn(2, LENGTH, WIDTH), grid_size=(5, 7))
+        assert made == [1, 1, 1]
+        build(MIXERS["full"])(torch.randn(2, LENGTH, WIDTH))
+    assert made == [1, 1, 1, 1]
