@@ -53,7 +53,8 @@ def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.M
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a call is its weight, its bias and nothing else."""
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
+    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
+    return plain and module.weight.layout == torch.strided
 
 
 def _is_gelu(module: nn.Module) -> bool:

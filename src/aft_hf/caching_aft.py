@@ -139,7 +139,7 @@ class AFTLayerState(CacheLayerMixin):
         keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         logits = keys + bias.unsqueeze(-1)
         maximum = torch.maximum(logits.detach().amax(2, keepdim=True), far)
-        weights, scale = torch.exp(logits - maximum), torch.exp(far - maximum)
+        weights, scale = _exp_difference(logits, maximum), torch.exp(far - maximum)
         numerator = torch.addcmul((weights * values).sum(2, keepdim=True), self.numerator, scale)
         denominator = torch.addcmul(weights.sum(2, keepdim=True), self.denominator, scale)
         self._take_in(keys[:, :, :1], values[:, :, :1], far)
@@ -232,6 +232,11 @@ class AFTCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the state holds."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def _exp_difference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """exp(x - y), in the memory of x where no gradient needs it: new memory takes longer than what is done there."""
+    return torch.exp(x - y) if torch.is_grad_enabled() else x.sub_(y).exp_()
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -245,17 +245,22 @@ class AFTMixer(nn.Module):
         return context if order is None else _gather(context, order)
 
     def _mix_by_feature(self, x: torch.Tensor, grid_size: tuple[int, int] | None) -> torch.Tensor | None:
-        """The output for one input (B, T, d), by `feature_major_mixing` where that is possible; None elsewhere."""
+        """The output for one input (B, T, d), by `feature_major_mixing` where that is possible; None elsewhere.
+
+        Not in training: a forward pass without gradients is then the first half of a checkpoint.
+        """
         projections = Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj)
-        if not runs_by_feature(x, projections):
+        if self.training or not runs_by_feature(x, projections, self.num_heads):
             return None
         batch, length, _ = x.shape
         self._check_length(length)
         if self._form(length) != "direct":
             return None
-        like = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # keys, of which only shape and type count here
-        sums, bias, _ = self._direct_form(like, grid_size)
-        return feature_major_mixing(x, projections, sums, bias) if isinstance(sums, DenseSums) else None
+        keys = x.new_empty(()).expand(
+            batch, self.num_heads, length, 1
+        )  # of their shape and type, which is what counts
+        sums, bias, safe = self._direct_form(keys, grid_size)
+        return feature_major_mixing(x, projections, sums, bias, safe) if isinstance(sums, DenseSums) else None
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
         """Keys of padding hidden and, if `compact`, moved behind the real tokens of the row.
@@ -377,8 +382,8 @@ class AFTMixer(nn.Module):
         return direct_mixing(sums, keys, values, bias, safe)
 
     def _direct_form(self, keys: torch.Tensor, grid_size: tuple[int, int] | None):
-        """What `direct_mixing` needs for keys like these, (B, h, T, k), whatever their values: how to sum, w as that takes
-        it, and what to do instead.
+        """What `direct_mixing` needs for keys like these, (B, h, T, k), whatever their values: how to sum, w as that
+        takes it, and what to do instead.
         """
         length = keys.shape[-2]
         if "chunked" in self.implementations:

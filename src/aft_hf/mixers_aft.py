@@ -270,8 +270,8 @@ class AFTLocal(AFTFull):
         first = position - state.window
         seen = slice(max(first, 0), position + 1)
         if self.factorized:
-            u, v = self.position_bias_query[:, position : position + 1], self.position_bias_key[:, seen]
-            bias = (widen(u) @ widen(v).mT)[:, 0]
+            u, v = self.position_bias_query[:, position], self.position_bias_key[:, seen]
+            bias = torch.bmm(widen(v), widen(u).unsqueeze(2)).squeeze(2)
         else:
             bias = self.position_bias_table[:, position, seen]
         return widen(bias) if first >= 0 else nn.functional.pad(widen(bias), (-first, 0))
