@@ -136,6 +136,21 @@ def test_any_width_is_cut_into_groups(width, block_size, outputs, monkeypatch):
     assert outputs[0] is not None
 
 
+def test_what_never_fits_is_cut_as_small_as_is_sensible():
+    assert feature_major_aft._count_groups(2, 384, 384, 2**30) == 2 * 12
+    assert feature_major_aft._count_groups(2, 384, 384, 2) == 2
+    assert feature_major_aft._count_groups(2, 384, 2, 2**30) == 2
+    assert feature_major_aft._count_groups(1, 383, 383, 2**30) == 1
+
+
+def test_biases_are_made_once(monkeypatch):
+    made, chunk_bias = [], AFTLocal._chunk_bias
+    monkeypatch.setattr(AFTLocal, "_chunk_bias", lambda *args: (made.append(args), chunk_bias(*args))[1])
+    with torch.no_grad():
+        build(OTHERS["local causal"])(torch.randn(2, LENGTH, WIDTH))
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("name", ("k_proj", "v_proj", "q_proj"))
 def test_a_bias_that_cancels_is_added_before_anything_is_rounded(name, outputs):
     mixer, x = build(MIXERS["full"]), torch.randn(2, LENGTH, WIDTH)
@@ -275,7 +290,9 @@ def test_layers_of_other_sizes_and_layouts_are_called(outputs):
     narrow.q_proj = nn.Linear(WIDTH, 1)
     sparse = build(MIXERS["full"])
     sparse.k_proj.weight = nn.Parameter(sparse.k_proj.weight.detach().to_sparse_csr(), requires_grad=False)
-    for mixer in (wider, narrow, sparse):
+    shared = build(MIXERS["full"])
+    shared.v_proj.bias = nn.Parameter(torch.ones(1))
+    for mixer in (wider, narrow, sparse, shared):
         expected = mixer(x)
         with torch.no_grad():
             torch.testing.assert_close(mixer(x), expected, rtol=1e-4, atol=1e-5)

@@ -41,6 +41,7 @@ class Projections(NamedTuple):
             return False
         full, of_keys = (width, width), tuple(self.key.weight.shape)
         usual = all(tuple(layer.weight.shape) == full for layer in self.of_input()[1:])
+        usual = usual and all(y.bias is None or y.bias.shape == y.weight.shape[:1] for y in self.of_input())
         return (
             usual and of_keys in (full, (heads, width)) and len({layer.bias is None for layer in self.of_input()}) == 1
         )
@@ -134,8 +135,8 @@ def _count_groups(heads: int, width: int, keys: int, size: int) -> int:
     if keys == heads:
         return heads
     of_head = width // heads
-    divisors = (n for n in range(1, of_head // FEWEST_FEATURES + 1) if of_head % n == 0)
-    return heads * next((n for n in divisors if 2 * (of_head // n) * size <= BLOCK_SIZE), 1)
+    divisors = [n for n in range(1, of_head // FEWEST_FEATURES + 1) if of_head % n == 0] or [1]
+    return heads * next((n for n in divisors if 2 * (of_head // n) * size <= BLOCK_SIZE), divisors[-1])
 
 
 def _project(layers: list[nn.Linear], groups: int, x: torch.Tensor) -> torch.Tensor:

@@ -254,13 +254,10 @@ class AFTMixer(nn.Module):
             return None
         batch, length, _ = x.shape
         self._check_length(length)
-        if self._form(length) != "direct":
+        keys = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
+        if self._form(length) != "direct" or not self._sums_densely(keys):
             return None
-        keys = x.new_empty(()).expand(
-            batch, self.num_heads, length, 1
-        )  # of their shape and type, which is what counts
-        sums, bias, safe = self._direct_form(keys, grid_size)
-        return feature_major_mixing(x, projections, sums, bias, safe) if isinstance(sums, DenseSums) else None
+        return feature_major_mixing(x, projections, *self._direct_form(keys, grid_size))
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
         """Keys of padding hidden and, if `compact`, moved behind the real tokens of the row.
@@ -386,10 +383,14 @@ class AFTMixer(nn.Module):
         takes it, and what to do instead.
         """
         length = keys.shape[-2]
-        if "chunked" in self.implementations:
-            size = self._chunk_size(length)
-            return CausalSums(size), self._chunk_bias(length, size, keys.device), self._in_chunks
-        return DenseSums(causal=self.causal), self.position_bias(length), partial(dense_mixing, causal=self.causal)
+        if self._sums_densely(keys):
+            return DenseSums(causal=self.causal), self.position_bias(length), partial(dense_mixing, causal=self.causal)
+        size = self._chunk_size(length)
+        return CausalSums(size), self._chunk_bias(length, size, keys.device), self._in_chunks
+
+    def _sums_densely(self, keys: torch.Tensor) -> bool:
+        """Whether the direct form multiplies keys like these, (B, h, T, k), with a table of all pairs of positions."""
+        return "chunked" not in self.implementations
 
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         length = keys.shape[-2]

@@ -443,11 +443,14 @@ class AFTConv(AFTMixer):
             return super()._direct_form(keys, grid_size)
         grid_size = self._grid(keys.shape[-2], grid_size)
         kernels = self.kernel_bias()
-        if not self._better_convolved(keys):
+        if self._sums_densely(keys):
             bias = self._offset_bias(kernels, grid_size)
             return DenseSums(grid_size), bias, partial(_mix_with_grid_table, grid_size=grid_size)
         instead = convolution_mixing if self._table_too_large(keys.shape[-2]) else self._mix_with_table
         return ConvolutionSums(grid_size), kernels, partial(instead, grid_size=grid_size)
+
+    def _sums_densely(self, keys: torch.Tensor) -> bool:
+        return super()._sums_densely(keys) and not (self.spatial_dims == 2 and self._better_convolved(keys))
 
     def _mix_with_table(self, keys, values, kernels, grid_size) -> torch.Tensor:
         """In place of a convolution that would not be precise."""
