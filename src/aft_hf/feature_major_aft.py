@@ -35,16 +35,16 @@ class Projections(NamedTuple):
         """Whether they do no more than their weights and a sigmoid say, so that no call of theirs is missed, and are
         of the usual sizes.
         """
+        layers = self.of_input()
         gated = self.query is None or (type(self.activation) is nn.Sigmoid and is_untouched(self.activation))
         ends = is_linear(self.output) or (type(self.output) is nn.Identity and is_untouched(self.output))
-        if not (gated and ends and all(map(is_linear, self.of_input()))):
+        if not (gated and ends and all(map(is_linear, layers))):
             return False
-        full, of_keys = (width, width), tuple(self.key.weight.shape)
-        usual = all(tuple(layer.weight.shape) == full for layer in self.of_input()[1:])
-        usual = usual and all(y.bias is None or y.bias.shape == y.weight.shape[:1] for y in self.of_input())
-        return (
-            usual and of_keys in (full, (heads, width)) and len({layer.bias is None for layer in self.of_input()}) == 1
-        )
+        key_shape, *others = (tuple(layer.weight.shape) for layer in layers)
+        usual = key_shape in ((width, width), (heads, width)) and all(shape == (width, width) for shape in others)
+        biases = [layer.bias for layer in layers]
+        whole = all(b is not None and b.shape == y.weight.shape[:1] for b, y in zip(biases, layers))
+        return usual and (whole or all(b is None for b in biases))
 
 
 def runs_by_feature(x: torch.Tensor, projections: Projections, heads: int) -> bool:

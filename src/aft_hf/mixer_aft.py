@@ -253,7 +253,6 @@ class AFTMixer(nn.Module):
         if self.training or not runs_by_feature(x, projections, self.num_heads):
             return None
         batch, length, _ = x.shape
-        self._check_length(length)
         keys = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
         if self._form(length) != "direct" or not self._sums_densely(keys):
             return None
