@@ -260,3 +260,85 @@ def test_fx_traces_it(layers):
 
     x = torch.randn(5, 8)
     torch.testing.assert_close(torch.fx.symbolic_trace(Module())(x), plain(layers, x))
+
+
+ONEDNN = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def of_bfloat16(layers):
+    return [nn.Linear(8, 32).bfloat16(), layers[1], nn.Linear(32, 8).bfloat16()]
+
+
+@pytest.fixture
+def gelus(monkeypatch):
+    """The calls of GELU after a product, rather than in it."""
+    calls, gelu = [], torch.ops.aten.gelu_
+    monkeypatch.setattr(torch.ops.aten, "gelu_", lambda x: (calls.append(x), gelu(x))[1])
+    return calls
+
+
+@pytest.mark.skipif(not ONEDNN, reason="bfloat16 of oneDNN is not for this processor")
+@pytest.mark.parametrize("shape", ((3, 5, 8), (5, 8), (1, 8), (0, 8)), ids=str)
+@pytest.mark.parametrize("bias", (True, False))
+def test_a_product_of_bfloat16_applies_gelu(layers, shape, bias, gelus):
+    layers = of_bfloat16(layers)
+    if not bias:
+        layers[0] = nn.Linear(8, 32, bias=False).bfloat16()
+    x = torch.randn(shape).bfloat16()
+    with torch.no_grad():
+        y = perceptron(*layers, x)
+        exact = plain([layer.double() if isinstance(layer, nn.Linear) else layer for layer in layers], x.double())
+    assert not gelus and y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(not ONEDNN, reason="bfloat16 of oneDNN is not for this processor")
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), 3e38))
+def test_a_product_with_gelu_hides_nothing(layers, value):
+    layers, x = of_bfloat16(layers), torch.randn(4, 8).bfloat16()
+    x[1, 2] = value
+    with torch.no_grad():
+        y, expected = perceptron(*layers, x), plain(layers, x)
+    assert torch.equal(y.isfinite(), expected.isfinite())
+    torch.testing.assert_close(y[[0, 2, 3]], expected[[0, 2, 3]], rtol=2e-2, atol=2e-2)
+
+
+def with_strided_bias(layers, x):
+    layers[0].bias = nn.Parameter(torch.randn(32, 2).bfloat16()[:, 0])
+    return x
+
+
+def with_strided_weight(layers, x):
+    layers[0].weight = nn.Parameter(torch.randn(8, 32).bfloat16().mT)
+    return x
+
+
+def with_strided_input(layers, x):
+    return torch.randn(8, 5).bfloat16().mT
+
+
+def without_onednn(layers, x):
+    torch.backends.mkldnn.set_flags(False)
+    return x
+
+
+@pytest.mark.parametrize("change", (with_strided_bias, with_strided_weight, with_strided_input, without_onednn))
+def test_what_onednn_does_not_take_is_multiplied_first(layers, change, gelus):
+    layers, enabled = of_bfloat16(layers), torch.backends.mkldnn.enabled
+    try:
+        x = change(layers, torch.randn(5, 8).bfloat16())
+        with torch.no_grad():
+            y = perceptron(*layers, x)
+            expected = plain(layers, x)
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)
+    assert len(gelus) == 1
+    torch.testing.assert_close(y, expected)
+
+
+def test_autocast_without_gradients_is_as_without(layers, gelus):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(5, 8).bfloat16()
+        torch.testing.assert_close(perceptron(*layers, x), plain(layers, x))
+        assert perceptron(*of_bfloat16(layers), x).dtype == torch.bfloat16
+    assert len(gelus) == 2

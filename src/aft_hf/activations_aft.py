@@ -1,4 +1,5 @@
-"""The same numbers with less memory: activations that are overwritten, or made again for the backward pass.
+"""The same numbers with less memory: activations that are overwritten, made again for the backward pass, or never
+written without what follows them.
 
 Only where modules do what their classes say: those with hooks, of other classes or with another `forward` are called.
 """
@@ -35,7 +36,10 @@ def differentiable_gradients(
 
 def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """second(activation(first(x))). With GELU one of the two wide tensors between the layers is kept, not both."""
-    projected, with_gradients = first(x), torch.is_grad_enabled()
+    with_gradients = torch.is_grad_enabled()
+    if not with_gradients and _is_gelu(activation) and _takes_activations(first, x):
+        return second(torch.ops.mkldnn._linear_pointwise(x, first.weight, first.bias, "gelu", [], "none"))
+    projected = first(x)
     if _is_gelu(activation) and runs_as_written(projected):
         if with_gradients and is_linear(second):
             return _project(second, GELU, projected)
@@ -55,6 +59,22 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a call is its weight, its bias and nothing else."""
     plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
     return plain and module.weight.layout == torch.strided
+
+
+def _takes_activations(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether oneDNN can add the bias and apply a function while it multiplies, without gradients.
+
+    For bfloat16, where two passes over the result take as long as the product; not for float32, where products of
+    other libraries are as fast.
+    """
+    if not is_linear(module) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    tensors = [y for y in (x, module.weight, module.bias) if y is not None]
+    if any(y.dtype != torch.bfloat16 or not y.is_contiguous() for y in tensors) or not runs_as_written(*tensors):
+        return False
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _is_gelu(module: nn.Module) -> bool:
