@@ -1,4 +1,4 @@
-"""A mixer at inference with the positions last in memory: equal to Eq. 2, and not used where it would not be."""
+"""A mixer with the positions last in memory: equal to Eq. 2, gradients too, and not used where it would not be."""
 
 import copy
 from functools import partial
@@ -79,11 +79,43 @@ def safe(mixer, x):
         return reference(x.double(), grid_size=grid_of(mixer))
 
 
+def parameters_of(mixer):
+    return [parameter for parameter in mixer.parameters() if parameter.requires_grad]
+
+
+def results(mixer, x):
+    """The output and the gradients of input and parameters, in float64."""
+    x = x.clone().requires_grad_()
+    output = mixer(x, grid_size=grid_of(mixer))
+    weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
+    gradients = torch.autograd.grad((weight * output).sum(), [x, *parameters_of(mixer)], materialize_grads=True)
+    return [y.detach().double() for y in (output, *gradients)]
+
+
+def expected_results(mixer, x, implementation="reference"):
+    exact = copy.deepcopy(mixer).double()
+    exact.implementation = implementation
+    return results(exact, x.double())
+
+
+def assert_near(actual, expected, tolerance):
+    """Relative to each one's largest entry, or to a tenth of the largest of all if that is more."""
+    largest = max(x.abs().max() for x in expected)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * float(max(b.abs().max(), 0.1 * largest)))
+
+
 @pytest.fixture
 def averages(monkeypatch):
     """The calls that found everything moderate."""
-    calls, average = [], feature_major_aft._average
-    monkeypatch.setattr(feature_major_aft, "_average", lambda *args: (calls.append(args), average(*args)))
+    calls, are_moderate = [], feature_major_aft._are_moderate
+
+    def record(*args):
+        found = are_moderate(*args)
+        calls.extend([args] if found else [])
+        return found
+
+    monkeypatch.setattr(feature_major_aft, "_are_moderate", record)
     return calls
 
 
@@ -238,9 +270,12 @@ def test_only_for_one_input_without_masks(arguments, outputs):
     assert not outputs
 
 
-def test_not_with_gradients_autocast_or_transformations(mixer, outputs):
+def test_not_with_gradients_of_bfloat16_autocast_or_transformations(mixer, outputs):
     x, grid_size = torch.randn(2, LENGTH, WIDTH), grid_of(mixer)
-    mixer(x, grid_size=grid_size)
+    copy.deepcopy(mixer).bfloat16()(x.bfloat16(), grid_size=grid_size)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixer(x, grid_size=grid_size)
+    torch.func.grad(lambda x: mixer(x, grid_size=grid_size).sum())(x)
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mixer(x, grid_size=grid_size)
@@ -249,17 +284,17 @@ def test_not_with_gradients_autocast_or_transformations(mixer, outputs):
     assert not outputs
 
 
-def test_not_in_training_where_a_checkpoint_runs_twice(outputs):
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_a_checkpoint_in_training_gives_the_same(use_reentrant):
     mixer, x = build(lambda: on_grid(3, selection="gumbel")).train(), torch.randn(2, LENGTH, WIDTH, requires_grad=True)
     results = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
         arguments = partial(mixer, grid_size=(5, 7)), x
-        output = checkpoint(*arguments, use_reentrant=True) if checkpointed else arguments[0](x)
+        output = checkpoint(*arguments, use_reentrant=use_reentrant) if checkpointed else arguments[0](x)
         output.sum().backward()
         results.append((output.detach(), x.grad.clone()))
         x.grad = None
-    assert not outputs
     torch.testing.assert_close(results[0], results[1])
 
 
@@ -293,9 +328,10 @@ def test_layers_of_other_sizes_and_layouts_are_called(outputs):
     shared = build(MIXERS["full"])
     shared.v_proj.bias = nn.Parameter(torch.ones(1))
     for mixer in (wider, narrow, sparse, shared):
-        expected = mixer(x)
         with torch.no_grad():
-            torch.testing.assert_close(mixer(x), expected, rtol=1e-4, atol=1e-5)
+            found = mixer(x)
+            mixer.v_proj.register_forward_hook(lambda *args: None)
+            torch.testing.assert_close(found, mixer(x), rtol=1e-4, atol=1e-5)
     assert len(outputs) == 1  # of more features: that is none of its business
 
 
@@ -355,3 +391,110 @@ def test_tables_are_made_for_the_heads_at_hand_and_once_for_each(monkeypatch):
         assert made == [1, 1, 1]
         build(MIXERS["full"])(torch.randn(2, LENGTH, WIDTH))
     assert made == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("block_size", (2**22, 3000, 1))
+@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float64, 1e-12), (torch.float32, 1e-5)), ids=str)
+@pytest.mark.parametrize("rows", (1, 3))
+def test_gradients_are_those_of_eq_2(mixer, dtype, tolerance, block_size, rows, outputs, averages, monkeypatch):
+    monkeypatch.setattr(feature_major_aft, "BLOCK_SIZE", block_size)
+    mixer, x = mixer.to(dtype), torch.randn(rows, LENGTH, WIDTH).to(dtype)
+    found = results(mixer, x)
+    assert outputs[0].is_contiguous() and len(averages) == 1
+    assert_near(found, expected_results(mixer, x), tolerance)
+
+
+@pytest.mark.parametrize("length", (1, 2, 35))
+def test_gradients_of_what_is_shorter_than_the_table(length):
+    mixer, x = build(MIXERS["full causal"]), torch.randn(2, length, WIDTH)
+    assert_near(results(mixer, x), expected_results(mixer, x), 1e-5)
+
+
+def test_gradients_need_not_be_contiguous(mixer):
+    x, grid_size = torch.randn(2, LENGTH, WIDTH, requires_grad=True), grid_of(mixer)
+    weight = torch.randn(WIDTH, LENGTH, 2).permute(2, 1, 0)
+    for gradient in (torch.ones(()).expand(2, LENGTH, WIDTH), weight):
+        found = torch.autograd.grad(mixer(x, grid_size=grid_size), x, gradient)
+        expected = torch.autograd.grad(mixer(x, grid_size=grid_size), x, gradient.contiguous())
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "trained", ("q_proj", "k_proj", "v_proj", "o_proj", "position_bias", "o_proj.bias", "nothing")
+)
+def test_only_what_is_trained_gets_a_gradient(trained, outputs):
+    mixer, x = build(MIXERS["full"]), torch.randn(2, LENGTH, WIDTH)
+    expected = dict(zip((name for name, _ in mixer.named_parameters()), expected_results(mixer, x)[2:]))
+    for name, parameter in mixer.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    output = mixer(x)
+    assert outputs and output.requires_grad == (trained != "nothing")
+    if trained != "nothing":
+        weight = torch.linspace(0.2, 1, output.numel()).view_as(output)
+        (weight * output).sum().backward()
+    for name, parameter in mixer.named_parameters():
+        assert (parameter.grad is not None) == name.startswith(trained)
+        if parameter.grad is not None:
+            atol = 1e-5 * expected["v_proj.weight"].abs().max().item()
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("name", ("k_proj", "v_proj", "bias"))
+def test_gradients_of_what_is_too_large_are_those_of_the_safe_forms(mixer, name, outputs, averages):
+    x = torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        if name == "bias":
+            largest = max(mixer.position_bias(LENGTH, grid_of(mixer)).abs().max(), 1.0)
+            for key, parameter in mixer.named_parameters():
+                if "proj" not in key:  # two factors or one table
+                    parameter *= (4 * MODERATE / largest) ** (0.5 if key.endswith(("_query", "_key")) else 1.0)
+        else:
+            getattr(mixer, name).weight[-1] *= 1e3 * (1.0 if name == "k_proj" else LARGEST_VALUE)
+    found = results(mixer, x)
+    assert not averages and outputs
+    assert all(y.isfinite().all() for y in found)
+    assert_near(found, expected_results(mixer, x), 1e-3)
+
+
+def test_gradients_of_gradients_are_those_of_the_safe_forms(mixer, averages):
+    def second(mixer):
+        torch.manual_seed(1)
+        x = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+        output = mixer(x, grid_size=grid_of(mixer)).square().sum()
+        (first,) = torch.autograd.grad(output, x, create_graph=True)
+        inputs = [x, *mixer.parameters()]
+        return torch.autograd.grad(first.square().sum(), inputs, materialize_grads=True)
+
+    mixer = mixer.double()
+    slow = copy.deepcopy(mixer)
+    slow.implementation = "dense"
+    assert_near(second(mixer), second(slow), 1e-6)
+    assert len(averages) == 1
+
+
+def test_training_keeps_the_average_and_its_denominators_beside_the_projections():
+    mixer, kept = build(MIXERS["conv 2-D"]), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(64, LENGTH, WIDTH, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = mixer(x, grid_size=(5, 7))
+    features = sum(kept.values()) / (4 * 64 * LENGTH)
+    # x, query, value and average of all features, key and denominators of 3 heads, and what does not grow with rows.
+    assert 4 * WIDTH + 2 * 3 <= features < 4 * WIDTH + 2 * 3 + 2
+    output.sum().backward()
+
+
+def test_a_weight_that_was_changed_before_the_backward_pass_is_noticed(mixer):
+    output = mixer(torch.randn(2, LENGTH, WIDTH), grid_size=grid_of(mixer))
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(2)
+    x = torch.randn(2, LENGTH, WIDTH, requires_grad=True)
+    output = mixer(x, grid_size=grid_of(mixer))
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

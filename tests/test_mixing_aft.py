@@ -15,8 +15,10 @@ import torch
 from aft_hf import mixing_aft
 from aft_hf.mixing_aft import (
     chunked_mixing,
+    collect_grid_table,
     convolution_mixing,
     dense_mixing,
+    grid_table,
     indexed_mixing,
     masked_mixing,
     mixing_weights,
@@ -460,3 +462,13 @@ def test_prefix_sums_equal_a_loop(length, decay):
 @pytest.mark.parametrize(("number", "power"), ((0, 1), (1, 1), (2, 2), (3, 4), (32, 32), (33, 64)))
 def test_power_of_two_from_is_the_smallest_that_is_not_below(number, power):
     assert power_of_two_from(number) == power
+
+
+@pytest.mark.parametrize("grid_size", ((1, 1), (1, 4), (5, 1), (3, 4)), ids=str)
+def test_what_a_grid_table_is_made_of_collects_what_comes_back(grid_size):
+    rows, columns = grid_size
+    positions = rows * columns
+    by_offset = torch.randn(2, 2 * rows - 1, 2 * columns - 1, dtype=torch.float64, requires_grad=True)
+    of_table = torch.randn(2, positions, positions, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(grid_table(by_offset, grid_size), by_offset, of_table)
+    torch.testing.assert_close(collect_grid_table(of_table, grid_size), expected)

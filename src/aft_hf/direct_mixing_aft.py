@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .activations_aft import differentiable_gradients, runs_as_written
-from .mixing_aft import grid_table, working_dtype
+from .mixing_aft import collect_grid_table, grid_table, working_dtype
 
 
 # The largest size of keys and of position biases here. exp(2 x 20) times any length and the size of any value that is
@@ -182,14 +182,14 @@ class DenseSums(DirectSums):
             features = block.features(key, value)
             of_sums = torch.empty_like(features)
             inputs = (block.load(x) for x in (gradient, context, inverse))
-            _gradient_of_sums(*inputs, *block.parts(of_sums), block.feature_dim)
+            gradient_of_sums(*inputs, *block.parts(of_sums), block.feature_dim)
             exp_biases = exp_bias[block.heads]
             if bias_needed:
                 of_table = block.gradient_of_table(of_sums, features)
-                bias_gradient[block.heads] += self._collect(of_table, exp_biases) * exp_biases
+                bias_gradient[block.heads] += self.collect(of_table) * exp_biases
             of_features = block.product(self.table(exp_biases).mT, of_sums)
             gradients = block.of(key_gradient), block.of(value_gradient)
-            _gradient_of_inputs(block.parts(of_features), block.parts(features), *gradients, block.feature_dim)
+            gradient_of_inputs(block.parts(of_features), block.parts(features), *gradients, block.feature_dim)
         return key_gradient, value_gradient, bias_gradient
 
     def _blocks(self, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> Iterator["_Block"]:
@@ -210,11 +210,11 @@ class DenseSums(DirectSums):
             return exp_bias.tril() if self.causal else exp_bias
         return grid_table(exp_bias, self.grid_size)
 
-    def _collect(self, of_table: torch.Tensor, exp_bias: torch.Tensor) -> torch.Tensor:
-        """The transpose of `table`."""
-        with torch.enable_grad():
-            exp_bias = exp_bias.detach().requires_grad_()
-            return torch.autograd.grad(self.table(exp_bias), exp_bias, of_table)[0]
+    def collect(self, of_table: torch.Tensor) -> torch.Tensor:
+        """The transpose of `table`: what (h, T, T) gives each position bias."""
+        if self.grid_size is None:
+            return of_table.tril() if self.causal else of_table
+        return collect_grid_table(of_table, self.grid_size)
 
 
 @dataclass(frozen=True)
@@ -320,14 +320,14 @@ class ConvolutionSums(DirectSums):
         key_gradient, value_gradient = _by_position(key), _by_position(value)
         features = self._features(key, value)
         of_sums = torch.empty_like(features)
-        _gradient_of_sums(gradient, context, inverse, *self._numerators_and_denominators(of_sums, value))
+        gradient_of_sums(gradient, context, inverse, *self._numerators_and_denominators(of_sums, value))
         with torch.enable_grad():
             inputs = features.requires_grad_(), bias.detach().requires_grad_()
             convolved = self._convolve(*inputs)
         of_features, of_bias = torch.autograd.grad(convolved, inputs, of_sums)
         of_features = of_features + of_sums.sum((2, 3), keepdim=True)
         parts = (self._numerators_and_denominators(x, value) for x in (of_features, features.detach()))
-        _gradient_of_inputs(*parts, key_gradient, value_gradient)
+        gradient_of_inputs(*parts, key_gradient, value_gradient)
         return key_gradient, value_gradient, of_bias if bias_needed else None
 
     def _features(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -419,7 +419,7 @@ class CausalSums(DirectSums):
             of_sums = torch.empty_like(features)  # of the chunks, then of the one that follows
             count = here.stop - here.start
             flat = of_sums.flatten(2, 3)
-            _gradient_of_sums(
+            gradient_of_sums(
                 *(x[:, :, here] for x in (gradient, context, inverse)), *_parts(flat[:, :, :count], value)
             )
             flat[:, :, count:] = 0
@@ -432,7 +432,7 @@ class CausalSums(DirectSums):
             of_features = _product_of_chunks(segment.of(tables_of_keys), of_sums, chunks)
             of_features += later[:, :, :-1].flip(2).unsqueeze(-2).to(of_features.dtype)
             parts = (_parts(x.flatten(2, 3)[:, :, :count], value) for x in (of_features, features[:, :, before:]))
-            _gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
+            gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
             if of_tables is not None:
                 products = _product_of_gradients(of_sums, features, chunks, tables.shape[-1])
                 segment.of(of_tables).add_(products if of_tables.shape[1] > 1 else products.sum(1, keepdim=True))
@@ -542,7 +542,7 @@ def _parts(features: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
     return features[..., :width], features[..., width:]
 
 
-def _gradient_of_sums(
+def gradient_of_sums(
     gradient: torch.Tensor,
     context: torch.Tensor,
     inverse: torch.Tensor,
@@ -562,7 +562,7 @@ def _gradient_of_sums(
     of_denominator.neg_()
 
 
-def _gradient_of_inputs(
+def gradient_of_inputs(
     of_features: tuple[torch.Tensor, torch.Tensor],
     features: tuple[torch.Tensor, torch.Tensor],
     key_gradient: torch.Tensor,

@@ -1,19 +1,32 @@
-"""A whole mixer at inference with the positions last in memory: Eq. 2 and its projections without a transposition.
+"""A whole mixer with the positions last in memory: Eq. 2 and its projections, and their gradients, without a
+transposition.
 
 A linear layer usually writes (B, T, d), while the sums over positions are products of rows of positions. Computed from
 the left, W X^T, one product writes key, value and query as (features, B T), those of a group of features side by side.
-Everything else happens where they lie: exp(K), exp(K) V, the average and the gate of the query.
+Everything else happens where they lie: exp(K), exp(K) V, the average and the gate of the query. The gradient of the
+output comes back in the same way, as W^T G^T.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .activations_aft import is_linear, is_untouched, runs_as_written
-from .direct_mixing_aft import BLOCK_SIZE, LARGEST_VALUE, MODERATE, DenseSums, largest_size
+from .activations_aft import differentiable_gradients, is_linear, is_untouched, runs_as_written
+from .direct_mixing_aft import (
+    BLOCK_SIZE,
+    LARGEST_VALUE,
+    MODERATE,
+    DenseSums,
+    gradient_of_inputs,
+    gradient_of_sums,
+    largest_size,
+)
 
+
+# What gradients need is kept in these; without them bfloat16 is summed as well.
+WITH_GRADIENTS = (torch.float32, torch.float64)
 
 # Features that a product should have at least, if their number can be divided.
 FEWEST_FEATURES = 16
@@ -49,14 +62,46 @@ class Projections(NamedTuple):
 
 def runs_by_feature(x: torch.Tensor, projections: Projections, heads: int) -> bool:
     """Whether `feature_major_mixing` can take the place of these modules for an input (B, T, d)."""
-    if torch.is_grad_enabled() or x.device.type != "cpu" or x.numel() == 0 or not runs_as_written(x):
+    if x.device.type != "cpu" or x.numel() == 0 or not runs_as_written(x) or torch.is_autocast_enabled("cpu"):
         return False
-    if torch.is_autocast_enabled("cpu") or x.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        return False
+    dtypes = WITH_GRADIENTS if torch.is_grad_enabled() else (*WITH_GRADIENTS, torch.bfloat16)
     layers = [*projections.of_input(), projections.output]
-    return projections.are_plain(x.shape[-1], heads) and all(
-        p.dtype == x.dtype for y in layers for p in y.parameters()
+    return (
+        x.dtype in dtypes
+        and projections.are_plain(x.shape[-1], heads)
+        and all(p.dtype == x.dtype for y in layers for p in y.parameters())
     )
+
+
+class _Layout(NamedTuple):
+    """Features as they lie in memory, (groups, features, B, T): in each group its keys, then its values, then its
+    queries. A group is a head, or a part of one.
+    """
+
+    heads: int
+    groups: int
+    keys: int
+    values: int
+
+    def split(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The keys, values and queries."""
+        return features.tensor_split((self.keys, self.keys + self.values), 1)
+
+    def blocks(self, sums: DenseSums, exp_bias: torch.Tensor, features: torch.Tensor) -> Iterator[tuple]:
+        """Groups that are taken at once, their heads, and the tables (groups or 1, T, T) of these.
+
+        A part of a head at once, or as many heads as fit into a block with their tables.
+        """
+        batch, length = features.shape[2:]
+        parts, table_heads, table = self.groups // self.heads, None, None
+        size = ((self.keys + self.values) * batch + length) * length * features.element_size()
+        step = 1 if parts > 1 else max(1, BLOCK_SIZE // size)
+        for first in range(0, self.groups, step):
+            block = slice(first, min(first + step, self.groups))
+            heads = slice(first // parts, (block.stop - 1) // parts + 1)
+            if heads != table_heads:
+                table, table_heads = sums.table(exp_bias[heads]), heads
+            yield block, heads, table
 
 
 def feature_major_mixing(
@@ -81,48 +126,128 @@ def feature_major_mixing(
     batch, length, width = x.shape
     heads, key_features = len(bias), projections.key.weight.shape[0]
     groups = _count_groups(heads, width, key_features, batch * length * x.element_size())
+    layout = _Layout(heads, groups, key_features // groups, width // groups)
     features = _project(projections.of_input(), groups, x.flatten(0, 1)).view(groups, -1, batch, length)
     if not runs_as_written(features, bias):
         return None
-    sizes = key_features // groups, width // groups
-    keys, values, _ = features.tensor_split((sizes[0], sum(sizes)), 1)
-    moderate = largest_size(bias) <= MODERATE and (  # never with NaN
-        largest_size(features) <= MODERATE  # which is one look at everything in a row, and usually so
-        or (largest_size(keys) <= MODERATE and largest_size(values) <= LARGEST_VALUE)
-    )
-    if moderate:
-        _average(features, sizes, sums, bias)
+    weights = [getattr(projections.output, name, None) for name in ("weight", "bias")]
+    if not _are_moderate(features.detach(), bias.detach(), layout):
+        output = _gated_safely(features, bias, *weights, layout, safe)
+    elif torch.is_grad_enabled():
+        output = _GatedAverage.apply(features, bias, *weights, layout, sums, safe)
     else:
-        by_head = (y.reshape(heads, -1, batch, length).permute(2, 0, 3, 1) for y in (keys, values))
-        values.copy_(safe(*by_head, bias).permute(1, 3, 0, 2).reshape(values.shape))
-    context = values
-    if projections.query is not None:
-        context = nn.functional.glu(features[:, sizes[0] :], 1)  # values sigmoid(Q), with Q right behind the values
-    return projections.output(context.reshape(width, -1).mT).contiguous().view(batch, length, -1)
+        output = _output(_gated_in_place(features, bias, layout, sums), *weights)
+    return output.view(batch, length, -1)
 
 
-def _average(features: torch.Tensor, sizes: tuple[int, int], sums: DenseSums, bias: torch.Tensor) -> None:
-    """Eq. 2 without its gate, in the place of the values.
+def _are_moderate(features: torch.Tensor, bias: torch.Tensor, layout: _Layout) -> bool:
+    """Whether the sums may be taken as they are written; never with NaN."""
+    if not largest_size(bias) <= MODERATE:
+        return False
+    if largest_size(features) <= MODERATE:  # one look at everything in a row, and usually so
+        return True
+    keys, values, _ = layout.split(features)
+    return largest_size(keys) <= MODERATE and largest_size(values) <= LARGEST_VALUE
 
-    Args:
-        features: (groups, features, B, T), first the keys of each group, then its values.
-        sizes: the number of both.
-    """
-    batch, length = features.shape[2:]
-    keys, values, _ = features.tensor_split((sizes[0], sum(sizes)), 1)
+
+def _gated_in_place(features: torch.Tensor, bias: torch.Tensor, layout: _Layout, sums: DenseSums) -> torch.Tensor:
+    """Eq. 2 without gradients, in the memory of the features: (groups, values, B, T)."""
+    keys, values, queries = layout.split(features)
     values.mul_(keys.exp_())
-    exp_bias = torch.exp(bias).to(features.dtype)
-    parts, table_heads = len(features) // len(bias), None
-    # A part of a head at once, or as many heads as fit into a block with their tables.
-    size = (sum(sizes) * batch + length) * length * features.element_size()
-    step = 1 if parts > 1 else max(1, BLOCK_SIZE // size)
-    for block in (slice(first, min(first + step, len(features))) for first in range(0, len(features), step)):
-        heads = slice(block.start // parts, (block.stop - 1) // parts + 1)
-        if heads != table_heads:
-            table, table_heads = sums.table(exp_bias[heads]).mT, heads
-        product = torch.bmm(features[block, : sum(sizes)].flatten(1, 2), table)
-        denominator, numerator = product.unflatten(1, (sum(sizes), batch)).split(sizes, 1)
+    for block, _, table in layout.blocks(sums, torch.exp(bias).to(features.dtype), features):
+        summands = features[block, : layout.keys + layout.values]
+        product = torch.bmm(summands.flatten(1, 2), table.mT).view_as(summands)
+        denominator, numerator, _ = layout.split(product)
         torch.mul(numerator, denominator.reciprocal_(), out=values[block])
+    if queries.shape[1] == 0:
+        return values
+    return nn.functional.glu(features[:, layout.keys :], 1)  # values sigmoid(Q), with Q right behind the values
+
+
+class _GatedAverage(torch.autograd.Function):
+    """Eq. 2 and the output projection to autograd. What is kept beside the features is the average and the reciprocals
+    of its denominators.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features, bias, weight, weight_bias, layout: _Layout, sums, safe) -> torch.Tensor:
+        keys, values, queries = layout.split(features)
+        context, inverse = values.new_empty(values.shape), keys.new_empty(keys.shape)
+        gated = context if queries.shape[1] == 0 else torch.empty_like(context)
+        for block, _, table in layout.blocks(sums, torch.exp(bias).to(features.dtype), features):
+            summands = _summands(keys[block], values[block])
+            product = torch.bmm(summands.flatten(1, 2), table.mT).view_as(summands)
+            denominator, numerator, _ = layout.split(product)
+            torch.reciprocal(denominator, out=inverse[block])
+            torch.mul(numerator, inverse[block], out=context[block])
+            if gated is not context:
+                torch.mul(context[block], torch.sigmoid(queries[block]), out=gated[block])
+        ctx.layout, ctx.sums, ctx.safe = layout, sums, safe
+        ctx.save_for_backward(features, bias, weight, weight_bias, context, inverse)
+        return _output(gated, weight, weight_bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        *inputs, context, inverse = ctx.saved_tensors
+        features, bias, weight, _ = inputs
+        needed = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # the gradient of this gradient is wanted
+            output = _gated_safely(*inputs, ctx.layout, ctx.safe)
+            return *differentiable_gradients(output, inputs, needed[:4], gradient), None, None, None
+        layout, sums = ctx.layout, ctx.sums
+        of_gated = (gradient.mT.contiguous() if weight is None else weight.mT @ gradient.mT).view_as(context)
+        of_features, gated = torch.empty_like(features), torch.empty_like(context)
+        of_bias = torch.zeros_like(bias) if needed[1] else None
+        parts = layout.split(features), layout.split(of_features)
+        exp_bias = torch.exp(bias).to(features.dtype)
+        for block, heads, table in layout.blocks(sums, exp_bias, features):
+            (keys, values, queries), gradients = ([x[block] for x in y] for y in parts)
+            of_context = of_gated[block]
+            if queries.shape[1]:
+                gate = torch.sigmoid(queries)
+                torch.mul(context[block], gate, out=gated[block])
+                of_gate = of_context * context[block]
+                torch.ops.aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=gradients[2])
+                of_context.mul_(gate)
+            else:
+                gated[block] = context[block]
+            summands = _summands(keys, values)
+            of_sums = torch.empty_like(summands)
+            of_denominator, of_numerator, _ = layout.split(of_sums)
+            gradient_of_sums(of_context, context[block], inverse[block], of_numerator, of_denominator, 1)
+            if needed[1]:
+                of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
+                of_bias[heads] += sums.collect(of_table) * exp_bias[heads]
+            of_summands = torch.bmm(of_sums.flatten(1, 2), table).view_as(summands)
+            of_weights, of_weighted, _ = layout.split(of_summands)
+            weights, weighted, _ = layout.split(summands)
+            gradient_of_inputs((of_weighted, of_weights), (weighted, weights), *gradients[:2], 1)
+        of_weight = gradient.mT @ gated.view(-1, len(gradient)).mT if needed[2] else None
+        of_weight_bias = gradient.sum(0) if needed[3] else None
+        return of_features if needed[0] else None, of_bias, of_weight, of_weight_bias, None, None, None
+
+
+def _gated_safely(features, bias, weight, weight_bias, layout: _Layout, safe: Callable) -> torch.Tensor:
+    """The same for features of any size, by differentiable operations."""
+    keys, values, queries = layout.split(features)
+    by_head = (y.reshape(layout.heads, -1, *y.shape[2:]).permute(2, 0, 3, 1) for y in (keys, values))
+    context = safe(*by_head, bias).permute(1, 3, 0, 2).reshape(values.shape)
+    return _output(context * torch.sigmoid(queries) if queries.shape[1] else context, weight, weight_bias)
+
+
+def _summands(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """exp(K), then exp(K) V, of some groups."""
+    count = keys.shape[1]
+    summands = torch.empty(len(keys), count + values.shape[1], *keys.shape[2:], dtype=keys.dtype)
+    weights, weighted = summands.tensor_split((count,), 1)
+    torch.mul(values, torch.exp(keys, out=weights), out=weighted)
+    return summands
+
+
+def _output(gated: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """(groups, values, B, T) as (B T, d), projected."""
+    rows = gated.flatten(2).flatten(0, 1).mT
+    return rows.contiguous() if weight is None else nn.functional.linear(rows, weight, bias)
 
 
 def _count_groups(heads: int, width: int, keys: int, size: int) -> int:

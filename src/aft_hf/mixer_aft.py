@@ -247,10 +247,11 @@ class AFTMixer(nn.Module):
     def _mix_by_feature(self, x: torch.Tensor, grid_size: tuple[int, int] | None) -> torch.Tensor | None:
         """The output for one input (B, T, d), by `feature_major_mixing` where that is possible; None elsewhere.
 
-        Not in training: a forward pass without gradients is then the first half of a checkpoint.
+        In training not without gradients, which is the first half of a checkpoint: it would not be what is run again.
         """
         projections = Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj)
-        if self.training or not runs_by_feature(x, projections, self.num_heads):
+        checkpointed = self.training and not torch.is_grad_enabled()
+        if checkpointed or not runs_by_feature(x, projections, self.num_heads):
             return None
         batch, length, _ = x.shape
         keys = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # shape and type are what counts

@@ -400,6 +400,19 @@ def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int]) -> torch.Ten
     return torch.stack(windows, 1).flatten(1, 2)
 
 
+def collect_grid_table(table: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """The transpose of `grid_table`: (h, T, T) added up by offset, (h, 2 rows - 1, 2 columns - 1)."""
+    rows, columns = grid_size
+    heads, positions = table.shape[0], rows * columns
+    by_column = table.new_zeros(heads, columns, (2 * rows - 1) * columns)
+    for row, of_row in enumerate(table.unflatten(1, grid_size).unbind(1)):
+        by_column[..., (rows - 1 - row) * columns :][..., :positions] += of_row
+    by_offset = table.new_zeros(heads, 2 * rows - 1, 2 * columns - 1)
+    for column, of_column in enumerate(by_column.unflatten(2, (-1, columns)).unbind(1)):
+        by_offset[..., columns - 1 - column :][..., :columns] += of_column
+    return by_offset
+
+
 def indexed_mixing(
     key: torch.Tensor,
     value: torch.Tensor,
