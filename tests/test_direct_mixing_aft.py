@@ -16,7 +16,7 @@ LONGEST = 200
 
 def on_grid(heads, convolved):
     mixer = AFTConv(WIDTH, heads, 5, reparameterized=False)
-    mixer._better_convolved = lambda keys: convolved
+    mixer._sums_type = lambda keys, grid_size: ConvolutionSums if convolved else DenseSums
     return mixer
 
 

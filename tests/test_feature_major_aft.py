@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import aft_hf.feature_major_aft as feature_major_aft
 import aft_hf.mixer_aft as mixer_aft
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.banded_mixing_aft import BandSums
 from aft_hf.direct_mixing_aft import LARGEST_VALUE, MODERATE, DenseSums
 
 
@@ -19,9 +20,9 @@ WIDTH = 12
 LENGTH = 35  # a grid of 5 x 7
 
 
-def on_grid(heads, **options):
+def on_grid(heads, sums=DenseSums, **options):
     mixer = AFTConv(WIDTH, heads, 5, reparameterized=False, **options)
-    mixer._better_convolved = lambda keys: False
+    mixer._sums_type = lambda keys, grid_size: DenseSums if torch.is_grad_enabled() else sums
     return mixer
 
 
@@ -29,6 +30,8 @@ MIXERS = {
     "conv 2-D": lambda: on_grid(3),
     "conv 2-D, one head": lambda: on_grid(1),
     "conv 2-D, a key per feature": lambda: on_grid(WIDTH),
+    "conv 2-D, bands": lambda: on_grid(3, BandSums),
+    "conv 2-D, a key per feature, bands": lambda: on_grid(WIDTH, BandSums),
     "conv 2-D, no biases": lambda: on_grid(3, qkv_bias=False),
     "conv 2-D, no query": lambda: on_grid(3, use_query=False),
     "conv 2-D, neither query nor projection": lambda: on_grid(3, use_query=False, use_output_projection=False),

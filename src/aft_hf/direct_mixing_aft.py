@@ -210,6 +210,14 @@ class DenseSums(DirectSums):
             return exp_bias.tril() if self.causal else exp_bias
         return grid_table(exp_bias, self.grid_size)
 
+    def product(self, summands: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The sums of (h, W, B, T) that each position sees, by the `table` of these heads."""
+        return torch.bmm(summands.flatten(1, 2), table.mT).view_as(summands)
+
+    def size(self, columns: int, length: int) -> int:
+        """Numbers in a product for one head with so many features of all rows of a batch, and in its table."""
+        return (columns + length) * length
+
     def collect(self, of_table: torch.Tensor) -> torch.Tensor:
         """The transpose of `table`: what (h, T, T) gives each position bias."""
         if self.grid_size is None:

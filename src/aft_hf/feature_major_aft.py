@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .activations_aft import differentiable_gradients, is_linear, is_untouched, runs_as_written
+from .banded_mixing_aft import BandSums
 from .direct_mixing_aft import (
     BLOCK_SIZE,
     LARGEST_VALUE,
@@ -24,6 +25,9 @@ from .direct_mixing_aft import (
     largest_size,
 )
 
+
+# The ways to sum for which this is.
+BY_FEATURE = (DenseSums, BandSums)
 
 # What gradients need is kept in these; without them bfloat16 is summed as well.
 WITH_GRADIENTS = (torch.float32, torch.float64)
@@ -87,15 +91,16 @@ class _Layout(NamedTuple):
         """The keys, values and queries."""
         return features.tensor_split((self.keys, self.keys + self.values), 1)
 
-    def blocks(self, sums: DenseSums, exp_bias: torch.Tensor, features: torch.Tensor) -> Iterator[tuple]:
-        """Groups that are taken at once, their heads, and the tables (groups or 1, T, T) of these.
+    def blocks(self, sums: DenseSums | BandSums, exp_bias: torch.Tensor, features: torch.Tensor) -> Iterator[tuple]:
+        """Groups that are taken at once, their heads, and the tables of these.
 
-        A part of a head at once, or as many heads as fit into a block with their tables.
+        A part of a head at once, or as many heads as fit into a block with their tables, and one for each thread: a
+        product is not split well.
         """
         batch, length = features.shape[2:]
         parts, table_heads, table = self.groups // self.heads, None, None
-        size = ((self.keys + self.values) * batch + length) * length * features.element_size()
-        step = 1 if parts > 1 else max(1, BLOCK_SIZE // size)
+        size = sums.size((self.keys + self.values) * batch, length) * features.element_size()
+        step = 1 if parts > 1 else max(BLOCK_SIZE // size, torch.get_num_threads())
         for first in range(0, self.groups, step):
             block = slice(first, min(first + step, self.groups))
             heads = slice(first // parts, (block.stop - 1) // parts + 1)
@@ -107,7 +112,7 @@ class _Layout(NamedTuple):
 def feature_major_mixing(
     x: torch.Tensor,
     projections: Projections,
-    sums: DenseSums,
+    sums: DenseSums | BandSums,
     bias: torch.Tensor,
     safe: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
@@ -150,14 +155,15 @@ def _are_moderate(features: torch.Tensor, bias: torch.Tensor, layout: _Layout) -
     return largest_size(keys) <= MODERATE and largest_size(values) <= LARGEST_VALUE
 
 
-def _gated_in_place(features: torch.Tensor, bias: torch.Tensor, layout: _Layout, sums: DenseSums) -> torch.Tensor:
+def _gated_in_place(
+    features: torch.Tensor, bias: torch.Tensor, layout: _Layout, sums: DenseSums | BandSums
+) -> torch.Tensor:
     """Eq. 2 without gradients, in the memory of the features: (groups, values, B, T)."""
     keys, values, queries = layout.split(features)
     values.mul_(keys.exp_())
     for block, _, table in layout.blocks(sums, torch.exp(bias).to(features.dtype), features):
         summands = features[block, : layout.keys + layout.values]
-        product = torch.bmm(summands.flatten(1, 2), table.mT).view_as(summands)
-        denominator, numerator, _ = layout.split(product)
+        denominator, numerator, _ = layout.split(sums.product(summands, table))
         torch.mul(numerator, denominator.reciprocal_(), out=values[block])
     if queries.shape[1] == 0:
         return values
@@ -176,8 +182,7 @@ class _GatedAverage(torch.autograd.Function):
         gated = context if queries.shape[1] == 0 else torch.empty_like(context)
         for block, _, table in layout.blocks(sums, torch.exp(bias).to(features.dtype), features):
             summands = _summands(keys[block], values[block])
-            product = torch.bmm(summands.flatten(1, 2), table.mT).view_as(summands)
-            denominator, numerator, _ = layout.split(product)
+            denominator, numerator, _ = layout.split(sums.product(summands, table))
             torch.reciprocal(denominator, out=inverse[block])
             torch.mul(numerator, inverse[block], out=context[block])
             if gated is not context:

@@ -9,8 +9,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
-from .direct_mixing_aft import CausalSums, DenseSums, direct_mixing
-from .feature_major_aft import Projections, feature_major_mixing, runs_by_feature
+from .direct_mixing_aft import CausalSums, DenseSums, DirectSums, direct_mixing
+from .feature_major_aft import BY_FEATURE, Projections, feature_major_mixing, runs_by_feature
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
@@ -255,7 +255,7 @@ class AFTMixer(nn.Module):
             return None
         batch, length, _ = x.shape
         keys = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
-        if self._form(length) != "direct" or not self._sums_densely(keys):
+        if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), BY_FEATURE):
             return None
         return feature_major_mixing(x, projections, *self._direct_form(keys, grid_size))
 
@@ -383,14 +383,14 @@ class AFTMixer(nn.Module):
         takes it, and what to do instead.
         """
         length = keys.shape[-2]
-        if self._sums_densely(keys):
+        if self._sums_type(keys, grid_size) is DenseSums:
             return DenseSums(causal=self.causal), self.position_bias(length), partial(dense_mixing, causal=self.causal)
         size = self._chunk_size(length)
         return CausalSums(size), self._chunk_bias(length, size, keys.device), self._in_chunks
 
-    def _sums_densely(self, keys: torch.Tensor) -> bool:
-        """Whether the direct form multiplies keys like these, (B, h, T, k), with a table of all pairs of positions."""
-        return "chunked" not in self.implementations
+    def _sums_type(self, keys: torch.Tensor, grid_size: tuple[int, int] | None) -> type[DirectSums]:
+        """How the direct form sums with keys like these, (B, h, T, k)."""
+        return CausalSums if "chunked" in self.implementations else DenseSums
 
     def _mix_chunked(self, keys, values, grid_size) -> torch.Tensor:
         length = keys.shape[-2]

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .banded_mixing_aft import QUERY_ROWS, BandSums
 from .caching_aft import AFTLayerState
-from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums, direct_mixing
+from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums, DirectSums, direct_mixing
 from .mixer_aft import AFTMixer
 from .mixing_aft import (
     CHUNK_SIZE,
@@ -31,6 +32,9 @@ LARGEST_CONV_TABLE = 2**24
 
 # What making one entry of such a table takes, in multiplications of the product with it.
 TABLE_COST = 200
+
+# What copying a number for another product with a band takes.
+COPY_COST = 600
 
 # How much longer a multiplication takes in a depth-wise convolution than in a product: by the type of the numbers, and
 # with its gradients.
@@ -443,14 +447,35 @@ class AFTConv(AFTMixer):
             return super()._direct_form(keys, grid_size)
         grid_size = self._grid(keys.shape[-2], grid_size)
         kernels = self.kernel_bias()
-        if self._sums_densely(keys):
+        chosen = self._sums_type(keys, grid_size)
+        if chosen is DenseSums:
             bias = self._offset_bias(kernels, grid_size)
             return DenseSums(grid_size), bias, partial(_mix_with_grid_table, grid_size=grid_size)
-        instead = convolution_mixing if self._table_too_large(keys.shape[-2]) else self._mix_with_table
-        return ConvolutionSums(grid_size), kernels, partial(instead, grid_size=grid_size)
+        instead = partial(
+            convolution_mixing if self._table_too_large(keys.shape[-2]) else self._mix_with_table, grid_size=grid_size
+        )
+        sums = BandSums(grid_size, self.window) if chosen is BandSums else ConvolutionSums(grid_size)
+        return sums, kernels, instead
 
-    def _sums_densely(self, keys: torch.Tensor) -> bool:
-        return super()._sums_densely(keys) and not (self.spatial_dims == 2 and self._better_convolved(keys))
+    def _sums_type(self, keys: torch.Tensor, grid_size: tuple[int, int] | None) -> type[DirectSums]:
+        """On a grid, what takes the least time, in multiplications of a product for each query and head. The factors
+        were measured on CPUs.
+        """
+        if self.spatial_dims == 1:
+            return super()._sums_type(keys, grid_size)
+        batch, _, length, _ = keys.shape
+        rows, columns = self._grid(length, grid_size)
+        features = batch * (self.hidden_size // self.num_heads + 1)
+        with_gradients = torch.is_grad_enabled()
+        slower = SLOWER_WITH_GRADIENTS if with_gradients else SLOWER.get(keys.dtype, SLOWER[torch.float32])
+        times = {ConvolutionSums: slower * self.window**2 * features}
+        if not self._table_too_large(length):
+            times[DenseSums] = length * (features + TABLE_COST)
+        if not with_gradients:
+            band, copies = QUERY_ROWS + self.window - 1, (self.window - 1) / QUERY_ROWS
+            products = band * columns * (features + TABLE_COST * QUERY_ROWS / rows)
+            times[BandSums] = products + copies * COPY_COST * features
+        return min(times, key=times.get)
 
     def _mix_with_table(self, keys, values, kernels, grid_size) -> torch.Tensor:
         """In place of a convolution that would not be precise."""
@@ -459,19 +484,6 @@ class AFTConv(AFTMixer):
 
     def _table_too_large(self, length: int) -> bool:
         return self.num_heads * length * length > LARGEST_CONV_TABLE
-
-    def _better_convolved(self, keys: torch.Tensor) -> bool:
-        """Whether to convolve keys (B, h, T, 1) with the kernels rather than to multiply them with tables of exp(w).
-
-        In multiplications of a product for each query and head. The factors were measured on CPUs.
-        """
-        if self._table_too_large(keys.shape[2]):
-            return True
-        columns = keys.shape[0] * (self.hidden_size // self.num_heads + 1)
-        slower = SLOWER.get(keys.dtype, SLOWER[torch.float32])
-        if torch.is_grad_enabled() and (keys.requires_grad or self.kernel.requires_grad):
-            slower = SLOWER_WITH_GRADIENTS
-        return slower * self.window**2 * columns < keys.shape[2] * (columns + TABLE_COST)
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
         return self.kernel_bias().flip(-1)

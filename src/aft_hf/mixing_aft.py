@@ -389,19 +389,24 @@ def _near(length: int, radius: int, like: torch.Tensor) -> torch.Tensor:
     return ((position[:, None] - position).abs() <= radius).to(like.dtype)
 
 
-def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """What is given for each offset from query to key on a grid, (h, 2 rows - 1, 2 columns - 1), as (h, T, T)."""
+def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int], key_rows: int | None = None) -> torch.Tensor:
+    """What is given for each offset from query to key, (h, rows + key_rows - 1, 2 columns - 1), as (h, T, T').
+
+    Args:
+        grid_size: (rows, columns) of the queries.
+        key_rows: rows of the keys; by default those of the queries.
+    """
     rows, columns = grid_size
-    heads, positions = by_offset.shape[0], rows * columns
+    heads, keys = by_offset.shape[0], (key_rows or rows) * columns
     # First by the columns of query and key, with the rows of all keys one after the other: what a query needs is then
     # a window of these, and the copies are of long runs.
     by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
-    windows = [by_column[..., row * columns :][..., :positions] for row in reversed(range(rows))]
+    windows = [by_column[..., row * columns :][..., :keys] for row in reversed(range(rows))]
     return torch.stack(windows, 1).flatten(1, 2)
 
 
 def collect_grid_table(table: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """The transpose of `grid_table`: (h, T, T) added up by offset, (h, 2 rows - 1, 2 columns - 1)."""
+    """The transpose of `grid_table` of a grid by itself: (h, T, T) to (h, 2 rows - 1, 2 columns - 1)."""
     rows, columns = grid_size
     heads, positions = table.shape[0], rows * columns
     by_column = table.new_zeros(heads, columns, (2 * rows - 1) * columns)
