@@ -16,7 +16,6 @@ from torch import nn
 from .activations_aft import differentiable_gradients, is_linear, is_untouched, runs_as_written
 from .banded_mixing_aft import BandSums
 from .direct_mixing_aft import (
-    BLOCK_SIZE,
     LARGEST_VALUE,
     MODERATE,
     DenseSums,
@@ -25,6 +24,10 @@ from .direct_mixing_aft import (
     largest_size,
 )
 
+
+# Bytes of the features and tables in a block. More than where positions come first: what is read and written lies in
+# long rows, and a product has more heads.
+BLOCK_SIZE = 3 * 2**22
 
 # The ways to sum for which this is.
 BY_FEATURE = (DenseSums, BandSums)
