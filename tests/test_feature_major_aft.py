@@ -273,15 +273,16 @@ def test_only_for_one_input_without_masks(arguments, outputs):
     assert not outputs
 
 
-def test_not_with_gradients_of_bfloat16_autocast_or_transformations(mixer, outputs):
+def test_not_with_float16_mixed_types_or_transformations(mixer, outputs):
     x, grid_size = torch.randn(2, LENGTH, WIDTH), grid_of(mixer)
-    copy.deepcopy(mixer).bfloat16()(x.bfloat16(), grid_size=grid_size)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.float16):
         mixer(x, grid_size=grid_size)
     torch.func.grad(lambda x: mixer(x, grid_size=grid_size).sum())(x)
+    mixed = copy.deepcopy(mixer)
+    mixed.v_proj.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        mixed(x, grid_size=grid_size)
     with torch.no_grad():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            mixer(x, grid_size=grid_size)
         torch.func.vmap(lambda x: mixer(x[None], grid_size=grid_size)[0])(x)
         torch.func.jvp(lambda x: mixer(x, grid_size=grid_size), (x,), (x,))
     assert not outputs
@@ -405,6 +406,43 @@ def test_gradients_are_those_of_eq_2(mixer, dtype, tolerance, block_size, rows, 
     found = results(mixer, x)
     assert outputs[0].is_contiguous() and len(averages) == 1
     assert_near(found, expected_results(mixer, x), tolerance)
+
+
+@pytest.mark.parametrize("autocast", (True, False))
+def test_gradients_of_bfloat16_come_from_sums_in_float32(mixer, autocast, outputs):
+    x = torch.randn(3, LENGTH, WIDTH)
+    mixer.k_proj.weight.data *= 0.1  # or else the rounding of keys is what is seen
+    rounded = copy.deepcopy(mixer).bfloat16()
+    expected = expected_results(rounded, x.bfloat16())
+    context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+    if not autocast:
+        mixer, x = rounded, x.bfloat16()
+    other = copy.deepcopy(mixer)
+    other.v_proj.register_forward_hook(lambda *args: None)  # which is seen, so that positions come first
+    errors = []
+    for tried in (mixer, other):
+        with context:
+            found = results(tried, x)
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(found, expected) if b.norm() > 1e-3])
+    assert len(outputs) == 1 and outputs[0].dtype == torch.bfloat16
+    assert max(errors[0]) < 2e-2 or max(errors[0]) < 1.5 * max(errors[1])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_autocast_is_as_the_modules_are_one_by_one(mixer, dtype, outputs):
+    x, grid_size = torch.randn(2, LENGTH, WIDTH).to(dtype), grid_of(mixer)
+    other = copy.deepcopy(mixer)
+    other.v_proj.register_forward_hook(lambda *args: None)
+    for context in (torch.no_grad, torch.enable_grad):
+        with context(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = (m(x, grid_size=grid_size) for m in (mixer, other))
+        assert found.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if found.requires_grad:
+                found.float().square().sum().backward()
+    assert len(outputs) == 2
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in mixer.parameters())
 
 
 @pytest.mark.parametrize("length", (1, 2, 35))

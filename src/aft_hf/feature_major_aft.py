@@ -23,6 +23,7 @@ from .direct_mixing_aft import (
     gradient_of_sums,
     largest_size,
 )
+from .mixing_aft import working_dtype
 
 
 # Bytes of the features and tables in a block. More than where positions come first: what is read and written lies in
@@ -32,8 +33,8 @@ BLOCK_SIZE = 3 * 2**22
 # The ways to sum for which this is.
 BY_FEATURE = (DenseSums, BandSums)
 
-# What gradients need is kept in these; without them bfloat16 is summed as well.
-WITH_GRADIENTS = (torch.float32, torch.float64)
+# The numbers that features may be. Where there are gradients, bfloat16 is summed in float32.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 # Features that a product should have at least, if their number can be divided.
 FEWEST_FEATURES = 16
@@ -69,15 +70,20 @@ class Projections(NamedTuple):
 
 def runs_by_feature(x: torch.Tensor, projections: Projections, heads: int) -> bool:
     """Whether `feature_major_mixing` can take the place of these modules for an input (B, T, d)."""
-    if x.device.type != "cpu" or x.numel() == 0 or not runs_as_written(x) or torch.is_autocast_enabled("cpu"):
+    if x.device.type != "cpu" or x.numel() == 0 or not runs_as_written(x):
         return False
-    dtypes = WITH_GRADIENTS if torch.is_grad_enabled() else (*WITH_GRADIENTS, torch.bfloat16)
     layers = [*projections.of_input(), projections.output]
-    return (
-        x.dtype in dtypes
-        and projections.are_plain(x.shape[-1], heads)
-        and all(p.dtype == x.dtype for y in layers for p in y.parameters())
-    )
+    if not projections.are_plain(x.shape[-1], heads):
+        return False
+    dtypes = {x.dtype, *(p.dtype for y in layers for p in y.parameters())}
+    if torch.is_autocast_enabled("cpu"):  # which leaves float64 as it is
+        return projected_dtype(x) == torch.bfloat16 and dtypes <= {torch.float32, torch.bfloat16}
+    return len(dtypes) == 1 and x.dtype in DTYPES
+
+
+def projected_dtype(x: torch.Tensor) -> torch.dtype:
+    """The type of what a linear layer makes of x."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
 
 
 class _Layout(NamedTuple):
@@ -122,7 +128,7 @@ def feature_major_mixing(
     """The output of a mixer for which `runs_by_feature`; None where a tensor turns out not to be a plain one.
 
     Args:
-        x: (B, T, d), query, key and value in one.
+        x: (B, T, d), query, key and value in one, of the type in which they shall be projected.
         projections: d -> d, but d -> h for a key per head.
         sums: how positions are summed where keys, values and biases are moderate.
         bias: position biases as `sums` takes them.
@@ -135,10 +141,11 @@ def feature_major_mixing(
     heads, key_features = len(bias), projections.key.weight.shape[0]
     groups = _count_groups(heads, width, key_features, batch * length * x.element_size())
     layout = _Layout(heads, groups, key_features // groups, width // groups)
+    weights = [getattr(projections.output, name, None) for name in ("weight", "bias")]
+    weights = [None if y is None else y.to(x.dtype) for y in weights]
     features = _project(projections.of_input(), groups, x.flatten(0, 1)).view(groups, -1, batch, length)
     if not runs_as_written(features, bias):
         return None
-    weights = [getattr(projections.output, name, None) for name in ("weight", "bias")]
     if not _are_moderate(features.detach(), bias.detach(), layout):
         output = _gated_safely(features, bias, *weights, layout, safe)
     elif torch.is_grad_enabled():
@@ -181,10 +188,11 @@ class _GatedAverage(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features, bias, weight, weight_bias, layout: _Layout, sums, safe) -> torch.Tensor:
         keys, values, queries = layout.split(features)
-        context, inverse = values.new_empty(values.shape), keys.new_empty(keys.shape)
+        dtype = working_dtype(features)
+        context, inverse = values.new_empty(values.shape), keys.new_empty(keys.shape, dtype=dtype)
         gated = context if queries.shape[1] == 0 else torch.empty_like(context)
-        for block, _, table in layout.blocks(sums, torch.exp(bias).to(features.dtype), features):
-            summands = _summands(keys[block], values[block])
+        for block, _, table in layout.blocks(sums, torch.exp(bias).to(dtype), features):
+            summands = _summands(keys[block], values[block], dtype)
             denominator, numerator, _ = layout.split(sums.product(summands, table))
             torch.reciprocal(denominator, out=inverse[block])
             torch.mul(numerator, inverse[block], out=context[block])
@@ -195,6 +203,7 @@ class _GatedAverage(torch.autograd.Function):
         return _output(gated, weight, weight_bias)
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         *inputs, context, inverse = ctx.saved_tensors
         features, bias, weight, _ = inputs
@@ -207,7 +216,8 @@ class _GatedAverage(torch.autograd.Function):
         of_features, gated = torch.empty_like(features), torch.empty_like(context)
         of_bias = torch.zeros_like(bias) if needed[1] else None
         parts = layout.split(features), layout.split(of_features)
-        exp_bias = torch.exp(bias).to(features.dtype)
+        dtype = working_dtype(features)
+        exp_bias = torch.exp(bias).to(dtype)
         for block, heads, table in layout.blocks(sums, exp_bias, features):
             (keys, values, queries), gradients = ([x[block] for x in y] for y in parts)
             of_context = of_gated[block]
@@ -219,10 +229,11 @@ class _GatedAverage(torch.autograd.Function):
                 of_context.mul_(gate)
             else:
                 gated[block] = context[block]
-            summands = _summands(keys, values)
+            summands = _summands(keys, values, dtype)
             of_sums = torch.empty_like(summands)
             of_denominator, of_numerator, _ = layout.split(of_sums)
-            gradient_of_sums(of_context, context[block], inverse[block], of_numerator, of_denominator, 1)
+            factors = of_context.to(dtype), context[block].to(dtype), inverse[block]
+            gradient_of_sums(*factors, of_numerator, of_denominator, 1)
             if needed[1]:
                 of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
                 of_bias[heads] += sums.collect(of_table) * exp_bias[heads]
@@ -243,12 +254,12 @@ def _gated_safely(features, bias, weight, weight_bias, layout: _Layout, safe: Ca
     return _output(context * torch.sigmoid(queries) if queries.shape[1] else context, weight, weight_bias)
 
 
-def _summands(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _summands(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """exp(K), then exp(K) V, of some groups."""
     count = keys.shape[1]
-    summands = torch.empty(len(keys), count + values.shape[1], *keys.shape[2:], dtype=keys.dtype)
+    summands = torch.empty(len(keys), count + values.shape[1], *keys.shape[2:], dtype=dtype)
     weights, weighted = summands.tensor_split((count,), 1)
-    torch.mul(values, torch.exp(keys, out=weights), out=weighted)
+    torch.mul(values.to(dtype), torch.exp(keys.to(dtype), out=weights), out=weighted)
     return summands
 
 
@@ -274,8 +285,8 @@ def _count_groups(heads: int, width: int, keys: int, size: int) -> int:
 
 def _project(layers: list[nn.Linear], groups: int, x: torch.Tensor) -> torch.Tensor:
     """What the layers make of (B T, d), of one group of features after the other: (features, B T)."""
-    weight = torch.cat([layer.weight.view(groups, -1, x.shape[1]) for layer in layers], 1).flatten(0, 1)
+    weight = torch.cat([layer.weight.view(groups, -1, x.shape[1]) for layer in layers], 1).flatten(0, 1).to(x.dtype)
     if layers[0].bias is None:
         return torch.mm(weight, x.mT)
-    bias = torch.cat([layer.bias.view(groups, -1, 1) for layer in layers], 1).flatten(0, 1)
+    bias = torch.cat([layer.bias.view(groups, -1, 1) for layer in layers], 1).flatten(0, 1).to(x.dtype)
     return torch.addmm(bias, weight, x.mT)  # rounded once, after the bias

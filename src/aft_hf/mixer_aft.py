@@ -10,7 +10,7 @@ from transformers.utils.generic import maybe_autocast
 from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
 from .direct_mixing_aft import CausalSums, DenseSums, DirectSums, direct_mixing
-from .feature_major_aft import BY_FEATURE, Projections, feature_major_mixing, runs_by_feature
+from .feature_major_aft import BY_FEATURE, Projections, feature_major_mixing, projected_dtype, runs_by_feature
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
@@ -253,11 +253,12 @@ class AFTMixer(nn.Module):
         checkpointed = self.training and not torch.is_grad_enabled()
         if checkpointed or not runs_by_feature(x, projections, self.num_heads):
             return None
-        batch, length, _ = x.shape
-        keys = x.new_empty(()).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
+        (batch, length, _), dtype = x.shape, projected_dtype(x)
+        keys = torch.empty((), dtype=dtype).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
         if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), BY_FEATURE):
             return None
-        return feature_major_mixing(x, projections, *self._direct_form(keys, grid_size))
+        with maybe_autocast(x.device.type, enabled=False):
+            return feature_major_mixing(x.to(dtype), projections, *self._direct_form(keys, grid_size))
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
         """Keys of padding hidden and, if `compact`, moved behind the real tokens of the row.
