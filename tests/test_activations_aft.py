@@ -303,6 +303,12 @@ def test_a_product_with_gelu_hides_nothing(layers, value):
     torch.testing.assert_close(y[[0, 2, 3]], expected[[0, 2, 3]], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("shape", ((2, 7), ()), ids=str)
+def test_an_input_of_another_width_is_an_error_about_shapes(layers, shape):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"shape|1D"):
+        perceptron(*of_bfloat16(layers), torch.randn(shape).bfloat16())
+
+
 def with_strided_bias(layers, x):
     layers[0].bias = nn.Parameter(torch.randn(32, 2).bfloat16()[:, 0])
     return x

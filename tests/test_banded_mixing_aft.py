@@ -51,6 +51,15 @@ def test_other_types_of_numbers(dtype, tolerance):
     torch.testing.assert_close(found.double(), exact(*case, grid_size), rtol=tolerance, atol=tolerance)
 
 
+def test_float16_does_not_overflow():
+    grid_size = 9, 8
+    mixer, key, value = build(5, grid_size, torch.float16)
+    key = key + 12
+    found = banded(mixer, key, value, grid_size)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.double(), exact(mixer, key, value, grid_size), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("size", (-MODERATE, MODERATE))
 def test_nothing_cancels(size):
     grid_size = 9, 4

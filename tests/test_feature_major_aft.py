@@ -289,7 +289,7 @@ def test_not_with_float16_mixed_types_or_transformations(mixer, outputs):
 
 
 @pytest.mark.parametrize("use_reentrant", (True, False))
-def test_a_checkpoint_in_training_gives_the_same(use_reentrant):
+def test_a_checkpoint_in_training_gives_the_same(use_reentrant, outputs):
     mixer, x = build(lambda: on_grid(3, selection="gumbel")).train(), torch.randn(2, LENGTH, WIDTH, requires_grad=True)
     results = []
     for checkpointed in (False, True):
@@ -299,6 +299,7 @@ def test_a_checkpoint_in_training_gives_the_same(use_reentrant):
         output.sum().backward()
         results.append((output.detach(), x.grad.clone()))
         x.grad = None
+    assert len(outputs) == 2 + use_reentrant  # the other kind stops before all is made again
     torch.testing.assert_close(results[0], results[1])
 
 
@@ -529,13 +530,61 @@ def test_training_keeps_the_average_and_its_denominators_beside_the_projections(
     output.sum().backward()
 
 
-def test_a_weight_that_was_changed_before_the_backward_pass_is_noticed(mixer):
-    output = mixer(torch.randn(2, LENGTH, WIDTH), grid_size=grid_of(mixer))
+@pytest.mark.parametrize("changed", ("input", "o_proj.weight"))
+def test_what_was_changed_before_the_backward_pass_is_noticed(changed):
+    mixer, x = build(MIXERS["conv 2-D"]), torch.randn(2, LENGTH, WIDTH)
+    output = mixer(x, grid_size=(5, 7))
     with torch.no_grad():
-        mixer.k_proj.weight.mul_(2)
-    x = torch.randn(2, LENGTH, WIDTH, requires_grad=True)
-    output = mixer(x, grid_size=grid_of(mixer))
-    with torch.no_grad():
-        x.add_(1)
+        (x if changed == "input" else mixer.o_proj.weight).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+ALONE = ((1, 1), (1, 5), (3, 1))
+
+
+@pytest.mark.parametrize("use_query", (True, False))
+@pytest.mark.parametrize("shape", ALONE, ids=str)
+def test_a_gradient_that_others_share_stays_as_it_is(use_query, shape):
+    mixer = build(lambda: AFTFull(WIDTH, LENGTH, use_query=use_query, use_output_projection=False))
+    x = torch.randn(*shape, WIDTH, requires_grad=True)
+    given = torch.randn(shape[0], WIDTH, shape[1]).mT
+    before = given.clone()
+    output = mixer(x)
+    first, second = (torch.autograd.grad(output, x, given, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(given, before) and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("use_query", (True, False))
+@pytest.mark.parametrize("shape", ALONE, ids=str)
+def test_the_output_may_be_changed(use_query, shape):
+    mixer = build(lambda: AFTFull(WIDTH, LENGTH, use_query=use_query, use_output_projection=False))
+    x = torch.randn(*shape, WIDTH, requires_grad=True)
+    (expected,) = torch.autograd.grad((2 * mixer(x)).square().sum(), x)
+    (found,) = torch.autograd.grad(mixer(x).mul_(2).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_needs_no_gradient_keeps_nothing(monkeypatch):
+    kept = []
+    mixer = build(MIXERS["conv 2-D"]).requires_grad_(False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x), lambda x: x):
+        assert not mixer(torch.randn(2, LENGTH, WIDTH), grid_size=(5, 7)).requires_grad
+    assert not kept
+
+
+def test_the_default_device_does_not_matter(mixer):
+    x = torch.randn(2, LENGTH, WIDTH)
+    expected = results(mixer, x)
+    weight = torch.linspace(0.2, 1, x.numel()).view_as(x)
+    with torch.no_grad():
+        output = mixer(x, grid_size=grid_of(mixer))
+    torch.set_default_device("meta")
+    try:
+        with torch.no_grad():
+            assert torch.equal(mixer(x, grid_size=grid_of(mixer)), output)
+        x.requires_grad_()
+        (weight * mixer(x, grid_size=grid_of(mixer))).sum().backward()
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(x.grad.double(), expected[1])

@@ -69,6 +69,8 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> bool:
     """
     if not is_linear(module) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
+    if x.dim() == 0 or x.shape[-1] != module.weight.shape[1]:  # whose error speaks of shapes
+        return False
     tensors = [y for y in (x, module.weight, module.bias) if y is not None]
     if any(y.dtype != torch.bfloat16 or not y.is_contiguous() for y in tensors) or not runs_as_written(*tensors):
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .direct_mixing_aft import DirectSums
-from .mixing_aft import grid_table
+from .mixing_aft import grid_table, working_dtype
 
 
 # Rows of queries in one product: more make fewer copies of keys, and a larger table.
@@ -17,9 +17,10 @@ QUERY_ROWS = 4
 
 
 class BandSums(DirectSums):
-    """O(T d s columns) time and O(s columns^2) memory for the table. Without gradients.
+    """O(T d s columns) time. Without gradients.
 
-    Position biases are the kernels (h, s, s).
+    Position biases are the kernels (h, s, s). Memory is for a table of O(s columns^2) for each head, and for keys and
+    values (s + 3) / 4 times over: by heads in blocks where positions lie last in memory.
 
     Args:
         grid_size: (rows, columns) of the grid.
@@ -30,12 +31,13 @@ class BandSums(DirectSums):
         self.grid_size, self.reach = grid_size, window // 2
 
     def forward(self, key, value, bias, inverse=None):
-        keys, values = (x.permute(1, 3, 0, 2) for x in (key, value))  # (h, k, B, T)
-        weights = torch.exp(keys.to(values.dtype))
+        dtype = value.dtype if value.dtype == torch.bfloat16 else working_dtype(value)
+        keys, values = (x.to(dtype).permute(1, 3, 0, 2) for x in (key, value))  # (h, k, B, T)
+        weights = torch.exp(keys)
         summands = torch.cat([weights, weights * values], 1)
-        sums = self.product(summands, self.table(torch.exp(bias).to(values.dtype)))
+        sums = self.product(summands, self.table(torch.exp(bias).to(dtype)))
         denominator, numerator = sums.tensor_split((1,), 1)
-        return (numerator * self._reciprocal(denominator)).permute(2, 0, 3, 1)
+        return (numerator * self._reciprocal(denominator)).permute(2, 0, 3, 1).to(value.dtype)
 
     def table(self, exp_bias: torch.Tensor) -> torch.Tensor:
         """exp(w) from some rows of queries to those around them, (h, QUERY_ROWS columns, band columns)."""
@@ -64,7 +66,7 @@ class BandSums(DirectSums):
         dtype = torch.promote_types(by_row.dtype, torch.float32)
         of_rows = nn.functional.pad(by_row.sum(-1, dtype=dtype), (1, 1))
         before, after = of_rows.cumsum(-1), of_rows.flip(-1).cumsum(-1).flip(-1)  # of the first i rows, from i - 1 on
-        first = torch.arange(self._blocks) * QUERY_ROWS - self.reach
+        first = torch.arange(self._blocks, device=by_row.device) * QUERY_ROWS - self.reach
         rows = by_row.shape[2]
         return before[..., first.clamp_min(0)] + after[..., (first + self._band).clamp_max(rows) + 1]
 

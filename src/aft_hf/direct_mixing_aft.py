@@ -12,6 +12,7 @@ gradients, and where all positions see each other, values of bfloat16 make produ
 float32.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -93,7 +94,7 @@ def largest_size(*tensors: torch.Tensor) -> float:
 
 
 def _largest(*numbers: float) -> float:
-    return float(torch.tensor(numbers).amax())  # NaN if any is
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 class _DirectMixing(torch.autograd.Function):

@@ -33,7 +33,7 @@ BLOCK_SIZE = 3 * 2**22
 # The ways to sum for which this is.
 BY_FEATURE = (DenseSums, BandSums)
 
-# The numbers that features may be. Where there are gradients, bfloat16 is summed in float32.
+# The numbers that features may be. For gradients, features of bfloat16 are summed in float32.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 # Features that a product should have at least, if their number can be divided.
@@ -148,7 +148,7 @@ def feature_major_mixing(
         return None
     if not _are_moderate(features.detach(), bias.detach(), layout):
         output = _gated_safely(features, bias, *weights, layout, safe)
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (features, bias, *weights)):
         output = _GatedAverage.apply(features, bias, *weights, layout, sums, safe)
     else:
         output = _output(_gated_in_place(features, bias, layout, sums), *weights)
@@ -186,7 +186,7 @@ class _GatedAverage(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, features, bias, weight, weight_bias, layout: _Layout, sums, safe) -> torch.Tensor:
+    def forward(ctx: Any, features, bias, weight, weight_bias, layout: _Layout, sums: DenseSums, safe) -> torch.Tensor:
         keys, values, queries = layout.split(features)
         dtype = working_dtype(features)
         context, inverse = values.new_empty(values.shape), keys.new_empty(keys.shape, dtype=dtype)
@@ -203,47 +203,54 @@ class _GatedAverage(torch.autograd.Function):
         return _output(gated, weight, weight_bias)
 
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         *inputs, context, inverse = ctx.saved_tensors
-        features, bias, weight, _ = inputs
-        needed = ctx.needs_input_grad
+        needed = ctx.needs_input_grad[: len(inputs)]
         if torch.is_grad_enabled():  # the gradient of this gradient is wanted
             output = _gated_safely(*inputs, ctx.layout, ctx.safe)
-            return *differentiable_gradients(output, inputs, needed[:4], gradient), None, None, None
-        layout, sums = ctx.layout, ctx.sums
-        of_gated = (gradient.mT.contiguous() if weight is None else weight.mT @ gradient.mT).view_as(context)
-        of_features, gated = torch.empty_like(features), torch.empty_like(context)
-        of_bias = torch.zeros_like(bias) if needed[1] else None
-        parts = layout.split(features), layout.split(of_features)
-        dtype = working_dtype(features)
-        exp_bias = torch.exp(bias).to(dtype)
-        for block, heads, table in layout.blocks(sums, exp_bias, features):
-            (keys, values, queries), gradients = ([x[block] for x in y] for y in parts)
-            of_context = of_gated[block]
-            if queries.shape[1]:
-                gate = torch.sigmoid(queries)
-                torch.mul(context[block], gate, out=gated[block])
-                of_gate = of_context * context[block]
-                torch.ops.aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=gradients[2])
-                of_context.mul_(gate)
-            else:
-                gated[block] = context[block]
-            summands = _summands(keys, values, dtype)
-            of_sums = torch.empty_like(summands)
-            of_denominator, of_numerator, _ = layout.split(of_sums)
-            factors = of_context.to(dtype), context[block].to(dtype), inverse[block]
-            gradient_of_sums(*factors, of_numerator, of_denominator, 1)
-            if needed[1]:
-                of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
-                of_bias[heads] += sums.collect(of_table) * exp_bias[heads]
-            of_summands = torch.bmm(of_sums.flatten(1, 2), table).view_as(summands)
-            of_weights, of_weighted, _ = layout.split(of_summands)
-            weights, weighted, _ = layout.split(summands)
-            gradient_of_inputs((of_weighted, of_weights), (weighted, weights), *gradients[:2], 1)
-        of_weight = gradient.mT @ gated.view(-1, len(gradient)).mT if needed[2] else None
-        of_weight_bias = gradient.sum(0) if needed[3] else None
-        return of_features if needed[0] else None, of_bias, of_weight, of_weight_bias, None, None, None
+            return *differentiable_gradients(output, inputs, needed, gradient), None, None, None
+        with torch.autocast("cpu", enabled=False):
+            return *_gradients(*inputs, context, inverse, gradient, needed, ctx.layout, ctx.sums), None, None, None
+
+
+def _gradients(
+    features, bias, weight, weight_bias, context, inverse, gradient, needed, layout: _Layout, sums: DenseSums
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of the first four, where `needed`, from that of the output (B T, d)."""
+    dtype = working_dtype(features)
+    # A copy: what is overwritten here must not be the caller's.
+    of_gated = gradient.mT.clone(memory_format=torch.contiguous_format) if weight is None else weight.mT @ gradient.mT
+    of_gated = of_gated.view_as(context)
+    of_features, gated = torch.empty_like(features), torch.empty_like(context)
+    of_bias = torch.zeros_like(bias) if needed[1] else None
+    parts = layout.split(features), layout.split(of_features)
+    exp_bias = torch.exp(bias).to(dtype)
+    for block, heads, table in layout.blocks(sums, exp_bias, features):
+        (keys, values, queries), gradients = ([x[block] for x in y] for y in parts)
+        of_context = of_gated[block]
+        if queries.shape[1]:
+            gate = torch.sigmoid(queries)
+            torch.mul(context[block], gate, out=gated[block])
+            of_gate = of_context * context[block]
+            torch.ops.aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=gradients[2])
+            of_context.mul_(gate)
+        else:
+            gated[block] = context[block]
+        summands = _summands(keys, values, dtype)
+        of_sums = torch.empty_like(summands)
+        of_denominator, of_numerator, _ = layout.split(of_sums)
+        factors = of_context.to(dtype), context[block].to(dtype), inverse[block]
+        gradient_of_sums(*factors, of_numerator, of_denominator, 1)
+        if needed[1]:
+            of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
+            of_bias[heads] += sums.collect(of_table) * exp_bias[heads]
+        of_summands = torch.bmm(of_sums.flatten(1, 2), table).view_as(summands)
+        of_weights, of_weighted, _ = layout.split(of_summands)
+        weights, weighted, _ = layout.split(summands)
+        gradient_of_inputs((of_weighted, of_weights), (weighted, weights), *gradients[:2], 1)
+    of_weight = gradient.mT @ gated.view(-1, len(gradient)).mT if needed[2] else None
+    of_weight_bias = gradient.sum(0) if needed[3] else None
+    return of_features if needed[0] else None, of_bias, of_weight, of_weight_bias
 
 
 def _gated_safely(features, bias, weight, weight_bias, layout: _Layout, safe: Callable) -> torch.Tensor:
@@ -257,7 +264,7 @@ def _gated_safely(features, bias, weight, weight_bias, layout: _Layout, safe: Ca
 def _summands(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """exp(K), then exp(K) V, of some groups."""
     count = keys.shape[1]
-    summands = torch.empty(len(keys), count + values.shape[1], *keys.shape[2:], dtype=dtype)
+    summands = keys.new_empty(len(keys), count + values.shape[1], *keys.shape[2:], dtype=dtype)
     weights, weighted = summands.tensor_split((count,), 1)
     torch.mul(values.to(dtype), torch.exp(keys.to(dtype), out=weights), out=weighted)
     return summands
@@ -266,7 +273,9 @@ def _summands(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> t
 def _output(gated: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """(groups, values, B, T) as (B T, d), projected."""
     rows = gated.flatten(2).flatten(0, 1).mT
-    return rows.contiguous() if weight is None else nn.functional.linear(rows, weight, bias)
+    if weight is None:  # a copy even where none is needed: what is kept for gradients must not be changed
+        return rows.clone(memory_format=torch.contiguous_format)
+    return nn.functional.linear(rows, weight, bias)
 
 
 def _count_groups(heads: int, width: int, keys: int, size: int) -> int:

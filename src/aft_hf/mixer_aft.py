@@ -245,16 +245,12 @@ class AFTMixer(nn.Module):
         return context if order is None else _gather(context, order)
 
     def _mix_by_feature(self, x: torch.Tensor, grid_size: tuple[int, int] | None) -> torch.Tensor | None:
-        """The output for one input (B, T, d), by `feature_major_mixing` where that is possible; None elsewhere.
-
-        In training not without gradients, which is the first half of a checkpoint: it would not be what is run again.
-        """
+        """The output for one input (B, T, d), by `feature_major_mixing` where that is possible; None elsewhere."""
         projections = Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj)
-        checkpointed = self.training and not torch.is_grad_enabled()
-        if checkpointed or not runs_by_feature(x, projections, self.num_heads):
+        if not runs_by_feature(x, projections, self.num_heads):
             return None
         (batch, length, _), dtype = x.shape, projected_dtype(x)
-        keys = torch.empty((), dtype=dtype).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
+        keys = x.new_empty((), dtype=dtype).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
         if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), BY_FEATURE):
             return None
         with maybe_autocast(x.device.type, enabled=False):

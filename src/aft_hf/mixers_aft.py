@@ -473,7 +473,7 @@ class AFTConv(AFTMixer):
             times[DenseSums] = length * (features + TABLE_COST)
         if not with_gradients:
             band, copies = QUERY_ROWS + self.window - 1, (self.window - 1) / QUERY_ROWS
-            products = band * columns * (features + TABLE_COST * QUERY_ROWS / rows)
+            products = band * columns * (features + TABLE_COST * QUERY_ROWS / max(rows, 1))
             times[BandSums] = products + copies * COPY_COST * features
         return min(times, key=times.get)
 
