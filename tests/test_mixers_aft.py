@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.mixers_aft import _ProductsOfNeighbours
 
 
 WIDTH = 8  # of the mixers of the fixtures
@@ -755,3 +756,30 @@ def test_left_padding_of_separate_keys_does_not_count_either(build):
     padded = torch.cat([torch.randn(1, 2, WIDTH), memory], 1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(mixer(query, padded, padded, attention_mask=mask), mixer(query, memory, memory))
+
+
+@pytest.mark.parametrize("window", (10, 40))
+@pytest.mark.parametrize("length", (20, 64, 150))
+def test_local_biases_between_chunks_are_those_between_their_positions(window, length, monkeypatch):
+    def biases_and_gradients(chunk_bias):
+        bias = chunk_bias(length, size, torch.device("cpu"))
+        # Of each query, its own chunk's keys up to itself, and the chunk before it, which the first one has not.
+        seen = [(t // size, t % size, slice(size if t < size else 0, size + t % size + 1)) for t in range(length)]
+        flat = torch.cat([bias[:, chunk, place, keys] for chunk, place, keys in seen], 1)
+        weight = torch.linspace(-1, 1, flat.numel(), dtype=flat.dtype).view_as(flat)
+        factors = mixer.position_bias_query, mixer.position_bias_key
+        return [flat, *torch.autograd.grad((weight * flat).sum(), factors)]
+
+    torch.manual_seed(0)
+    mixer = AFTLocal(12, 160, window, causal=True, num_heads=3, position_bias_dim=4).double()
+    size = mixer._chunk_size(length)
+    expected = biases_and_gradients(super(AFTLocal, mixer)._chunk_bias)
+    torch.testing.assert_close(biases_and_gradients(mixer._chunk_bias), expected)
+    monkeypatch.setattr("aft_hf.mixers_aft.runs_as_written", lambda *_: False)
+    torch.testing.assert_close(biases_and_gradients(mixer._chunk_bias), expected)
+
+
+def test_products_of_neighbouring_chunks_can_be_differentiated_twice():
+    queries, keys = (torch.randn(2, 3, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(_ProductsOfNeighbours.apply, (queries, keys))
+    assert torch.autograd.gradgradcheck(_ProductsOfNeighbours.apply, (queries, keys))

@@ -7,7 +7,8 @@ blocks that stay in a processor's cache. The gradients are written by hand: they
 it, so that training keeps no more than keys, values, the result and its denominators.
 
 Inside, the two sums of Eq. 2 lie side by side as W = c + k features: exp(K) V, then exp(K), which is copied to its
-place because exp is several times slower on rows that are apart. They are kept in float32 at least. Only without
+place because exp is several times slower on rows that are apart. Causal sums of c = k features keep the two apart
+instead, each in a piece of memory without gaps. They are kept in float32 at least. Only without
 gradients, and where all positions see each other, values of bfloat16 make products of bfloat16, which are added up in
 float32.
 """
@@ -32,6 +33,12 @@ LARGEST_VALUE = 1e12
 
 # Bytes of the features in a block: few enough to stay in the cache, many enough for products to be efficient.
 BLOCK_SIZE = 2**22
+
+# The same for causal sums, which have more passes over a block, and each takes some time to start.
+CAUSAL_BLOCK_SIZE = 2**23
+
+# Chunks in a block, for which the running sums take a time that is quadratic.
+MOST_CHUNKS = 128
 
 # Columns that a product should have at least.
 FEWEST_COLUMNS = 256
@@ -141,11 +148,11 @@ class DirectSums:
         """The gradients of key, value and bias (None unless needed)."""
         raise NotImplementedError
 
-    def _reciprocal(self, denominator: torch.Tensor) -> torch.Tensor:
-        """In place; 0 where there was nothing to sum over."""
+    def _reciprocal(self, denominator: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """In place or in `out`; 0 where there was nothing to sum over."""
         if self.hidden:
             denominator.masked_fill_(denominator == 0, torch.inf)
-        return denominator.reciprocal_()
+        return denominator.reciprocal_() if out is None else torch.reciprocal(denominator, out=out)
 
 
 class DenseSums(DirectSums):
@@ -388,63 +395,68 @@ class CausalSums(DirectSums):
 
     def _forward_rows(self, key, value, context, inverse, tables, segments) -> None:
         """Some rows, (h, B, T, k) and (h, B, T, c), from left to right."""
-        decay = self._decay(value)
+        decay = self._decay(segments, value)
         carry = None  # the sums over what lies before the chunks of a product
         for segment in segments:
             here, chunks = segment.positions, segment.chunks
             features = self._features(key, value, segment, tables)
-            totals = features[:, :, :chunks].sum(-2, dtype=working_dtype(value))
-            earlier = _running_sums(totals, carry, decay)
-            carry = earlier[:, :, -1:]
-            sums = _product_of_chunks(segment.of(tables), features, chunks)
-            sums += earlier[:, :, :-1].unsqueeze(-2).to(sums.dtype)
-            sums = sums.flatten(2, 3)[:, :, : here.stop - here.start]
-            numerator, denominator = _parts(sums, value)
-            denominator = self._reciprocal(denominator)
-            if inverse is not None:
-                inverse[:, :, here] = denominator
+            earlier = _running_sums(features[:, :, :, :chunks], carry, decay)
+            carry = earlier[:, :, :, -1]
+            sums = self._sums(segment.of(tables), features, earlier[:, :, :, :-1], 0)
+            numerator, denominator = _parts(_tokens(sums)[:, :, :, : here.stop - here.start], value)
+            denominator = self._reciprocal(denominator, None if inverse is None else inverse[:, :, here])
             torch.mul(numerator, denominator, out=context[:, :, here])
 
     def backward(self, key, value, bias, context, inverse, gradient, bias_needed):
         key_gradient, value_gradient = _by_position(key), _by_position(value)
         tables = self._tables(bias, value)
-        of_tables = torch.zeros_like(bias) if bias_needed else None
+        of_tables = torch.zeros_like(tables.mT, memory_format=torch.contiguous_format) if bias_needed else None
         views = self._together(bias, key, value, context, inverse, gradient, key_gradient, value_gradient)
         for rows, segments in self._blocks(*views[:2]):
             self._backward_rows(*(x[rows].transpose(0, 1) for x in views), tables, of_tables, segments)
-        return key_gradient, value_gradient, of_tables.mul_(tables) if bias_needed else None
+        return key_gradient, value_gradient, tables * of_tables.mT if bias_needed else None
 
     def _backward_rows(
         self, key, value, context, inverse, gradient, key_gradient, value_gradient, tables, of_tables, segments
     ) -> None:
         """Some rows from right to left, since a key counts for the queries after it."""
-        decay = self._decay(value)
+        decay = self._decay(segments, value).flip(1, 2)
         tables_of_keys = self._tables_of_keys(tables)
+        before = tables.shape[-1] // self.chunk_size - 1
         carry = following = None
         for segment in reversed(segments):
             here, chunks = segment.positions, segment.chunks
-            features = self._features(key, value, segment, tables)
-            before = features.shape[2] - chunks
-            of_sums = torch.empty_like(features)  # of the chunks, then of the one that follows
             count = here.stop - here.start
-            flat = of_sums.flatten(2, 3)
+            features = self._features(key, value, segment, tables)
+            of_sums = torch.empty_like(features)  # of the chunks, then of the one that follows
+            tokens = _tokens(of_sums)
             gradient_of_sums(
-                *(x[:, :, here] for x in (gradient, context, inverse)), *_parts(flat[:, :, :count], value)
+                *(x[:, :, here] for x in (gradient, context, inverse)), *_parts(tokens[:, :, :, :count], value)
             )
-            flat[:, :, count:] = 0
-            if following is not None:
-                of_sums[:, :, chunks:] = following
-            following = of_sums[:, :, :before]
-            totals = of_sums[:, :, before:].sum(-2, dtype=working_dtype(value))
-            later = _running_sums(totals.flip(2), carry, decay)
-            carry = later[:, :, -1:]
-            of_features = _product_of_chunks(segment.of(tables_of_keys), of_sums, chunks)
-            of_features += later[:, :, :-1].flip(2).unsqueeze(-2).to(of_features.dtype)
-            parts = (_parts(x.flatten(2, 3)[:, :, :count], value) for x in (of_features, features[:, :, before:]))
-            gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
+            if following is None:
+                tokens[:, :, :, count:] = 0
+            else:
+                of_sums[:, :, :, chunks:] = following
+            following = of_sums[:, :, :, :before]
+            later = _running_sums(of_sums[:, :, :, before:], carry, decay, reverse=True)
+            carry = later[:, :, :, 0]
+            of_features = self._sums(segment.of(tables_of_keys), of_sums, later[:, :, :, 1:], -1)
             if of_tables is not None:
-                products = _product_of_gradients(of_sums, features, chunks, tables.shape[-1])
-                segment.of(of_tables).add_(products if of_tables.shape[1] > 1 else products.sum(1, keepdim=True))
+                _add_gradient_of_tables(segment.of(of_tables), of_sums, features, chunks)
+            parts = (_parts(_tokens(x)[:, :, :, :count], value) for x in (of_features, features[:, :, :, before:]))
+            gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
+
+    def _sums(self, tables: torch.Tensor, features: torch.Tensor, far: torch.Tensor, place: int) -> torch.Tensor:
+        """The products of n chunks, and `far` from them, (G, h, B, n, W / G): (G, h, B, n, C, W / G).
+
+        Without position biases the token at `place` counts for all of its chunk. What is far is then added to that
+        token, in place, rather than to each of the sums.
+        """
+        chunks = far.shape[3]
+        if tables.shape[-1] == self.chunk_size:
+            features[..., place, :] += far
+            return _product_of_chunks(tables, features, chunks)
+        return _product_of_chunks(tables, features, chunks).add_(far.unsqueeze(-2))
 
     def _together(self, bias: torch.Tensor | None, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         """(B, h, T, c) as (B, 1, T, h c) where heads have no tables of their own: one product serves them all."""
@@ -457,46 +469,49 @@ class CausalSums(DirectSums):
         rows, heads, length = key.shape[:3]
         size, width = self.chunk_size, heads * (key.shape[3] + value.shape[3])
         itemsize = working_dtype(value).itemsize
-        rows_at_once = min(rows, max(1, BLOCK_SIZE // (length * width * itemsize)))
+        rows_at_once = min(rows, max(1, CAUSAL_BLOCK_SIZE // (length * width * itemsize)))
         total = -(-length // size)
-        chunks = max(1, BLOCK_SIZE // (rows_at_once * size * width * itemsize))
+        chunks = max(1, min(MOST_CHUNKS, CAUSAL_BLOCK_SIZE // (rows_at_once * size * width * itemsize)))
         segments = [_Segment(i, min(chunks, total - i), size, length) for i in range(0, total, chunks)]
         for row in range(0, rows, rows_at_once):
             yield slice(row, row + rows_at_once), segments
 
     def _features(self, key, value, segment: "_Segment", tables: torch.Tensor) -> torch.Tensor:
-        """exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach there: (h, B, chunks, C, W), 0
-        where there is no token.
+        """exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach there, 0 where there is no
+        token: (G, h, B, chunks, C, W / G). Each is one of G = 2 groups where they are equally wide, else G = 1.
         """
         size, here = self.chunk_size, segment.positions
         before = tables.shape[-1] - size
+        groups, width = (2, value.shape[-1]) if key.shape == value.shape else (1, value.shape[-1] + key.shape[-1])
         features = value.new_empty(
-            *value.shape[:2],
-            segment.chunks + before // size,
-            size,
-            value.shape[-1] + key.shape[-1],
-            dtype=working_dtype(value),
+            groups, *value.shape[:2], segment.chunks + before // size, size, width, dtype=working_dtype(value)
         )
-        flat = features.flatten(2, 3)
         first, start = here.start - before, max(here.start - before, 0)
-        flat[:, :, : start - first] = 0
-        flat[:, :, here.stop - first :] = 0
-        tokens, filled = slice(start, here.stop), flat[:, :, start - first : here.stop - first]
-        weighted, weights = _parts(filled, value)
-        weights.copy_(torch.exp(key[:, :, tokens].to(weights.dtype)))
+        tokens, filled = slice(start, here.stop), slice(start - first, here.stop - first)
+        flat = _tokens(features)
+        flat[:, :, :, : filled.start] = 0
+        flat[:, :, :, filled.stop :] = 0
+        weighted, weights = _parts(flat[:, :, :, filled], value)
+        if groups == 2:
+            torch.exp(key[:, :, tokens].to(weights.dtype), out=weights)
+        else:  # exp is several times slower on rows that are apart
+            weights.copy_(torch.exp(key[:, :, tokens].to(weights.dtype)))
         if self.slopes is not None:
             # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
             place = torch.arange(size, device=value.device)
             growth = torch.exp(place[:, None] * self._slope_of_features(value)).to(features.dtype)  # (C, c)
-            features[..., value.shape[-1] :] *= growth
+            features[1] *= growth
         torch.mul(weights, value[:, :, tokens], out=weighted)
         return features
 
-    def _decay(self, value: torch.Tensor) -> torch.Tensor | None:
-        """What a chunk of distance leaves of the sums, (W,); None for all."""
-        if self.slopes is None:
-            return None
-        return torch.exp(-self.chunk_size * self._slope_of_features(value)).repeat(2)
+    def _decay(self, segments: list["_Segment"], value: torch.Tensor) -> torch.Tensor:
+        """What is left at each of n chunks, and at the one that would follow, of the sum that lies before them, and of
+        those of n chunks: (h or 1, n + 1, n + 1).
+        """
+        places = torch.arange(segments[0].chunks + 1, device=value.device, dtype=working_dtype(value))
+        slopes = places.new_zeros(1) if self.slopes is None else self.slopes.to(places.dtype)
+        distance = (places[:, None] - (places - 1).clamp(min=0)).clamp(min=0)
+        return torch.exp(-self.chunk_size * slopes[:, None, None] * distance).tril()
 
     def _slope_of_features(self, value: torch.Tensor) -> torch.Tensor:
         slopes = self.slopes.to(working_dtype(value))
@@ -507,7 +522,8 @@ class CausalSums(DirectSums):
         size, dtype = self.chunk_size, working_dtype(value)
         if bias is None:
             return torch.ones(1, 1, size, size, dtype=dtype, device=value.device).tril()
-        return torch.exp(bias).to(dtype).tril(size)
+        visible = torch.ones(size, 2 * size, dtype=dtype, device=value.device).tril(size)
+        return torch.exp(bias).to(dtype).mul_(visible)
 
     def _tables_of_keys(self, tables: torch.Tensor) -> torch.Tensor:
         """The same weights as a chunk of keys has them: for its own queries, and for those of the chunk after it."""
@@ -545,10 +561,16 @@ def _by_position(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     return like.new_empty(rows, length, heads, width, dtype=dtype or like.dtype).transpose(1, 2)
 
 
+def _tokens(features: torch.Tensor) -> torch.Tensor:
+    """(G, h, B, chunks, C, c) as (G, h, B, T, c)."""
+    return features.flatten(3, 4)
+
+
 def _parts(features: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., W) as the part of the numerators (..., c) and that of the denominators (..., k)."""
-    width = value.shape[-1]
-    return features[..., :width], features[..., width:]
+    """(G, ..., W / G) as the part of the numerators (..., c) and that of the denominators (..., k)."""
+    if len(features) == 2:
+        return features.unbind()
+    return features[0].tensor_split((value.shape[-1],), -1)
 
 
 def gradient_of_sums(
@@ -584,59 +606,75 @@ def gradient_of_inputs(
     A key that the features of a head share adds up over them: `feature_dim`.
     """
     (of_weighted, of_weights), (weighted, weights) = of_features, features
-    from_values = of_weighted * weighted
+    torch.mul(of_weighted, weights, out=value_gradient)
+    from_values = of_weighted.mul_(weighted)
     if weights.shape != weighted.shape:
         from_values = from_values.sum(feature_dim, keepdim=True)
-    key_gradient.copy_(from_values.addcmul_(of_weights, weights))
-    value_gradient.copy_(of_weighted.mul_(weights))
+    torch.addcmul(from_values, of_weights, weights, out=key_gradient)
 
 
-def _running_sums(totals: torch.Tensor, start: torch.Tensor | None, decay: torch.Tensor | None) -> torch.Tensor:
-    """The sums before each of n chunks and after the last: (h, B, n, W) to (h, B, n + 1, W).
+def _running_sums(
+    features: torch.Tensor, start: torch.Tensor | None, decay: torch.Tensor, reverse: bool = False
+) -> torch.Tensor:
+    """The sums over what is before each of n chunks, and before the one that would follow: (G, h, B, n, C, c) to
+    (G, h, B, n + 1, c). In reverse, over what is after the chunk that would precede, and after each.
 
     Args:
-        totals: the sum of each chunk.
-        start: (h, B, 1, W), the sum before the first one; None for 0.
-        decay: (W,), what is left of a sum one chunk later; None for all of it.
+        start: (G, h, B, c), the sum before the first chunk, or after the last; None for 0.
+        decay: of `CausalSums`, for n chunks or more; in reverse, flipped.
     """
-    start = torch.zeros_like(totals[:, :, :1]) if start is None else start
-    sums = torch.cat([start, totals if decay is None else totals * decay], 2)
-    step = 1
-    while step < sums.shape[2]:
-        earlier = sums[:, :, :-step] if decay is None else sums[:, :, :-step] * decay**step
-        sums = torch.cat([sums[:, :, :step], sums[:, :, step:] + earlier], 2)
-        step *= 2
-    return sums
+    size = features.shape[3] + 1
+    totals = features.new_empty(*features.shape[:3], size, features.shape[-1])
+    first, others = (-1, slice(0, -1)) if reverse else (0, slice(1, None))
+    totals[:, :, :, first] = 0 if start is None else start
+    torch.sum(features, -2, out=totals[:, :, :, others])
+    decay = decay[:, -size:, -size:] if reverse else decay[:, :size, :size]
+    return torch.einsum("sij,ghbjsc->ghbisc", decay, totals.unflatten(-1, (len(decay), -1))).flatten(-2)
 
 
 def _product_of_chunks(tables: torch.Tensor, features: torch.Tensor, chunks: int) -> torch.Tensor:
-    """Each chunk's table (h, n or 1, C, S) with the S positions from it on: (h, B, slots, C, W) to (h, B, n, C, W)."""
-    heads, rows, slots, size, width = features.shape
-    windows = _windows(features, tables.shape[-1])
-    if tables.shape[:2] == (1, 1):
-        tables = tables[0].expand(len(windows), -1, -1)
-    elif heads * rows == 1:
-        tables = tables[0]
-    else:  # between two sequences there is a window into both, which goes unused
-        padded = tables.new_zeros(heads, rows, slots, *tables.shape[2:])
-        padded[:, :, :chunks] = tables.unsqueeze(1)
-        tables = padded.flatten(0, 2)[: len(windows)]
-    product = features.new_empty(heads * rows * slots, size, width)
-    torch.bmm(tables, windows, out=product[: len(windows)])
-    return product.view_as(features)[:, :, :chunks]
+    """Each chunk's table (h, n or 1, C, S) with the S positions from it on: (G, h, B, slots, C, c) to
+    (G, h, B, n, C, c).
+    """
+    product = torch.empty_like(features)
+    for head, table in enumerate(tables):
+        table = _tables_of_windows(table, *features.shape[2:4])
+        for x, out in zip(features[:, head], product[:, head]):
+            windows = _windows(x, table.shape[-1])
+            torch.bmm(table[: len(windows)], windows, out=out.flatten(0, 1)[: len(windows)])
+    return product[:, :, :, :chunks]
 
 
-def _product_of_gradients(of_sums: torch.Tensor, features: torch.Tensor, chunks: int, span: int) -> torch.Tensor:
-    """The gradient of each chunk's table: (h, n, C, S), summed over rows."""
-    heads, rows, slots, size, _ = features.shape
-    windows = _windows(features, span)
-    product = features.new_zeros(heads * rows * slots, size, span)
-    torch.bmm(of_sums.flatten(0, 2)[: len(windows)], windows.mT, out=product[: len(windows)])
-    return product.view(heads, rows, slots, size, span)[:, :, :chunks].sum(1)
+def _tables_of_windows(tables: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
+    """Tables (n or 1, C, S) for the windows of all rows. A window into two rows goes unused."""
+    if len(tables) == 1:
+        return tables.expand(rows * slots, -1, -1)
+    if rows == 1:
+        return tables
+    padded = tables.new_zeros(rows, slots, *tables.shape[1:])
+    padded[:, : len(tables)] = tables
+    return padded.flatten(0, 1)
+
+
+def _add_gradient_of_tables(
+    of_tables: torch.Tensor, of_sums: torch.Tensor, features: torch.Tensor, chunks: int
+) -> None:
+    """Adds the gradient of each chunk's table, summed over rows, to (h, n or 1, S, C): a product of windows with
+    gradients is faster than one of gradients with windows.
+    """
+    rows, slots, size = features.shape[2:5]
+    span = of_tables.shape[-2]
+    for head, of_table in enumerate(of_tables):
+        products = features.new_empty(rows * slots, span, size)
+        for group, (x, of_x) in enumerate(zip(features[:, head], of_sums[:, head])):
+            windows = _windows(x, span)
+            gradients = of_x.flatten(0, 1)[: len(windows)].mT
+            products[: len(windows)].baddbmm_(windows, gradients, beta=min(group, 1))
+        products = products.view(rows, slots, span, size)[:, :chunks]
+        of_table += products.sum(0) if len(of_table) > 1 else products.sum((0, 1))
 
 
 def _windows(features: torch.Tensor, span: int) -> torch.Tensor:
-    """(h, B, slots, C, W) as overlapping windows of `span` positions, one from each chunk on: (n, span, W)."""
-    size, width = features.shape[-2:]
-    count = features.shape[:3].numel() - (span - size) // size
-    return features.as_strided((count, span, width), (size * width, width, 1))
+    """(B, slots, C, c) as overlapping windows of `span` positions, one from each slot on: (n, span, c)."""
+    rows, slots, size, width = features.shape
+    return features.as_strided((rows * slots - span // size + 1, span, width), (size * width, width, 1))

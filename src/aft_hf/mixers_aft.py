@@ -5,11 +5,13 @@ the types is `position_bias`, the w of Eq. 2; what a mixer computes is Eq. 2 wit
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
+from .activations_aft import runs_as_written
 from .banded_mixing_aft import QUERY_ROWS, BandSums
 from .caching_aft import AFTLayerState
 from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums, DirectSums, direct_mixing
@@ -262,10 +264,15 @@ class AFTLocal(AFTFull):
         # The factors of a chunk lie side by side: nothing has to be gathered, or scattered in the backward pass.
         chunks = count_chunks(length, size)
         padding = chunks * size - length
-        queries = nn.functional.pad(widen(self.position_bias_query[:, :length]), (0, 0, 0, padding))
-        keys = nn.functional.pad(widen(self.position_bias_key[:, :length]), (0, 0, size, padding))
-        queries, keys = queries.unflatten(1, (chunks, size)), keys.unflatten(1, (chunks + 1, size))
-        bias = queries @ torch.cat([keys[:, :-1], keys[:, 1:]], 2).mT  # (h, n, C, 2 C)
+        queries, keys = widen(self.position_bias_query[:, :length]), widen(self.position_bias_key[:, :length])
+        if padding > 0:
+            queries, keys = (nn.functional.pad(x, (0, 0, 0, padding)) for x in (queries, keys))
+        queries, keys = queries.unflatten(1, (chunks, size)), keys.unflatten(1, (chunks, size))
+        if runs_as_written(queries, keys):
+            bias = _ProductsOfNeighbours.apply(queries, keys)
+        else:
+            before = nn.functional.pad(keys[:, :-1], (0, 0, 0, 0, 1, 0))
+            bias = queries @ torch.cat([before, keys], 2).mT  # (h, n, C, 2 C)
         positions = torch.arange(size, 3 * size, device=device)
         return self._windowed(bias, positions[size:], positions)
 
@@ -515,6 +522,28 @@ class AFTConv(AFTMixer):
 
 def _mix_with_grid_table(keys, values, offset_bias, grid_size) -> torch.Tensor:
     return dense_mixing(keys, values, grid_table(offset_bias, grid_size))
+
+
+class _ProductsOfNeighbours(torch.autograd.Function):
+    """Queries (h, n, C, c) of each chunk times keys (h, n, C, c) of the chunk before it, 0 for the first one, and of
+    itself: (h, n, C, 2 C). By hand, the gradients need no copies of keys.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(queries, keys)
+        before = nn.functional.pad(queries[:, 1:] @ keys[:, :-1].mT, (0, 0, 0, 0, 1, 0))
+        return torch.cat([before, queries @ keys.mT], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys = ctx.saved_tensors
+        before, own = gradient.tensor_split(2, -1)
+        before = before[:, 1:]
+        of_queries, of_keys = own @ keys, own.mT @ queries
+        of_queries[:, 1:] += before @ keys[:, :-1]
+        of_keys[:, :-1] += before.mT @ queries[:, 1:]
+        return of_queries, of_keys
 
 
 __all__ = ["AFTAlibi", "AFTConv", "AFTFull", "AFTLocal", "AFTMixer", "AFTSimple"]
