@@ -17,6 +17,7 @@ from transformers import (
 
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, build_byte_tokenizer
 from aft_hf.caching_aft import AFTCache, AFTLayerState
+from aft_hf.mixing_aft import reference_mixing
 
 
 LONGEST = 170
@@ -404,3 +405,184 @@ def test_a_window_of_one_has_its_own_position_bias_in_every_step(mixer):
     x, state = torch.randn(1, 6, 8), AFTLayerState(mixer.state_window)
     pieces = [mixer(x[:, :3], state=state), *(mixer(x[:, i : i + 1], state=state) for i in range(3, 6))]
     torch.testing.assert_close(torch.cat(pieces, 1), mixer(x))
+
+
+def step_inputs(width, window, length=13, rows=2, dtype=torch.float64):
+    """Keys and values of 3 heads, and position biases far from 0 of a window and of the token itself."""
+    key, value = torch.randn(rows, 3, length, width, dtype=dtype), torch.randn(rows, 3, length, 5, dtype=dtype)
+    return key, value, torch.randn(3, window + 1, 1, dtype=dtype)
+
+
+def steps(state, key, value, bias):
+    """What the first token and every step after it give, (B, h, T - 1, c) for T tokens."""
+    state.update(key[:, :, :1], value[:, :, :1])
+    tokens = zip(key.split(1, 2)[1:], value.split(1, 2)[1:])
+    return torch.cat([state.step(*token, bias) for token in tokens], 2)
+
+
+def steps_by_definition(key, value, bias):
+    """The same by Eq. 2, one table for all."""
+    length, window = key.shape[2], bias.shape[1] - 1
+    lags = torch.arange(length)[:, None] - torch.arange(length)
+    table = bias[:, (window - lags).clamp(0, window), 0].masked_fill(lags > window, 0.0)
+    return reference_mixing(key, value, table, lags >= 0)[:, :, 1:]
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("window", [0, 1, 6, 30])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_and_their_gradients_are_those_of_the_definition(width, window, rows):
+    inputs = [x.requires_grad_() for x in step_inputs(width, window, rows=rows)]
+    actual, expected = steps(AFTLayerState(window), *inputs), steps_by_definition(*inputs)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((x * weights).sum(), inputs) for x in (actual, expected)]
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@torch.no_grad()
+def test_steps_over_hostile_keys_are_those_of_the_definition(width):
+    key, value, bias = step_inputs(width, window=4)
+    key[:, :, 2::3] *= 1e4
+    key[:, :, 7] = -torch.inf  # as of padding
+    actual = steps(AFTLayerState(4), *(x.float() for x in (key, value, bias)))
+    # In float32, too, what is added to a large key is rounded: the reference gets the same sums.
+    expected = steps_by_definition(key.float(), value.float(), bias.float())
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_steps_go_on_after_rows_are_reordered():
+    key, value, bias = step_inputs(width=5, window=4, rows=3)
+    state, order = AFTLayerState(4), torch.tensor([2, 0, 0])
+    steps(state, key[:, :, :9], value[:, :, :9], bias)
+    state.reorder_cache(order)
+    key[:, :, :9], value[:, :, :9] = key[order, :, :9], value[order, :, :9]
+    for t in range(9, 13):
+        actual = state.step(key[:, :, t : t + 1], value[:, :, t : t + 1], bias)
+        torch.testing.assert_close(actual, steps_by_definition(key, value, bias)[:, :, t - 1 : t])
+
+
+@torch.no_grad()
+def test_a_state_knows_how_many_real_tokens_each_row_has_had():
+    state, (key, value, bias) = AFTLayerState(4), step_inputs(width=5, window=4, length=8)
+    state.update(key[:, :, :6], value[:, :, :6], torch.tensor([6, 4]))
+    assert state.seen.tolist() == [6, 4]
+    state.step(key[:, :, :1], value[:, :, :1], bias)
+    state.update(key[:, :, :3], value[:, :, :3])
+    assert state.seen.tolist() == [10, 8]
+    state.batch_select_indices(torch.tensor([1]))
+    assert state.seen.tolist() == [8]
+
+
+def conv_after_steps(**options):
+    """An AFT-conv in evaluation mode that has made steps without gradients, and copies of its state."""
+    torch.manual_seed(0)
+    mixer = AFTConv(6, 3, 5, spatial_dims=1, causal=True, **options).eval()
+    with torch.no_grad():
+        for name in ("kernel", "kernel_scale", "kernel_shift"):
+            if getattr(mixer, name) is not None:
+                getattr(mixer, name).normal_()
+        state = AFTLayerState(mixer.state_window)
+        mixer(torch.randn(2, 9, 6), state=state)
+        mixer(torch.randn(2, 1, 6), state=state)
+    return mixer, lambda: copy.deepcopy(state)
+
+
+def assert_steps_as_without_memory(mixer, state):
+    """A step gives what it gives where nothing is remembered: with gradients."""
+    x = torch.randn(2, 1, 6, dtype=mixer.kernel.dtype)
+    expected = mixer(x, state=state()).detach()
+    with torch.no_grad():
+        assert torch.equal(mixer(x, state=state()), expected)
+
+
+CHANGES = {
+    "nothing": lambda mixer: None,
+    "in place": lambda mixer: mixer.kernel_scale.mul_(3.0),
+    "behind autograd": lambda mixer: mixer.kernel_shift.data.add_(1.0),
+    "one entry": lambda mixer: mixer.kernel[1, 2].add_(1.0),
+    "other data": lambda mixer: setattr(mixer.kernel, "data", torch.randn(3, 5)),
+    "another parameter": lambda mixer: setattr(mixer, "kernel", torch.nn.Parameter(torch.randn(3, 5))),
+    "not reparameterized": lambda mixer: setattr(mixer, "kernel_scale", None),
+    "bfloat16": lambda mixer: mixer.bfloat16(),
+    "float64": lambda mixer: mixer.double(),
+    "loaded": lambda mixer: mixer.load_state_dict({k: v + 1 for k, v in mixer.state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_steps_of_conv_follow_every_change_of_its_parameters(change):
+    mixer, state = conv_after_steps()
+    with torch.no_grad():
+        CHANGES[change](mixer)
+    assert_steps_as_without_memory(mixer, state)
+
+
+def test_the_steps_of_conv_have_gradients_after_steps_without():
+    mixer, state = conv_after_steps()
+    mixer(torch.randn(2, 1, 6), state=state()).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in (mixer.kernel, mixer.kernel_scale, mixer.kernel_shift))
+
+
+def test_what_conv_remembers_is_copied_with_it_and_never_saved(tmp_path):
+    mixer, state = conv_after_steps()
+    assert set(mixer.state_dict()) == {name for name, _ in mixer.named_parameters()}
+    twin = copy.deepcopy(mixer)
+    torch.save(mixer, tmp_path / "mixer.pt")
+    loaded = torch.load(tmp_path / "mixer.pt", weights_only=False)
+    with torch.no_grad():
+        mixer.kernel_shift.add_(1.0)
+    for other in (mixer, twin, loaded):
+        assert_steps_as_without_memory(other, state)
+
+
+def test_after_steps_in_inference_mode_conv_can_be_copied_and_trained():
+    mixer, state = conv_after_steps()
+    with torch.inference_mode():
+        mixer.kernel.add_(1.0)
+        mixer(torch.randn(2, 1, 6), state=state())
+    for other in (mixer, copy.deepcopy(mixer)):
+        assert_steps_as_without_memory(other, state)
+        mixer(torch.randn(2, 1, 6), state=state()).sum().backward()
+
+
+@torch.no_grad()
+def test_each_step_of_conv_in_training_samples_its_position_anew():
+    mixer, state = conv_after_steps(selection="gumbel")
+    mixer.train()
+    x = torch.randn(2, 1, 6)
+    assert not torch.equal(mixer(x, state=state()), mixer(x, state=state()))
+
+
+@torch.no_grad()
+def test_conv_steps_under_vmap_over_its_parameters():
+    mixer, state = conv_after_steps()
+    kernels, x, remembered = torch.randn(4, 3, 5), torch.randn(2, 1, 6), mixer._last_step
+
+    def call(kernel):
+        return torch.func.functional_call(mixer, {"kernel": kernel}, (x,), {"state": state()})
+
+    for one, actual in zip(kernels, torch.func.vmap(call)(kernels)):
+        torch.testing.assert_close(actual, call(one))
+    assert mixer._last_step is remembered  # no tensor of a transform outlives it
+
+
+@pytest.mark.parametrize("name", ["local", "conv"])
+@torch.no_grad()
+def test_steps_run_in_full_precision_under_autocast(name):
+    mixer = build(name).aft.layers[0].mixer
+    state = AFTLayerState(mixer.state_window)
+    hidden = torch.randn(2, 10, 12)
+    mixer(hidden[:, :9], state=state)
+    twin = copy.deepcopy(state)
+    expected = mixer(hidden[:, 9:], state=state)
+    for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj):
+        # What is left to autocast is nothing: the projections run without it.
+        projection.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled("cpu", False))
+        projection.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", True))
+    with torch.autocast("cpu"):
+        assert torch.equal(mixer(hidden[:, 9:], state=twin), expected)

@@ -401,6 +401,16 @@ def test_dropout_changes_training_and_not_evaluation(config):
     assert not torch.allclose(model.train()(**inputs).logits, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("options", ({"hidden_dropout_prob": 0.5}, {"drop_path_rate": 0.9}), ids=str)
+def test_dropout_that_is_on_by_itself_drops_while_the_rest_evaluates(options):
+    model = build(tiny_config("text", "simple", **options))
+    inputs = inputs_of(model.config, batch=8)
+    expected = model(**inputs).logits
+    for layer in model.aft.layers:
+        layer.dropout.train(), layer.drop_path.train()
+    assert not torch.allclose(model(**inputs).logits, expected, atol=1e-3)
+
+
 # --------------------------------------------------------------------------------------------------------- entropy
 
 

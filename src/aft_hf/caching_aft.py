@@ -20,14 +20,14 @@ class AFTLayerState(CacheLayerMixin):
         keys, values: (B, h, W, k) and (B, h, W, c) in float32, the last real tokens of each row on the right; a key
             of -inf where a row is shorter.
         numerator, denominator, maximum: `ScaledSums` over what lies before the window, (B, h, 1, c) and (B, h, 1, k).
-        seen: (B,), the real tokens of each row: the position of its next one.
+        padding: (B,), how many of the tokens of each row were padding.
         history, history_mask: all keys (B, T, h k) and which of them are real (B, T), in the order in which they came;
             None unless attentions are asked for, the one thing that sums cannot give.
         padded: whether rows may differ in `seen`.
     """
 
     is_sliding = False
-    _state = ("keys", "values", "numerator", "denominator", "maximum", "seen", "history", "history_mask")
+    _state = ("keys", "values", "numerator", "denominator", "maximum", "padding", "history", "history_mask")
 
     def __init__(self, window: int | None):
         super().__init__()
@@ -51,8 +51,13 @@ class AFTLayerState(CacheLayerMixin):
         self.numerator = value_states.new_zeros((batch, heads, 1, width))
         self.denominator = key_states.new_zeros((batch, heads, 1, key_width))
         self.maximum = key_states.new_full((batch, heads, 1, key_width), EMPTY)
-        self.seen = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self.padding = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.is_initialized = True
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """(B,), the real tokens of each row: the position of its next one."""
+        return self.cumulative_length - self.padding
 
     def sums(self) -> ScaledSums:
         """Over what lies before the window, in the layout of mixing_aft with the batch folded into the heads."""
@@ -79,7 +84,7 @@ class AFTLayerState(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[2]
         self.padded = self.padded or counts is not None
-        new = self.seen.new_full((1,), length) if counts is None else counts
+        new = self.padding.new_full((1,), length) if counts is None else counts
         past = self.sums()
         bias = None
         if slopes is not None:
@@ -109,7 +114,8 @@ class AFTLayerState(CacheLayerMixin):
         if leaving_keys.shape[2] > 0:
             past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values), bias))
         self.numerator, self.denominator, self.maximum = (unfold(x, key_states.shape[0]) for x in past)
-        self.seen = self.seen + new
+        if counts is not None:
+            self.padding = self.padding + (length - counts)
         self.cumulative_length += length
         return self.keys, self.values
 
@@ -124,32 +130,33 @@ class AFTLayerState(CacheLayerMixin):
 
         Args:
             key, value: (B, h, 1, k) and (B, h, 1, c), float32.
-            bias: (h, W + 1), w of the window and of the token itself; None where there is no window.
+            bias: (h, W + 1, 1), w of the window and of the token itself; None where there is no window.
             slopes: (h,), where w = -slope * distance; then there is no window.
 
         Returns:
             (B, h, 1, c).
         """
-        self.seen = self.seen + 1
         self.cumulative_length += 1
         far = self.maximum if slopes is None else self.maximum - slopes.to(key.dtype).view(-1, 1, 1)
         if bias is None:
             self._take_in(key, value, far)
             return self.numerator / self.denominator
+        window = self.keys.shape[2]
         keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
-        logits = keys + bias.unsqueeze(-1)
+        logits = keys + bias
         maximum = torch.maximum(logits.detach().amax(2, keepdim=True), far)
-        weights, scale = _exp_difference(logits, maximum), torch.exp(far - maximum)
-        numerator = torch.addcmul((weights * values).sum(2, keepdim=True), self.numerator, scale)
+        # In memory that no gradient needs: new memory takes longer than what is done there.
+        weights, scale = logits.sub_(maximum).exp_(), (far - maximum).exp_()
         denominator = torch.addcmul(weights.sum(2, keepdim=True), self.denominator, scale)
-        self._take_in(keys[:, :, :1], values[:, :, :1], far)
-        self.keys, self.values = keys[:, :, 1:], values[:, :, 1:]
+        numerator = torch.addcmul((weights * values).sum(2, keepdim=True), self.numerator, scale)
+        self._take_in(keys.narrow(2, 0, 1), values.narrow(2, 0, 1), far)
+        self.keys, self.values = keys.narrow(2, 1, window), values.narrow(2, 1, window)
         return numerator / denominator
 
     def _take_in(self, key: torch.Tensor, value: torch.Tensor, far: torch.Tensor) -> None:
         """Add one position to the sums, whose maximum is `far` by now."""
         self.maximum = torch.maximum(far, key.detach())
-        weight, scale = torch.exp(key - self.maximum), torch.exp(far - self.maximum)
+        weight, scale = (key - self.maximum).exp_(), (far - self.maximum).exp_()
         self.numerator = torch.addcmul(weight * value, self.numerator, scale)
         self.denominator = torch.addcmul(weight, self.denominator, scale)
 
@@ -162,8 +169,8 @@ class AFTLayerState(CacheLayerMixin):
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise where the state is of another batch."""
-        if self.is_initialized and self.seen.shape[0] != batch_size:
-            raise ValueError(f"the state is of a batch of {self.seen.shape[0]}, the input of {batch_size}")
+        if self.is_initialized and self.padding.shape[0] != batch_size:
+            raise ValueError(f"the state is of a batch of {self.padding.shape[0]}, the input of {batch_size}")
 
     def record(self, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add new keys (B, T, h k) with their mask (B, T) to the history, before `update`; returns all of it."""
@@ -232,11 +239,6 @@ class AFTCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the state holds."""
         return sum(layer.nbytes() for layer in self.layers)
-
-
-def _exp_difference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """exp(x - y), in the memory of x where no gradient needs it: new memory takes longer than what is done there."""
-    return torch.exp(x - y) if torch.is_grad_enabled() else x.sub_(y).exp_()
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

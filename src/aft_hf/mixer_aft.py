@@ -1,11 +1,11 @@
 """What the five AFT mixers share: the projections, the choice of the form of the operation, masks, and memory."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.utils.generic import maybe_autocast
 
 from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
@@ -26,6 +26,7 @@ from .mixing_aft import (
     reference_mixing,
     triangle_sums,
     unfold,
+    widen,
     windowed_mixing,
     working_dtype,
 )
@@ -173,7 +174,7 @@ class AFTMixer(nn.Module):
         keys, values = self.k_proj(key), self.v_proj(value)
         gate = None if self.q_proj is None else self.query_activation(self.q_proj(query))
         attentions = None
-        with maybe_autocast(query.device.type, enabled=False):
+        with _full_precision(query.device.type):
             if state is not None:
                 self._check_state(query, key, attention_mask, position_ids, state)
                 if output_attentions:
@@ -187,15 +188,20 @@ class AFTMixer(nn.Module):
                 context, gate = torch.einsum("bdts,bsd->btd", attentions, values.to(attentions.dtype)), None
             else:
                 context = self._mix(keys, values, query.shape[1], attention_mask, position_ids, grid_size)
-        context = context.to(values.dtype)
+        if context.dtype != values.dtype:
+            context = context.to(values.dtype)
         output = self.o_proj(context) if gate is None else gated_projection(gate, context, self.o_proj)
         return (output, attentions.to(values.dtype)) if output_attentions else output
 
     def _check_inputs(self, query, key, value, attention_mask, position_ids) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        inputs = {"query": query}
+        alone = key is query and value is query
+        if not alone:
+            inputs |= {"key": key, "value": value}
+        for name, x in inputs.items():
             if x.dim() != 3 or x.shape[-1] != self.hidden_size:
                 raise ValueError(f"{name} must be (batch, length, {self.hidden_size}), got {tuple(x.shape)}")
-        if key.shape[:2] != value.shape[:2] or key.shape[0] != query.shape[0]:
+        if not alone and (key.shape[:2] != value.shape[:2] or key.shape[0] != query.shape[0]):
             raise ValueError(
                 f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: "
                 "one batch size for all, one length for key and value"
@@ -280,9 +286,9 @@ class AFTMixer(nn.Module):
         """As `_mix`, for the continuation of what `state` has seen; updates it."""
         self._check_room(keys.shape[1], state)
         if self._is_step(keys, attention_mask, state):
-            dtype = working_dtype(values)
-            key, value = self._split_heads(keys).to(dtype), self._split_heads(values).to(dtype)
-            return self._join_heads(state.step(key, value, self._step_bias(state), self.slopes(keys.device)))
+            batch, heads = keys.shape[0], self.num_heads
+            key, value = (widen(x.reshape(batch, heads, 1, -1)) for x in (keys, values))
+            return state.step(key, value, self._step_bias(state), self.slopes(keys.device)).reshape(batch, 1, -1)
         order = counts = None
         if attention_mask is not None:
             keys, values, order, counts = self._without_padding(keys, values, attention_mask, True)
@@ -313,7 +319,7 @@ class AFTMixer(nn.Module):
         return alone and in_line and windowed and not torch.compiler.is_compiling()
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
-        """w of the window and of the token itself, (h, W + 1); None where that is 0 or falls with the distance."""
+        """w of the window and of the token itself, (h, W + 1, 1); None where that is 0 or falls with the distance."""
         return None
 
     def _continue(self, key: torch.Tensor, value: torch.Tensor, state: AFTLayerState) -> torch.Tensor:
@@ -473,6 +479,13 @@ class AFTMixer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, causal={self.causal}, implementation={self.implementation!r}"
+
+
+def _full_precision(device_type: str) -> AbstractContextManager:
+    """Without autocast. Where there is none, nothing is entered: a step of decoding is little more than its calls."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _real_tokens_first(mask: torch.Tensor) -> torch.Tensor:

@@ -281,11 +281,11 @@ class AFTLocal(AFTFull):
         first = position - state.window
         seen = slice(max(first, 0), position + 1)
         if self.factorized:
-            u, v = self.position_bias_query[:, position], self.position_bias_key[:, seen]
-            bias = torch.bmm(widen(v), widen(u).unsqueeze(2)).squeeze(2)
+            u, v = self.position_bias_query.narrow(1, position, 1), self.position_bias_key[:, seen]
+            bias = torch.bmm(widen(u), widen(v).mT).mT
         else:
-            bias = self.position_bias_table[:, position, seen]
-        return widen(bias) if first >= 0 else nn.functional.pad(widen(bias), (-first, 0))
+            bias = widen(self.position_bias_table[:, position, seen, None])
+        return bias if first >= 0 else nn.functional.pad(bias, (0, 0, -first, 0))
 
     def _windowed(
         self, bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
@@ -318,6 +318,8 @@ class AFTConv(AFTMixer):
     """
 
     relative = True
+    # Copies of the parameters at the last step without gradients, and what `_step_bias` made of them.
+    _last_step = None
 
     def __init__(
         self,
@@ -493,7 +495,20 @@ class AFTConv(AFTMixer):
         return self.num_heads * length * length > LARGEST_CONV_TABLE
 
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
-        return self.kernel_bias().flip(-1)
+        made_of = kernel, _, _ = self.kernel, self.kernel_scale, self.kernel_shift
+        sampled = self.selection is not None and self.training
+        if torch.is_grad_enabled() or sampled or not kernel.is_cpu:
+            return self._new_step_bias()
+        # To look at the parameters takes less than to make the same of them in every step.
+        if self._last_step is not None and all(map(_equal, made_of, self._last_step[0])):
+            return self._last_step[1]
+        bias = self._new_step_bias()
+        if all(x is None or type(x) is nn.Parameter for x in made_of):  # and not, say, tensors of torch.func
+            self._last_step = [None if x is None else x.detach().clone() for x in made_of], bias
+        return bias
+
+    def _new_step_bias(self) -> torch.Tensor:
+        return self.kernel_bias().flip(-1).unsqueeze(-1)
 
     def _mix_convolution(self, keys, values, grid_size) -> torch.Tensor:
         return convolution_mixing(keys, values, self.kernel_bias(), self._grid(keys.shape[-2], grid_size))
@@ -518,6 +533,13 @@ class AFTConv(AFTMixer):
 
     def extra_repr(self) -> str:
         return f"kernel_size={self.window}, spatial_dims={self.spatial_dims}, {super().extra_repr()}"
+
+
+def _equal(parameter: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+    """Whether a parameter has the type and the values of an earlier copy."""
+    if parameter is None or copy is None:
+        return parameter is copy
+    return type(parameter) is nn.Parameter and parameter.dtype == copy.dtype and torch.equal(parameter, copy)
 
 
 def _mix_with_grid_table(keys, values, offset_bias, grid_size) -> torch.Tensor:

@@ -491,7 +491,8 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """`x` in the dtype that sums over it run in."""
-    return x.to(working_dtype(x))
+    dtype = working_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def fold(x: torch.Tensor) -> torch.Tensor:

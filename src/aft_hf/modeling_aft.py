@@ -207,10 +207,15 @@ class AFTLayer(GradientCheckpointingLayer):
             output_attentions=output_attentions,
         )
         branch = branch[0] if output_attentions else branch
-        hidden_states = hidden_states + self.drop_path(self.dropout(branch))
+        hidden_states = self._add(hidden_states, branch)
         del branch  # not to be kept while the MLP takes the most memory
-        branch = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + self.drop_path(self.dropout(branch))
+        return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
+
+    def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """The residual connection. What changes nothing is not called: calls are what a step of decoding waits for."""
+        if self.dropout.training or self.drop_path.training:
+            branch = self.drop_path(self.dropout(branch))
+        return hidden_states + branch
 
 
 class AFTPreTrainedModel(PreTrainedModel):
