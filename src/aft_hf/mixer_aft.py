@@ -259,7 +259,7 @@ class AFTMixer(nn.Module):
         keys = x.new_empty((), dtype=dtype).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
         if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), BY_FEATURE):
             return None
-        with maybe_autocast(x.device.type, enabled=False):
+        with _full_precision(x.device.type):
             return feature_major_mixing(x.to(dtype), projections, *self._direct_form(keys, grid_size))
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
