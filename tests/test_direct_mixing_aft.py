@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 
-import aft_hf.direct_mixing_aft as direct_mixing_aft
+import aft_hf.causal_sums_aft as causal_sums_aft
+import aft_hf.dense_sums_aft as dense_sums_aft
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.direct_mixing_aft import MODERATE, CausalSums, ConvolutionSums, DenseSums
+from aft_hf.causal_sums_aft import CausalSums
+from aft_hf.convolution_sums_aft import ConvolutionSums
+from aft_hf.dense_sums_aft import DenseSums
+from aft_hf.direct_mixing_aft import MODERATE
 
 
 WIDTH = 12
@@ -85,9 +89,9 @@ def assert_near(actual, expected, tolerance, share=0.1):
 def test_it_is_eq_2_in_values_and_gradients_whatever_fits_into_a_block(
     name, dtype, tolerance, block_size, monkeypatch
 ):
-    monkeypatch.setattr(direct_mixing_aft, "BLOCK_SIZE", block_size)
-    monkeypatch.setattr(direct_mixing_aft, "CAUSAL_BLOCK_SIZE", block_size)
-    monkeypatch.setattr(direct_mixing_aft, "FEWEST_COLUMNS", 1)
+    monkeypatch.setattr(dense_sums_aft, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(causal_sums_aft, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(dense_sums_aft, "FEWEST_COLUMNS", 1)
     # What cancels in the gradient of a key cancels to the precision of its terms.
     share = 1.0 if dtype == torch.bfloat16 else 0.1
     mixer = build(name).to(dtype)

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import aft_hf.feature_major_aft as feature_major_aft
 import aft_hf.mixer_aft as mixer_aft
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.banded_mixing_aft import BandSums
-from aft_hf.direct_mixing_aft import LARGEST_VALUE, MODERATE, DenseSums
+from aft_hf.banded_sums_aft import BandSums
+from aft_hf.dense_sums_aft import DenseSums
+from aft_hf.direct_mixing_aft import LARGEST_VALUE, MODERATE
 
 
 WIDTH = 12

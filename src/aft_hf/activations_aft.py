@@ -44,7 +44,7 @@ def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: to
         if with_gradients and is_linear(second):
             return _project(second, GELU, projected)
         if not with_gradients and is_linear(first):
-            return second(torch.ops.aten.gelu_(projected))
+            return second(torch._C._nn.gelu_(projected))
     return second(activation(projected))
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from .activations_aft import differentiable_gradients, is_linear, is_untouched, runs_as_written
-from .banded_mixing_aft import BandSums
+from .banded_sums_aft import BandSums
+from .dense_sums_aft import DenseSums
 from .direct_mixing_aft import (
     LARGEST_VALUE,
     MODERATE,
-    DenseSums,
     gradient_of_inputs,
     gradient_of_sums,
     largest_size,

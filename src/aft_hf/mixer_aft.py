@@ -9,7 +9,9 @@ from transformers.activations import ACT2FN
 
 from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
-from .direct_mixing_aft import CausalSums, DenseSums, DirectSums, direct_mixing
+from .causal_sums_aft import CausalSums
+from .dense_sums_aft import DenseSums
+from .direct_mixing_aft import DirectSums, direct_mixing
 from .feature_major_aft import BY_FEATURE, Projections, feature_major_mixing, projected_dtype, runs_by_feature
 from .mixing_aft import (
     CHUNK_SIZE,

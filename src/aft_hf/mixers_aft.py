@@ -12,9 +12,12 @@ from torch import nn
 from transformers import initialization as init
 
 from .activations_aft import runs_as_written
-from .banded_mixing_aft import QUERY_ROWS, BandSums
+from .banded_sums_aft import QUERY_ROWS, BandSums
 from .caching_aft import AFTLayerState
-from .direct_mixing_aft import CausalSums, ConvolutionSums, DenseSums, DirectSums, direct_mixing
+from .causal_sums_aft import CausalSums
+from .convolution_sums_aft import ConvolutionSums
+from .dense_sums_aft import DenseSums
+from .direct_mixing_aft import DirectSums, direct_mixing
 from .mixer_aft import AFTMixer
 from .mixing_aft import (
     CHUNK_SIZE,

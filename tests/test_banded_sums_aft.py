@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from aft_hf import AFTConv
-from aft_hf.banded_mixing_aft import QUERY_ROWS, BandSums
-from aft_hf.direct_mixing_aft import MODERATE, ConvolutionSums, DenseSums
+from aft_hf.banded_sums_aft import QUERY_ROWS, BandSums
+from aft_hf.convolution_sums_aft import ConvolutionSums
+from aft_hf.dense_sums_aft import DenseSums
+from aft_hf.direct_mixing_aft import MODERATE
 from aft_hf.mixing_aft import reference_mixing
 
 
