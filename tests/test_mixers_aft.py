@@ -779,6 +779,14 @@ def test_local_biases_between_chunks_are_those_between_their_positions(window, l
     torch.testing.assert_close(biases_and_gradients(mixer._chunk_bias), expected)
 
 
+def test_gradients_of_neighbouring_chunks_are_not_rounded_where_autocast_is_on():
+    queries, keys = (torch.randn(2, 3, 4, 2, requires_grad=True) for _ in range(2))
+    products = _ProductsOfNeighbours.apply(queries, keys)
+    expected = torch.autograd.grad(products.square().sum(), (queries, keys), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(torch.autograd.grad(products.square().sum(), (queries, keys)), expected)
+
+
 def test_products_of_neighbouring_chunks_can_be_differentiated_twice():
     queries, keys = (torch.randn(2, 3, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(_ProductsOfNeighbours.apply, (queries, keys))

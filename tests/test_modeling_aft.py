@@ -401,6 +401,19 @@ def test_dropout_changes_training_and_not_evaluation(config):
     assert not torch.allclose(model.train()(**inputs).logits, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ("dropout", "drop_path"))
+def test_dropout_that_was_replaced_or_has_hooks_is_called_in_evaluation(name):
+    model, calls = build(tiny_config("text", "simple")), []
+    inputs = inputs_of(model.config)
+    expected = model(**inputs).logits
+    layer = model.aft.layers[0]
+    getattr(layer, name).register_forward_hook(lambda *args: calls.append(name))
+    torch.testing.assert_close(model(**inputs).logits, expected)
+    assert len(calls) == 2  # one for each branch
+    setattr(layer, name, torch.nn.Tanh().eval())
+    assert not torch.allclose(model(**inputs).logits, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", ({"hidden_dropout_prob": 0.5}, {"drop_path_rate": 0.9}), ids=str)
 def test_dropout_that_is_on_by_itself_drops_while_the_rest_evaluates(options):
     model = build(tiny_config("text", "simple", **options))

@@ -176,7 +176,7 @@ class AFTMixer(nn.Module):
         keys, values = self.k_proj(key), self.v_proj(value)
         gate = None if self.q_proj is None else self.query_activation(self.q_proj(query))
         attentions = None
-        with _full_precision(query.device.type):
+        with full_precision(query.device.type):
             if state is not None:
                 self._check_state(query, key, attention_mask, position_ids, state)
                 if output_attentions:
@@ -261,7 +261,7 @@ class AFTMixer(nn.Module):
         keys = x.new_empty((), dtype=dtype).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
         if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), BY_FEATURE):
             return None
-        with _full_precision(x.device.type):
+        with full_precision(x.device.type):
             return feature_major_mixing(x.to(dtype), projections, *self._direct_form(keys, grid_size))
 
     def _without_padding(self, keys, values, attention_mask, compact: bool):
@@ -483,7 +483,7 @@ class AFTMixer(nn.Module):
         return f"num_heads={self.num_heads}, causal={self.causal}, implementation={self.implementation!r}"
 
 
-def _full_precision(device_type: str) -> AbstractContextManager:
+def full_precision(device_type: str) -> AbstractContextManager:
     """Without autocast. Where there is none, nothing is entered: a step of decoding is little more than its calls."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()

@@ -18,7 +18,7 @@ from .causal_sums_aft import CausalSums
 from .convolution_sums_aft import ConvolutionSums
 from .dense_sums_aft import DenseSums
 from .direct_mixing_aft import DirectSums, direct_mixing
-from .mixer_aft import AFTMixer
+from .mixer_aft import AFTMixer, full_precision
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
@@ -565,9 +565,10 @@ class _ProductsOfNeighbours(torch.autograd.Function):
         queries, keys = ctx.saved_tensors
         before, own = gradient.tensor_split(2, -1)
         before = before[:, 1:]
-        of_queries, of_keys = own @ keys, own.mT @ queries
-        of_queries[:, 1:] += before @ keys[:, :-1]
-        of_keys[:, :-1] += before.mT @ queries[:, 1:]
+        with full_precision(gradient.device.type):
+            of_queries, of_keys = own @ keys, own.mT @ queries
+            of_queries[:, 1:] += before @ keys[:, :-1]
+            of_keys[:, :-1] += before.mT @ queries[:, 1:]
         return of_queries, of_keys
 
 

@@ -24,7 +24,7 @@ from transformers.utils import TransformersKwargs, is_torchdynamo_compiling
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .activations_aft import perceptron
+from .activations_aft import is_untouched, perceptron
 from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
@@ -213,8 +213,9 @@ class AFTLayer(GradientCheckpointingLayer):
 
     def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         """The residual connection. What changes nothing is not called: calls are what a step of decoding waits for."""
-        if self.dropout.training or self.drop_path.training:
-            branch = self.drop_path(self.dropout(branch))
+        for module, kind in ((self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)):
+            if module.training or type(module) is not kind or not is_untouched(module):
+                branch = module(branch)
         return hidden_states + branch
 
 
