@@ -36,11 +36,11 @@ def differentiable_gradients(
 
 def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """second(activation(first(x))). With GELU one of the two wide tensors between the layers is kept, not both."""
-    with_gradients = torch.is_grad_enabled()
-    if not with_gradients and _is_gelu(activation) and _takes_activations(first, x):
+    with_gradients, gelu = torch.is_grad_enabled(), _is_gelu(activation)
+    if not with_gradients and gelu and _takes_activations(first, x):
         return second(torch.ops.mkldnn._linear_pointwise(x, first.weight, first.bias, "gelu", [], "none"))
     projected = first(x)
-    if _is_gelu(activation) and runs_as_written(projected):
+    if gelu and runs_as_written(projected):
         if with_gradients and is_linear(second):
             return _project(second, GELU, projected)
         if not with_gradients and is_linear(first):

@@ -84,10 +84,10 @@ class AFTLayerState(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[2]
         self.padded = self.padded or counts is not None
-        new = self.padding.new_full((1,), length) if counts is None else counts
         past = self.sums()
         bias = None
         if slopes is not None:
+            new = self.padding.new_full((1,), length) if counts is None else counts
             heads, rows = slopes.to(key_states.dtype), new.to(key_states.dtype)
             distance = rows[:, None, None] - 1 - torch.arange(length, device=new.device)  # (B, 1, T) to the last token
             bias = (-heads[:, None] * distance).expand(key_states.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)

@@ -244,7 +244,7 @@ def _gradients(
         if needed[1]:
             of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
             of_bias[heads] += sums.collect(of_table) * exp_bias[heads]
-        of_summands = torch.bmm(of_sums.flatten(1, 2), table).view_as(summands)
+        of_summands = sums.product(of_sums, table.mT)
         of_weights, of_weighted, _ = layout.split(of_summands)
         weights, weighted, _ = layout.split(summands)
         gradient_of_inputs((of_weighted, of_weights), (weighted, weights), *gradients[:2], 1)
