@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from aft_hf.activations_aft import gated_projection, perceptron
+from aft_hf.activations_aft import _gelu_in_place, gated_projection, perceptron
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_other_layers_are_called_as_they_are(layers, name):
             torch.manual_seed(1)
             y = perceptron(*layers, x.detach())
             torch.manual_seed(1)
-            assert torch.equal(y, plain(layers, x.detach()))
+            torch.testing.assert_close(y, plain(layers, x.detach()))
             assert torch.equal(x, before)
 
 
@@ -195,7 +195,23 @@ def test_without_gradients_gelu_overwrites_the_projection(layers, monkeypatch):
     with torch.no_grad():
         y = perceptron(*layers, x)
         assert given[1] == made[0].data_ptr()
-        assert torch.equal(y, plain(layers, x))
+        torch.testing.assert_close(y, plain(layers, x))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 5), (1, 1024), (8, 1, 1024), (2**5, 2**10), (2**5 + 1, 2**10)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+def test_gelu_in_place_is_gelu_of_few_numbers_and_of_many(shape, dtype):
+    x = 3 * torch.randn(shape, dtype=dtype)
+    expected = nn.functional.gelu(x)
+    result = _gelu_in_place(x)
+    assert result is x
+    torch.testing.assert_close(x, expected)
+
+
+def test_gelu_in_place_takes_what_is_not_contiguous():
+    x = torch.randn(4, 6).T
+    expected = nn.functional.gelu(x)
+    torch.testing.assert_close(_gelu_in_place(x), expected)
 
 
 @pytest.mark.parametrize("hooked", ("projection", "activation", "activation before", "all modules"))

@@ -14,6 +14,10 @@ from torch.nn.modules import module as module_hooks
 from transformers.activations import GELUActivation
 
 
+# Numbers for which it counts how long a call takes to start.
+FEW_NUMBERS = 2**15
+
+
 def runs_as_written(*tensors: torch.Tensor) -> bool:
     """Whether operations on these tensors are what they say, and nothing but gradients is taken of them: no program is
     traced, and there are no tensors of torch.func, of forward-mode differentiation and of other modes.
@@ -44,7 +48,7 @@ def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: to
         if with_gradients and is_linear(second):
             return _project(second, GELU, projected)
         if not with_gradients and is_linear(first):
-            return second(torch._C._nn.gelu_(projected))
+            return second(_gelu_in_place(projected))
     return second(activation(projected))
 
 
@@ -77,6 +81,14 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> bool:
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _gelu_in_place(x: torch.Tensor) -> torch.Tensor:
+    # PyTorch gives contiguous memory to oneDNN, which takes longer to start than a kernel of its own takes for the
+    # numbers of a token: that gets the same numbers, transposed.
+    few = x.is_cpu and x.numel() < FEW_NUMBERS and x.numel() % 2 == 0 and x.is_contiguous()
+    torch._C._nn.gelu_(x.view(-1, 2).mT if few else x)
+    return x
 
 
 def _is_gelu(module: nn.Module) -> bool:

@@ -8,15 +8,15 @@ the rows before and after these are added up. Unlike a convolution with exp(w) -
 import torch
 from torch import nn
 
-from .direct_mixing_aft import DirectSums
-from .mixing_aft import grid_table, working_dtype
+from .direct_mixing_aft import TableSums, inference_dtype
+from .mixing_aft import grid_table
 
 
 # Rows of queries in one product: more make fewer copies of keys, and a larger table.
 QUERY_ROWS = 4
 
 
-class BandSums(DirectSums):
+class BandSums(TableSums):
     """O(T d s columns) time. Without gradients.
 
     Position biases are the kernels (h, s, s). Memory is for a table of O(s columns^2) for each head, and for keys and
@@ -31,7 +31,7 @@ class BandSums(DirectSums):
         self.grid_size, self.reach = grid_size, window // 2
 
     def forward(self, key, value, bias, inverse=None):
-        dtype = value.dtype if value.dtype == torch.bfloat16 else working_dtype(value)
+        dtype = inference_dtype(value)
         keys, values = (x.to(dtype).permute(1, 3, 0, 2) for x in (key, value))  # (h, k, B, T)
         weights = torch.exp(keys)
         summands = torch.cat([weights, weights * values], 1)
@@ -39,15 +39,14 @@ class BandSums(DirectSums):
         denominator, numerator = sums.tensor_split((1,), 1)
         return (numerator * self._reciprocal(denominator)).permute(2, 0, 3, 1).to(value.dtype)
 
-    def table(self, exp_bias: torch.Tensor) -> torch.Tensor:
-        """exp(w) from some rows of queries to those around them, (h, QUERY_ROWS columns, band columns)."""
+    def table(self, exp_bias):
+        """From some rows of queries to those around them, (h, QUERY_ROWS columns, band columns)."""
         rows, columns = QUERY_ROWS, self.grid_size[1]
         side = columns - 1 - self.reach  # where negative, the kernel is wider than the grid
         by_offset = nn.functional.pad(exp_bias, (side, side, rows - 1, rows - 1), value=1.0)
         return grid_table(by_offset, (rows, columns), self._band)
 
-    def product(self, summands: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """The sums of (h, W, B, T) that each position sees, by the `table` of these heads."""
+    def product(self, summands, table):
         (rows, columns), blocks = self.grid_size, self._blocks
         by_row = summands.flatten(1, 2).unflatten(2, self.grid_size)  # (h, W B, rows, columns)
         filled = nn.functional.pad(by_row, (0, 0, self.reach, self.reach + blocks * QUERY_ROWS - rows)).flatten(2)
@@ -56,10 +55,9 @@ class BandSums(DirectSums):
         sums += self._beyond(by_row).unsqueeze(-1).to(sums.dtype)
         return sums.flatten(2)[..., : rows * columns].reshape(summands.shape)
 
-    def size(self, columns: int, length: int) -> int:
-        """Numbers in a product for one head with so many features of all rows of a batch, and in its table."""
+    def size(self, features, length):
         queries, keys = QUERY_ROWS * self.grid_size[1], self._band * self.grid_size[1]
-        return (columns * self._blocks + queries) * keys
+        return (features * self._blocks + queries) * keys
 
     def _beyond(self, by_row: torch.Tensor) -> torch.Tensor:
         """The sum of all rows outside the band of each block of queries: (h, W B, blocks) in float32 at least."""

@@ -58,8 +58,8 @@ class ConvolutionSums(DirectSums):
     def _numerators_and_denominators(self, channels: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views (B, h, T, c) and (B, h, T, 1) of (B, d + h, rows, columns)."""
         heads, width = value.shape[1], value.shape[3]
-        by_position = channels.movedim(1, -1).flatten(1, 2)  # (B, T, d + h)
-        parts = by_position.split([heads * width, heads], -1)
+        tokens = channels.movedim(1, -1).flatten(1, 2)  # (B, T, d + h)
+        parts = tokens.split([heads * width, heads], -1)
         return tuple(part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
 
     def _convolve(self, features: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from .direct_mixing_aft import DirectSums, by_position, gradient_of_inputs, gradient_of_sums
+from .direct_mixing_aft import TableSums, by_position, gradient_of_inputs, gradient_of_sums, inference_dtype
 from .mixing_aft import collect_grid_table, grid_table, working_dtype
 
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 2**22
 FEWEST_COLUMNS = 256
 
 
-class DenseSums(DirectSums):
+class DenseSums(TableSums):
     """All positions in one product with the table exp(w): O(T^2 d) time, no tensor larger than a block and its table.
 
     Position biases are (h, T, T), or on a grid (h, 2 rows - 1, 2 columns - 1), by the offset from query to key.
@@ -35,11 +35,11 @@ class DenseSums(DirectSums):
         self.grid_size, self.causal = grid_size, causal
 
     def forward(self, key, value, bias, inverse=None):
-        dtype = value.dtype if value.dtype == torch.bfloat16 and inverse is None else working_dtype(value)
+        dtype = inference_dtype(value) if inverse is None else working_dtype(value)
         exp_bias = torch.exp(bias).to(dtype)
         context = by_position(value)
         for block in self._blocks(key, value, dtype):
-            sums = block.product(self.table(exp_bias[block.heads]), block.features(key, value))
+            sums = block.product(block.features(key, value), self.table(exp_bias[block.heads]))
             numerator, denominator = block.parts(sums)
             denominator = self._reciprocal(denominator)
             if inverse is not None:
@@ -61,7 +61,7 @@ class DenseSums(DirectSums):
             if bias_needed:
                 of_table = block.gradient_of_table(of_sums, features)
                 bias_gradient[block.heads] += self.collect(of_table) * exp_biases
-            of_features = block.product(self.table(exp_biases).mT, of_sums)
+            of_features = block.product(of_sums, self.table(exp_biases).mT)
             gradients = block.of(key_gradient), block.of(value_gradient)
             gradient_of_inputs(block.parts(of_features), block.parts(features), *gradients, block.feature_dim)
         return key_gradient, value_gradient, bias_gradient
@@ -78,19 +78,23 @@ class DenseSums(DirectSums):
             for row in range(0, rows, rows_at_once):
                 yield layout(slice(head, head + heads_at_once), slice(row, row + rows_at_once), value.shape[3], dtype)
 
-    def table(self, exp_bias: torch.Tensor) -> torch.Tensor:
-        """exp(w) as (h, T, T)."""
+    def table(self, exp_bias):
+        """(h, T, T)."""
         if self.grid_size is None:
             return exp_bias.tril() if self.causal else exp_bias
         return grid_table(exp_bias, self.grid_size)
 
-    def product(self, summands: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """The sums of (h, W, B, T) that each position sees, by the `table` of these heads."""
+    @staticmethod
+    def product(summands, table):
         return torch.bmm(summands.flatten(1, 2), table.mT).view_as(summands)
 
-    def size(self, columns: int, length: int) -> int:
-        """Numbers in a product for one head with so many features of all rows of a batch, and in its table."""
-        return (columns + length) * length
+    @staticmethod
+    def gradient_of_table(of_sums: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
+        """That of `product`, (h, T, T)."""
+        return torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
+
+    def size(self, features, length):
+        return (features + length) * length
 
     def collect(self, of_table: torch.Tensor) -> torch.Tensor:
         """The transpose of `table`: what (h, T, T) gives each position bias."""
@@ -119,7 +123,7 @@ class _Block:
         """
         return self.of(x).to(self.dtype).contiguous()
 
-    def product(self, table: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def product(self, features: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Sums over the last dimension of the table, (h, T, T), for each feature."""
         raise NotImplementedError
 
@@ -147,15 +151,11 @@ class _BlockOfHeads(_Block):
     """(h, B, W, T): one product for a head, with long runs of positions however few features it has."""
 
     feature_dim = -2
+    product = staticmethod(DenseSums.product)
+    gradient_of_table = staticmethod(DenseSums.gradient_of_table)
 
     def of(self, x):
         return x[self.rows, self.heads].permute(1, 0, 3, 2)
-
-    def product(self, table, features):
-        return torch.bmm(features.flatten(1, 2), table.mT).view_as(features)
-
-    def gradient_of_table(self, of_sums, features):
-        return torch.bmm(of_sums.flatten(1, 2).mT, features.flatten(1, 2))
 
 
 class _BlockOfRows(_Block):
@@ -166,7 +166,7 @@ class _BlockOfRows(_Block):
     def of(self, x):
         return x[self.rows].squeeze(1)
 
-    def product(self, table, features):
+    def product(self, features, table):
         return torch.bmm(table.expand(len(features), -1, -1), features)
 
     def gradient_of_table(self, of_sums, features):

@@ -8,8 +8,8 @@ it, so that training keeps no more than keys, values, the result and its denomin
 
 How the sums are taken is up to `DirectSums`: by a table of all pairs (`dense_sums_aft.py`), by a convolution or by
 bands of a grid (`convolution_sums_aft.py`, `banded_sums_aft.py`), or from left to right (`causal_sums_aft.py`). They
-are kept in float32 at least. Only without gradients, and where all positions see each other, values of bfloat16 make
-products of bfloat16, which are added up in float32.
+are kept in float32 at least. Only `TableSums` without gradients make products of bfloat16 from values of bfloat16, and
+these are added up in float32.
 """
 
 import math
@@ -141,7 +141,28 @@ class DirectSums:
         return denominator.reciprocal_() if out is None else torch.reciprocal(denominator, out=out)
 
 
+class TableSums(DirectSums):
+    """A way to sum by products with a table of exp(w), which `feature_major_aft.py` takes step by step."""
+
+    def table(self, exp_bias: torch.Tensor) -> torch.Tensor:
+        """exp(w) as `product` takes it, from exp of the position biases of some heads."""
+        raise NotImplementedError
+
+    def product(self, summands: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The sums of (h, W, B, T) that each position sees, by the `table` of these heads."""
+        raise NotImplementedError
+
+    def size(self, features: int, length: int) -> int:
+        """Numbers in a product for one head with so many features of all rows of a batch, and in its table."""
+        raise NotImplementedError
+
+
 # ------------------------------------------------------------------------------------------------- building blocks
+
+
+def inference_dtype(x: torch.Tensor) -> torch.dtype:
+    """What products with a table are made of where no gradients are needed: bfloat16 stays as it is."""
+    return x.dtype if x.dtype == torch.bfloat16 else working_dtype(x)
 
 
 def by_position(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

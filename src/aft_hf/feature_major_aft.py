@@ -14,24 +14,14 @@ import torch
 from torch import nn
 
 from .activations_aft import differentiable_gradients, is_linear, is_untouched, runs_as_written
-from .banded_sums_aft import BandSums
 from .dense_sums_aft import DenseSums
-from .direct_mixing_aft import (
-    LARGEST_VALUE,
-    MODERATE,
-    gradient_of_inputs,
-    gradient_of_sums,
-    largest_size,
-)
+from .direct_mixing_aft import LARGEST_VALUE, MODERATE, TableSums, gradient_of_inputs, gradient_of_sums, largest_size
 from .mixing_aft import working_dtype
 
 
 # Bytes of the features and tables in a block. More than where positions come first: what is read and written lies in
 # long rows, and a product has more heads.
 BLOCK_SIZE = 3 * 2**22
-
-# The ways to sum for which this is.
-BY_FEATURE = (DenseSums, BandSums)
 
 # The numbers that features may be. For gradients, features of bfloat16 are summed in float32.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -100,7 +90,7 @@ class _Layout(NamedTuple):
         """The keys, values and queries."""
         return features.tensor_split((self.keys, self.keys + self.values), 1)
 
-    def blocks(self, sums: DenseSums | BandSums, exp_bias: torch.Tensor, features: torch.Tensor) -> Iterator[tuple]:
+    def blocks(self, sums: TableSums, exp_bias: torch.Tensor, features: torch.Tensor) -> Iterator[tuple]:
         """Groups that are taken at once, their heads, and the tables of these.
 
         A part of a head at once, or as many heads as fit into a block with their tables, and one for each thread: a
@@ -121,7 +111,7 @@ class _Layout(NamedTuple):
 def feature_major_mixing(
     x: torch.Tensor,
     projections: Projections,
-    sums: DenseSums | BandSums,
+    sums: TableSums,
     bias: torch.Tensor,
     safe: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
@@ -165,9 +155,7 @@ def _are_moderate(features: torch.Tensor, bias: torch.Tensor, layout: _Layout) -
     return largest_size(keys) <= MODERATE and largest_size(values) <= LARGEST_VALUE
 
 
-def _gated_in_place(
-    features: torch.Tensor, bias: torch.Tensor, layout: _Layout, sums: DenseSums | BandSums
-) -> torch.Tensor:
+def _gated_in_place(features: torch.Tensor, bias: torch.Tensor, layout: _Layout, sums: TableSums) -> torch.Tensor:
     """Eq. 2 without gradients, in the memory of the features: (groups, values, B, T)."""
     keys, values, queries = layout.split(features)
     values.mul_(keys.exp_())
@@ -242,7 +230,7 @@ def _gradients(
         factors = of_context.to(dtype), context[block].to(dtype), inverse[block]
         gradient_of_sums(*factors, of_numerator, of_denominator, 1)
         if needed[1]:
-            of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2))
+            of_table = sums.gradient_of_table(of_sums, summands)
             of_bias[heads] += sums.collect(of_table) * exp_bias[heads]
         of_summands = sums.product(of_sums, table.mT)
         of_weights, of_weighted, _ = layout.split(of_summands)

@@ -11,8 +11,8 @@ from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
 from .causal_sums_aft import CausalSums
 from .dense_sums_aft import DenseSums
-from .direct_mixing_aft import DirectSums, direct_mixing
-from .feature_major_aft import BY_FEATURE, Projections, feature_major_mixing, projected_dtype, runs_by_feature
+from .direct_mixing_aft import DirectSums, TableSums, direct_mixing
+from .feature_major_aft import Projections, feature_major_mixing, projected_dtype, runs_by_feature
 from .mixing_aft import (
     CHUNK_SIZE,
     ScaledSums,
@@ -259,7 +259,7 @@ class AFTMixer(nn.Module):
             return None
         (batch, length, _), dtype = x.shape, projected_dtype(x)
         keys = x.new_empty((), dtype=dtype).expand(batch, self.num_heads, length, 1)  # shape and type are what counts
-        if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), BY_FEATURE):
+        if self._form(length) != "direct" or not issubclass(self._sums_type(keys, grid_size), TableSums):
             return None
         with full_precision(x.device.type):
             return feature_major_mixing(x.to(dtype), projections, *self._direct_form(keys, grid_size))

@@ -121,8 +121,8 @@ class AFTAlibi(AFTMixer):
 
     def slopes(self, device: torch.device | None = None) -> torch.Tensor:
         """m_i for each head, (h,) in float32."""
-        head = torch.arange(1, self.num_heads + 1, device=device, dtype=torch.float32)
-        return torch.exp2(-8.0 * head / self.num_heads)
+        heads = self.num_heads
+        return torch.logspace(-8.0 / heads, -8.0, heads, base=2.0, device=device, dtype=torch.float32)
 
     def position_bias_between(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         lags = query_positions[..., :, None] - key_positions[..., None, :]
@@ -282,12 +282,13 @@ class AFTLocal(AFTFull):
     def _step_bias(self, state: AFTLayerState) -> torch.Tensor | None:
         position = state.cumulative_length
         first = position - state.window
-        seen = slice(max(first, 0), position + 1)
+        seen = max(first, 0)
+        count = position + 1 - seen
         if self.factorized:
-            u, v = self.position_bias_query.narrow(1, position, 1), self.position_bias_key[:, seen]
+            u, v = self.position_bias_query.narrow(1, position, 1), self.position_bias_key.narrow(1, seen, count)
             bias = torch.bmm(widen(u), widen(v).mT).mT
         else:
-            bias = widen(self.position_bias_table[:, position, seen, None])
+            bias = widen(self.position_bias_table[:, position].narrow(1, seen, count).unsqueeze(-1))
         return bias if first >= 0 else nn.functional.pad(bias, (0, 0, -first, 0))
 
     def _windowed(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aft_hf.benchmarking import measuring
 from aft_hf.benchmarking.cases import SMOKE, model_builder
 from aft_hf.benchmarking.measuring import peak_bytes, ratio, seconds_in_turns, state_bytes
 from aft_hf.benchmarking.models import TextRow, VisionRow, without_mixing
@@ -33,6 +34,15 @@ def test_candidates_take_turns_and_the_slower_one_has_the_greater_ratio():
     assert calls == ["a", "b"] * 5  # two turns to warm up
     assert len(seconds["ours"]) == len(seconds["peer"]) == 3
     assert 4 < ratio(seconds, "ours", "peer") < 20
+
+
+def test_what_takes_long_warms_up_once(monkeypatch):
+    monkeypatch.setattr(measuring, "LONG_CALL", 0.01)
+    calls = []
+    candidates = {"short": lambda: calls.append("s"), "long": lambda: (calls.append("l"), time.sleep(0.02))}
+    seconds = seconds_in_turns(candidates, CPU, repeats=2)
+    assert calls == ["s", "l", "s", "s", "l", "s", "l"]
+    assert len(seconds["short"]) == len(seconds["long"]) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -88,6 +98,13 @@ def test_every_case_has_a_name_of_its_own_and_something_to_compare_with(name):
         assert set(case.required_memory) <= set(case.peaks)
         assert name == "growth" or (list(case.builders)[:2] == ["ours", "peer"] and case.peer)
         assert (name == "growth") == (case.size is not None)
+
+
+def test_models_of_one_length_or_context_share_their_peer():
+    for suite, pattern in {"causal": "*T=4096 training fp32", "decode": "*after 4096 batch 8 decode fp32"}.items():
+        cases = select_cases([suite], pattern)
+        assert len(cases) == 4 and len({case.builders["peer"] for case in cases}) == 1
+        assert len({build for case in cases for name, build in case.builders.items() if name != "peer"}) in (4, 8)
 
 
 def test_what_is_required_is_asked():

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -63,6 +64,32 @@ def test_a_run_goes_on_with_what_is_not_there_yet(tmp_path):
     measure([second], path, fresh=True)
     measure([second], path, repeats=2)
     assert len(builds) == 8 and [row["repeats"] for row in read_rows(path)] == [1, 2]
+
+
+def test_neighbours_that_share_a_peer_take_turns_together(tmp_path):
+    calls = []
+
+    def builder(name, seconds):
+        def build(device):
+            calls.append(f"build {name}")
+            return lambda: (calls.append(name), time.sleep(seconds))
+
+        return build
+
+    peer, path = builder("peer", 0.02), tmp_path / "benchmark.json"
+
+    def beside_it(name, seconds):
+        builders = {"ours": builder(name, seconds), "peer": peer}
+        return Case(name, "mixer", "inference", "fp32", 1, "tokens", builders, peer="it", peaks=())
+
+    both = [beside_it("first", 0.002), beside_it("second", 0.1)]
+    first, second = measure([*both, case("other", [])], path)[:2]
+    assert calls == ["build first", "build peer", "build second", *["first", "peer", "second"] * 3]
+    assert first["seconds"]["peer"] == second["seconds"]["peer"]
+    assert first["ratio"]["peer"] > 2 and second["ratio"]["peer"] < 0.5
+    del calls[:]
+    measure([both[0], beside_it("third", 0.0)], path)  # the first is there already
+    assert calls == ["build third", "build peer", *["third", "peer"] * 3]
 
 
 def test_rows_of_other_code_are_measured_again_and_those_of_another_machine_stay(tmp_path, monkeypatch):

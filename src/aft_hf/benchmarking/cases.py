@@ -23,7 +23,8 @@ class Case:
         dtype: "fp32" or "bf16" (autocast in training, weights in inference).
         items, unit: how many images or tokens one call takes.
         builders: candidates by name, each makes what to call. "ours" comes first and "peer" second, except in a case
-            of the suite `growth`, which has models by their names.
+            of the suite `growth`, which has models by their names. Neighbours with the same builder of a peer are
+            measured together, and what they share is measured once.
         peer: what the peer is, for people.
         required: for "peer" and "floor", how many times faster than that ours has to be; empty if nothing is asked.
         required_memory: for "peer", how many times its peak memory ours may take; likewise.

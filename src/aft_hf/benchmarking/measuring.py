@@ -4,11 +4,15 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import torch
 from transformers import Cache, DynamicCache
+
+
+# Seconds of a call that has warmed up what there is to warm up.
+LONG_CALL = 5.0
 
 
 def synchronize(device: torch.device) -> None:
@@ -39,25 +43,31 @@ def release_freed_memory() -> None:
 
 
 def seconds_in_turns(
-    candidates: dict[str, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
-) -> dict[str, list[float]]:
+    candidates: dict[Hashable, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
+) -> dict[Hashable, list[float]]:
     """Seconds of each call, the candidates taking turns (A B A B ...), so that what else the machine does hits all.
 
     Args:
         candidates: what to call, by name.
         device: what they run on.
         repeats: timed calls of each.
-        warmup: calls of each before that.
+        warmup: calls of each before that, or fewer if one takes longer than `LONG_CALL`.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds: dict[Hashable, list[float]] = {name: [] for name in candidates}
+    warm = set()
     for turn in range(warmup + repeats):
         for name, call in candidates.items():
+            if turn < warmup and name in warm:
+                continue
             synchronize(device)
             started = time.perf_counter()
             call()
             synchronize(device)
+            taken = time.perf_counter() - started
             if turn >= warmup:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(taken)
+            elif taken > LONG_CALL:
+                warm.add(name)
     return seconds
 
 

@@ -6,15 +6,16 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from rich.progress import track
 
 from ..data.json_files import write_json
-from .cases import Case, Sizes
+from .cases import Builder, Case, Sizes
 from .growth import slopes
 from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
@@ -43,7 +44,8 @@ def measure_cases(
     fresh: bool,
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Measure cases and write after each; what the file has of other cases, machines and sizes stays in it.
+    """Measure cases and write after each; what the file has of other cases, machines and sizes stays in it. Neighbours
+    that share a peer take turns together.
 
     Args:
         cases: what to measure.
@@ -61,57 +63,90 @@ def measure_cases(
     rows = {_identity(row): row for row in (read_rows(path) if path.exists() else [])}
     own = []
     sizes_name = next(name for name, known in SIZES.items() if known == sizes)
-    for case in track(cases, "cases", transient=True, disable=not os.isatty(2)):
-        header = {
-            "case": case.name,
-            "suite": case.suite,
-            "sizes": sizes_name,
-            "machine": machine(device),
-            "versions": versions(case.package),
-            "repeats": repeats,
-        }
-        own.append(_identity(header))
-        old = rows.get(own[-1])
-        if old and not fresh and _is_done(old, header, with_memory and bool(case.peaks)):
-            # What is asked may have changed since.
-            rows[own[-1]] = old | {"required": case.required, "required_memory": case.required_memory}
-            continue
-        try:
-            row = header | measure(case, device, repeats=repeats, with_memory=with_memory, sizes=sizes)
-        except (ImportError, importlib.metadata.PackageNotFoundError) as error:
-            row = header | {"skipped": f"{error.name or case.package} is not installed"}
-        except RuntimeError as error:  # such as too little memory, which says nothing about the other cases
-            row = header | {"failed": " ".join(str(error).split())[:300]}
-        rows[own[-1]] = row
-        show(row)
-        _write(path, list(rows.values()))
+    groups = [list(group) for _, group in groupby(cases, lambda case: case.builders.get("peer", case.name))]
+    for group in track(groups, "cases", transient=True, disable=not os.isatty(2)):
+        pending = []
+        for case in group:
+            header = {
+                "case": case.name,
+                "suite": case.suite,
+                "sizes": sizes_name,
+                "machine": machine(device),
+                "versions": versions(case.package),
+                "repeats": repeats,
+            }
+            own.append(_identity(header))
+            old = rows.get(own[-1])
+            if old and not fresh and _is_done(old, header, with_memory and bool(case.peaks)):
+                # What is asked may have changed since.
+                rows[own[-1]] = old | {"required": case.required, "required_memory": case.required_memory}
+            else:
+                pending.append((case, header))
+        for row in _measured(pending, device, with_memory=with_memory, sizes=sizes):
+            rows[_identity(row)] = row
+            show(row)
+        if pending:
+            _write(path, list(rows.values()))
     _write(path, list(rows.values()))  # also what is asked now
     return [rows[identity] for identity in own]
+
+
+def _measured(
+    pending: list[tuple[Case, dict]], device: torch.device, *, with_memory: bool, sizes: Sizes
+) -> list[dict]:
+    """The rows of cases that take turns together, with what is known of each; why, where they cannot be measured."""
+    if not pending:
+        return []
+    cases, headers = zip(*pending)
+    try:
+        results = measure(cases, device, repeats=headers[0]["repeats"], with_memory=with_memory, sizes=sizes)
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        results = [{"skipped": f"{error.name or case.package} is not installed"} for case in cases]
+    except RuntimeError as error:  # such as too little memory, which says nothing about the other cases
+        results = [{"failed": " ".join(str(error).split())[:300]}] * len(cases)
+    return [header | result for header, result in zip(headers, results)]
 
 
 def _write(path: Path, rows: list[dict]) -> None:
     write_json(path, {"slopes": slopes(rows), "rows": rows})
 
 
-def measure(case: Case, device: torch.device, *, repeats: int, with_memory: bool, sizes: Sizes) -> dict:
-    """Seconds, ratios and memory of the candidates of a case."""
-    if case.package is not None:
-        importlib.metadata.version(case.package)  # raises where it is not installed
-    calls = {name: build(device) for name, build in case.builders.items()}
-    seconds = seconds_in_turns(calls, device, repeats=repeats)
-    row = {"task": case.task, "dtype": case.dtype, "unit": case.unit, "size": case.size, "peer": case.peer}
-    row["seconds"] = {name: statistics.median(values) for name, values in seconds.items()}
-    row["items_per_second"] = {name: case.items / value for name, value in row["seconds"].items()}
-    if "ours" in calls:
-        row["ratio"] = {name: ratio(seconds, "ours", name) for name in calls if name != "ours"}
-    row |= {"required": case.required, "required_memory": case.required_memory}
-    if case.task == "decode":
-        row["state_bytes"] = {name: state_bytes(call()) for name, call in calls.items()}
+def measure(
+    cases: Sequence[Case], device: torch.device, *, repeats: int, with_memory: bool, sizes: Sizes
+) -> list[dict]:
+    """Seconds, ratios and memory of the candidates of some cases, all in turns: what several cases have is one
+    candidate.
+    """
+    for case in cases:
+        if case.package is not None:
+            importlib.metadata.version(case.package)  # raises where it is not installed
+    builders = dict.fromkeys(build for case in cases for build in case.builders.values())
+    calls = {build: build(device) for build in builders}
+    timed = seconds_in_turns(calls, device, repeats=repeats)
+    rows = [_row(case, {name: timed[build] for name, build in case.builders.items()}) for case in cases]
+    for case, row in zip(cases, rows):
+        if case.task == "decode":
+            row["state_bytes"] = {name: state_bytes(calls[build]()) for name, build in case.builders.items()}
     if with_memory:
         del calls  # the processes need the room: GPT-2 at 16,384 tokens takes 11 GiB
         release_freed_memory()
-        row["peak_bytes"] = {name: measure_peak(case, name, device, sizes) for name in case.peaks}
-    return row
+        peaks: dict[Builder, int] = {}
+        for case, row in zip(cases, rows):
+            for name in case.peaks:
+                if case.builders[name] not in peaks:
+                    peaks[case.builders[name]] = measure_peak(case, name, device, sizes)
+            row["peak_bytes"] = {name: peaks[case.builders[name]] for name in case.peaks}
+    return rows
+
+
+def _row(case: Case, seconds: dict[str, list[float]]) -> dict:
+    """What a case is, its candidates' speeds, and what is asked of ours."""
+    row = {"task": case.task, "dtype": case.dtype, "unit": case.unit, "size": case.size, "peer": case.peer}
+    row["seconds"] = {name: statistics.median(values) for name, values in seconds.items()}
+    row["items_per_second"] = {name: case.items / value for name, value in row["seconds"].items()}
+    if "ours" in seconds:
+        row["ratio"] = {name: ratio(seconds, "ours", name) for name in seconds if name != "ours"}
+    return row | {"required": case.required, "required_memory": case.required_memory}
 
 
 def machine(device: torch.device) -> dict:

@@ -84,35 +84,43 @@ CAUSAL_REQUIRED = {"local": (1.25, 2.0, 5.0), "simple": (1.3, 2.2, 6.0), "alibi"
 
 def causal_cases(sizes: Sizes = FULL) -> Iterator[Case]:
     """Forward and training step of language models beside GPT-2, and over the same model without mixing."""
-    for aft_type, required in CAUSAL_REQUIRED.items():
-        row = TextRow(aft_type, sizes.text_layers, sizes.text_width)
-        for i, length in enumerate(sizes.lengths):
-            batch = max(1, sizes.lengths[1] // length)
-            for task in ("inference", "training"):
-                inputs, aft = _tokens(batch, length, task), lambda row=row, length=length: row.aft(length)
-                # Over the floor: 1 / 1.15 forward, 1 / 1.20 for a training step.
-                asked = {"floor": 1 / 1.15 if task == "inference" else 1 / 1.20}
-                if task == "training" and required:
-                    asked["peer"] = required[i]
-                for dtype_name, dtype in DTYPES.items():
-                    builders = {
-                        "ours": model_builder(aft, inputs, task, dtype),
-                        "peer": model_builder(lambda row=row, n=length: row.gpt2(n), inputs, task, dtype),
-                        "floor": model_builder(lambda aft=aft: without_mixing(aft()), inputs, task, dtype),
-                    }
-                    yield Case(
-                        f"{row.name} T={length} {task} {dtype_name}",
-                        "causal",
-                        task,
-                        dtype_name,
-                        batch * length,
-                        "tokens",
-                        builders,
-                        peer="GPT-2",
-                        required=asked,
-                        required_memory={"peer": 1.0} if (aft_type, task) == ("local", "training") else {},
-                    )
+    for i in range(len(sizes.lengths)):
+        for task in ("inference", "training"):
+            for dtype_name in DTYPES:
+                yield from _causal_cases_of(sizes, i, task, dtype_name)
     yield from _other_causal_cases(sizes)
+
+
+def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterator[Case]:
+    """All types at the i-th length, beside one GPT-2."""
+    length = sizes.lengths[i]
+    batch = max(1, sizes.lengths[1] // length)
+    inputs = _tokens(batch, length, task)
+
+    def builder(make: Callable[[], PreTrainedModel]) -> Builder:
+        return model_builder(make, inputs, task, DTYPES[dtype_name])
+
+    rows = {name: TextRow(name, sizes.text_layers, sizes.text_width) for name in CAUSAL_REQUIRED}
+    peer = builder(lambda: rows["simple"].gpt2(length))
+    for aft_type, row in rows.items():
+        # Over the floor: 1 / 1.15 forward, 1 / 1.20 for a training step.
+        asked = {"floor": 1 / 1.15 if task == "inference" else 1 / 1.20}
+        if task == "training" and CAUSAL_REQUIRED[aft_type]:
+            asked["peer"] = CAUSAL_REQUIRED[aft_type][i]
+        ours = builder(lambda row=row: row.aft(length))
+        floor = builder(lambda row=row: without_mixing(row.aft(length)))
+        yield Case(
+            f"{row.name} T={length} {task} {dtype_name}",
+            "causal",
+            task,
+            dtype_name,
+            batch * length,
+            "tokens",
+            {"ours": ours, "peer": peer, "floor": floor},
+            peer="GPT-2",
+            required=asked,
+            required_memory={"peer": 1.0} if (aft_type, task) == ("local", "training") else {},
+        )
 
 
 def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
@@ -142,56 +150,46 @@ def _tokens(batch: int, length: int, task: str) -> Callable[[], dict[str, torch.
 
 def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
     """One more token after a long text, beside GPT-2 with its cache, and beside our own after a short text."""
-    contexts = sizes.contexts
-    for aft_type in ("simple", "alibi", "local", "conv"):
-        row = TextRow(aft_type, sizes.text_layers, sizes.text_width)
-        for dtype_name, dtype in DTYPES.items():
-            decoding = {
-                (kind, context, batch): _decoding(
-                    lambda make=make, context=context: make(context + 100), context, batch, dtype
-                )
-                for kind, make in {"ours": row.aft, "GPT-2": row.gpt2}.items()
-                for context in contexts
-                for batch in (1, 8)
-            }
-            for batch in (1, 8):
-                for context in contexts[: 3 if batch == 1 else 2]:
-                    builders = {
-                        "ours": decoding["ours", context, batch],
-                        "peer": decoding["GPT-2", context, batch],
-                    }
-                    yield Case(
-                        f"{row.name} after {context} batch {batch} decode {dtype_name}",
-                        "decode",
-                        "decode",
+    rows = [TextRow(name, sizes.text_layers, sizes.text_width) for name in ("simple", "alibi", "local", "conv")]
+    longest, shortest = sizes.contexts[-1], sizes.contexts[0]
+    for dtype_name in DTYPES:
+        for batch in (1, 8):
+            for context in sizes.contexts[: 3 if batch == 1 else 2]:
+                peer = _decoding(rows[0].gpt2, context, batch, DTYPES[dtype_name])
+                for row in rows:
+                    yield _decode_case(
+                        f"{row.name} after {context} batch {batch}",
                         dtype_name,
                         batch,
-                        "tokens",
-                        builders,
+                        {"ours": _decoding(row.aft, context, batch, DTYPES[dtype_name]), "peer": peer},
                         peer="GPT-2",
-                        required={"peer": 3.0} if context == contexts[1] else {},
-                        peaks=(),  # the state is what counts, and a row has its bytes
+                        required={"peer": 3.0} if context == sizes.contexts[1] else {},
                     )
-            yield Case(
-                f"{row.name} after {contexts[-1]} against {contexts[0]} decode {dtype_name}",
-                "decode",
-                "decode",
+        for row in rows:
+            ours, short = (_decoding(row.aft, context, 1, DTYPES[dtype_name]) for context in (longest, shortest))
+            yield _decode_case(
+                f"{row.name} after {longest} against {shortest}",
                 dtype_name,
                 1,
-                "tokens",
-                {"ours": decoding["ours", contexts[-1], 1], "peer": decoding["ours", contexts[0], 1]},
-                peer=f"itself after {contexts[0]}",
+                {"ours": ours, "peer": short},
+                peer=f"itself after {shortest}",
                 required={"peer": 1 / 1.05},
-                peaks=(),
             )
 
 
-def _decoding(make: Callable[[], PreTrainedModel], context: int, batch: int, dtype: torch.dtype) -> Builder:
-    """What reads one more token; returns the cache."""
+def _decode_case(name: str, dtype_name: str, batch: int, builders: dict[str, Builder], **options: object) -> Case:
+    # No peaks: the state is what counts, and a row has its bytes.
+    return Case(
+        f"{name} decode {dtype_name}", "decode", "decode", dtype_name, batch, "tokens", builders, peaks=(), **options
+    )
+
+
+def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, dtype: torch.dtype) -> Builder:
+    """What reads one more token after `context` others; returns the cache."""
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = make().to(device, dtype).eval()
+        model = make(context + 100).to(device, dtype).eval()  # with room for the calls
         with torch.inference_mode():
             cache = _fill(model, context, batch)
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
