@@ -14,8 +14,8 @@ from torch.nn.modules import module as module_hooks
 from transformers.activations import GELUActivation
 
 
-# Numbers for which it counts how long a call takes to start.
-FEW_NUMBERS = 2**15
+# Numbers in a tensor below which starting oneDNN takes longer than GELU itself.
+FEW_NUMBERS = 2**14
 
 
 def runs_as_written(*tensors: torch.Tensor) -> bool:
@@ -84,8 +84,7 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _gelu_in_place(x: torch.Tensor) -> torch.Tensor:
-    # PyTorch gives contiguous memory to oneDNN, which takes longer to start than a kernel of its own takes for the
-    # numbers of a token: that gets the same numbers, transposed.
+    # PyTorch gives what is contiguous to oneDNN, and a transposed view of the same memory to a kernel of its own.
     few = x.is_cpu and x.numel() < FEW_NUMBERS and x.numel() % 2 == 0 and x.is_contiguous()
     torch._C._nn.gelu_(x.view(-1, 2).mT if few else x)
     return x

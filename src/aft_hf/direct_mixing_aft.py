@@ -142,7 +142,9 @@ class DirectSums:
 
 
 class TableSums(DirectSums):
-    """A way to sum by products with a table of exp(w), which `feature_major_aft.py` takes step by step."""
+    """A way to sum by products with a table of exp(w), which `feature_major_aft.py` takes step by step: with gradients
+    that of `DenseSums` only.
+    """
 
     def table(self, exp_bias: torch.Tensor) -> torch.Tensor:
         """exp(w) as `product` takes it, from exp of the position biases of some heads."""

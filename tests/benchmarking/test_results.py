@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,17 @@ def test_a_case_whose_peer_is_not_installed_is_skipped_and_one_that_fails_does_n
     assert builds == [("last", "ours"), ("last", "peer")]
     assert next(comparisons(rows[0]))[:2] == ("absent", "no-such-package is not installed")
     assert next(comparisons(rows[1]))[:2] == ("failing", "failed: no room")
+
+
+def test_one_that_fails_does_not_take_those_with_it_that_share_its_peer(tmp_path):
+    def fails(device):
+        raise RuntimeError("no room")
+
+    first, last = case("first", []), case("last", [])
+    failing = replace(first, name="failing", builders={"ours": fails, "peer": first.builders["peer"]})
+    last = replace(last, builders={"ours": last.builders["ours"], "peer": first.builders["peer"]})
+    rows = measure([first, failing, last], tmp_path / "benchmark.json")
+    assert ["seconds" in row for row in rows] == [True, False, True] and rows[1]["failed"] == "no room"
 
 
 def test_a_file_that_is_something_else_is_not_overwritten(tmp_path):

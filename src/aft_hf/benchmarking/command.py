@@ -29,7 +29,8 @@ def benchmark_command(
     """Measure speed and memory beside ViT, GPT-2 and others with SDPA, in turns in one process.
 
     Each row: the median over turns of the ratio of seconds, items per second, and peak memory from a process of its
-    own. It is written as soon as it is there, and the same command goes on after an interruption.
+    own. Models with one peer take turns together. Rows are written as soon as they are there, and the same command
+    goes on after an interruption.
     """
     import torch
     from rich.console import Console

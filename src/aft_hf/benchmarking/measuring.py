@@ -11,7 +11,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 
-# Seconds of a call that has warmed up what there is to warm up.
+# Seconds of a call that is not worth a second one only to warm up: it was long because there is much to do, or because
+# a model was compiled, and that is done.
 LONG_CALL = 5.0
 
 
@@ -48,10 +49,10 @@ def seconds_in_turns(
     """Seconds of each call, the candidates taking turns (A B A B ...), so that what else the machine does hits all.
 
     Args:
-        candidates: what to call, by name.
+        candidates: what to call, by any key.
         device: what they run on.
         repeats: timed calls of each.
-        warmup: calls of each before that, or fewer if one takes longer than `LONG_CALL`.
+        warmup: calls of each before that, or one if that takes longer than `LONG_CALL`.
     """
     seconds: dict[Hashable, list[float]] = {name: [] for name in candidates}
     warm = set()

@@ -1,4 +1,4 @@
-"""The rows of a benchmark: measured, written after each, and kept when the same run goes on."""
+"""The rows of a benchmark: measured, written as soon as they are there, and kept when the same run goes on."""
 
 import hashlib
 import importlib.metadata
@@ -44,8 +44,8 @@ def measure_cases(
     fresh: bool,
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Measure cases and write after each; what the file has of other cases, machines and sizes stays in it. Neighbours
-    that share a peer take turns together.
+    """Measure cases and write what is there after each; what the file has of other cases, machines and sizes stays in
+    it. Neighbours that share a peer are measured, and written, together.
 
     Args:
         cases: what to measure.
@@ -63,6 +63,7 @@ def measure_cases(
     rows = {_identity(row): row for row in (read_rows(path) if path.exists() else [])}
     own = []
     sizes_name = next(name for name, known in SIZES.items() if known == sizes)
+    # A case without a peer is by itself.
     groups = [list(group) for _, group in groupby(cases, lambda case: case.builders.get("peer", case.name))]
     for group in track(groups, "cases", transient=True, disable=not os.isatty(2)):
         pending = []
@@ -94,7 +95,7 @@ def measure_cases(
 def _measured(
     pending: list[tuple[Case, dict]], device: torch.device, *, with_memory: bool, sizes: Sizes
 ) -> list[dict]:
-    """The rows of cases that take turns together, with what is known of each; why, where they cannot be measured."""
+    """The rows of cases that take turns together; where they cannot be measured, rows that say why."""
     if not pending:
         return []
     cases, headers = zip(*pending)
@@ -102,8 +103,10 @@ def _measured(
         results = measure(cases, device, repeats=headers[0]["repeats"], with_memory=with_memory, sizes=sizes)
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         results = [{"skipped": f"{error.name or case.package} is not installed"} for case in cases]
-    except RuntimeError as error:  # such as too little memory, which says nothing about the other cases
-        results = [{"failed": " ".join(str(error).split())[:300]}] * len(cases)
+    except RuntimeError as error:  # such as too little memory, which says nothing about other cases
+        results = [{"failed": " ".join(str(error).split())[:300]}]
+    if len(results) < len(cases):  # nor which of these it was
+        return [row for one in pending for row in _measured([one], device, with_memory=with_memory, sizes=sizes)]
     return [header | result for header, result in zip(headers, results)]
 
 
@@ -124,9 +127,10 @@ def measure(
     calls = {build: build(device) for build in builders}
     timed = seconds_in_turns(calls, device, repeats=repeats)
     rows = [_row(case, {name: timed[build] for name, build in case.builders.items()}) for case in cases]
-    for case, row in zip(cases, rows):
-        if case.task == "decode":
-            row["state_bytes"] = {name: state_bytes(calls[build]()) for name, build in case.builders.items()}
+    if any(case.task == "decode" for case in cases):
+        states = {build: state_bytes(call()) for build, call in calls.items()}
+        for case, row in zip(cases, rows):
+            row["state_bytes"] = {name: states[build] for name, build in case.builders.items()}
     if with_memory:
         del calls  # the processes need the room: GPT-2 at 16,384 tokens takes 11 GiB
         release_freed_memory()
