@@ -15,7 +15,7 @@ import torch
 from rich.progress import track
 
 from ..data.json_files import write_json
-from .cases import Builder, Case, Sizes
+from .cases import Case, Sizes
 from .growth import slopes
 from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
@@ -83,10 +83,10 @@ def measure_cases(
                 rows[own[-1]] = old | {"required": case.required, "required_memory": case.required_memory}
             else:
                 pending.append((case, header))
-        for row in _measured(pending, device, with_memory=with_memory, sizes=sizes):
-            rows[_identity(row)] = row
-            show(row)
         if pending:
+            for row in _measured(pending, device, with_memory=with_memory, sizes=sizes):
+                rows[_identity(row)] = row
+                show(row)
             _write(path, list(rows.values()))
     _write(path, list(rows.values()))  # also what is asked now
     return [rows[identity] for identity in own]
@@ -96,16 +96,16 @@ def _measured(
     pending: list[tuple[Case, dict]], device: torch.device, *, with_memory: bool, sizes: Sizes
 ) -> list[dict]:
     """The rows of cases that take turns together; where they cannot be measured, rows that say why."""
-    if not pending:
-        return []
     cases, headers = zip(*pending)
+    results = None
     try:
         results = measure(cases, device, repeats=headers[0]["repeats"], with_memory=with_memory, sizes=sizes)
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         results = [{"skipped": f"{error.name or case.package} is not installed"} for case in cases]
     except RuntimeError as error:  # such as too little memory, which says nothing about other cases
-        results = [{"failed": " ".join(str(error).split())[:300]}]
-    if len(results) < len(cases):  # nor which of these it was
+        if len(cases) == 1:
+            results = [{"failed": " ".join(str(error).split())[:300]}]
+    if results is None:  # one by one, now that the models of all are gone
         return [row for one in pending for row in _measured([one], device, with_memory=with_memory, sizes=sizes)]
     return [header | result for header, result in zip(headers, results)]
 
@@ -134,11 +134,9 @@ def measure(
     if with_memory:
         del calls  # the processes need the room: GPT-2 at 16,384 tokens takes 11 GiB
         release_freed_memory()
-        peaks: dict[Builder, int] = {}
+        candidates = {case.builders[name]: (case, name) for case in cases for name in case.peaks}
+        peaks = {build: measure_peak(*candidate, device, sizes) for build, candidate in candidates.items()}
         for case, row in zip(cases, rows):
-            for name in case.peaks:
-                if case.builders[name] not in peaks:
-                    peaks[case.builders[name]] = measure_peak(case, name, device, sizes)
             row["peak_bytes"] = {name: peaks[case.builders[name]] for name in case.peaks}
     return rows
 
