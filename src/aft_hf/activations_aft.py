@@ -5,7 +5,7 @@ Only where modules do what their classes say: those with hooks, of other classes
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,17 @@ from transformers.activations import GELUActivation
 
 # Numbers in a tensor below which starting oneDNN takes longer than GELU itself.
 FEW_NUMBERS = 2**14
+
+
+class Projections(NamedTuple):
+    """The modules of a mixer, and its number of position-bias heads; a query of None is no gate."""
+
+    query: nn.Module | None
+    activation: nn.Module
+    key: nn.Module
+    value: nn.Module
+    output: nn.Module
+    num_heads: int
 
 
 def runs_as_written(*tensors: torch.Tensor) -> bool:
@@ -111,8 +122,9 @@ def _project(linear: nn.Linear, function: Function, *arguments: torch.Tensor) ->
     parameters, device = [linear.weight, linear.bias], arguments[0].device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        parameters = [None if x is None else x.to(dtype) for x in parameters]
-        arguments = [x.to(dtype) for x in arguments]
+        # As autocast does it, which leaves float64 as it is.
+        cast = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in (*parameters, *arguments)]
+        parameters, arguments = cast[:2], cast[2:]
     with torch.autocast(device, enabled=False):
         return _LinearOfFunction.apply(function, *parameters, *arguments)
 

@@ -1,13 +1,32 @@
-"""What an AFT remembers between calls: sums over the past, and the last few keys and values.
+"""The cache of generation: running sums over the past, and the last few keys and values.
 
-The sums of Eq. 2 run over positions, so the past of a layer is one pair of sums (relative to a maximum), and what has
-a position bias of its own: nothing for `simple` and `alibi`, the window for `local` and `conv`, everything for `full`.
+The sums of Eq. 2 run over positions, so each layer caches one pair of sums (relative to a maximum) and the keys and
+values of positions that have a position bias of their own: none for `simple` and `alibi`, the window for `local` and
+`conv`, all of them for `full`. The cache of all types but `full` has a constant size.
 """
+
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import EMPTY, ScaledSums, block_sums, fold, unfold
+from .mixing_aft import Mixing, gather, hide_padding, mix, real_tokens_first, scatter
+from .position_biases_aft import PositionBias
+from .scaled_sums_aft import (
+    EMPTY,
+    ScaledSums,
+    block_sums,
+    fold,
+    join_heads,
+    pad_to_power_of_two,
+    triangle_sums,
+    unfold,
+    widen,
+)
+
+
+# Tokens that continue a cache are taken in pieces of this many, each with a table of its own.
+PIECE_SIZE = 128
 
 
 class AFTLayerState(CacheLayerMixin):
@@ -22,7 +41,7 @@ class AFTLayerState(CacheLayerMixin):
         numerator, denominator, maximum: `ScaledSums` over what lies before the window, (B, h, 1, c) and (B, h, 1, k).
         padding: (B,), how many of the tokens of each row were padding.
         history, history_mask: all keys (B, T, h k) and which of them are real (B, T), in the order in which they came;
-            None unless attentions are asked for, the one thing that sums cannot give.
+            None unless attentions are asked for, which cannot be had from the sums.
         padded: whether rows may differ in `seen`.
     """
 
@@ -60,8 +79,79 @@ class AFTLayerState(CacheLayerMixin):
         return self.cumulative_length - self.padding
 
     def sums(self) -> ScaledSums:
-        """Over what lies before the window, in the layout of mixing_aft with the batch folded into the heads."""
+        """Over what lies before the window, in the layout of `ScaledSums` with the batch folded into the heads."""
         return ScaledSums(*(fold(x) for x in (self.numerator, self.denominator, self.maximum)))
+
+    # ---------------------------------------------------------------------------------------------------- Eq. 2
+
+    def mix(self, problem: Mixing, implementation: str = "auto") -> torch.Tensor:
+        """Eq. 2 for new tokens, which see all before them and themselves: (B, T, d). Takes them in.
+
+        Args:
+            problem: the keys and values of the new tokens, with their padding.
+            implementation: as for `mixing_aft.mix`, which computes the first tokens.
+        """
+        biases = problem.biases
+        if self._is_step(problem, implementation):
+            key, value = (widen(x.view(len(x), problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
+            bias = self._next_bias(biases)
+            return self.step(key, value, bias, biases.slopes).reshape(len(key), 1, -1)
+        order = counts = None
+        if problem.padding_mask is not None:
+            counts = problem.padding_mask.sum(-1)
+            order = real_tokens_first(problem.padding_mask)
+            hidden = hide_padding(problem.key, problem.value, problem.padding_mask)
+            moved = {name: scatter(x, order) for name, x in hidden.items()}
+            problem = replace(problem, padding_mask=None, **moved)
+        key, value = (widen(x) for x in problem.by_head())
+        if self.cumulative_length == 0:
+            context = mix(problem, implementation)
+            self.update(key, value, counts, biases.slopes)
+        else:
+            pieces, start = [], 0
+            for key_piece, value_piece in zip(key.split(PIECE_SIZE, 2), value.split(PIECE_SIZE, 2)):
+                pieces.append(self._continue(key_piece, value_piece, biases))
+                here = None if counts is None else (counts - start).clamp(0, key_piece.shape[2])
+                self.update(key_piece, value_piece, here, biases.slopes)
+                start += key_piece.shape[2]
+            context = join_heads(torch.cat(pieces, 2))
+        return context if order is None else gather(context, order)
+
+    def _is_step(self, problem: Mixing, implementation: str) -> bool:
+        """Whether this is one next token of every row, at one position: then there is a short way."""
+        alone = problem.length == 1 and problem.padding_mask is None and self.cumulative_length > 0
+        in_line = problem.biases.relative or not self.padded
+        windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
+        return alone and in_line and windowed and not torch.compiler.is_compiling()
+
+    def _next_bias(self, biases: PositionBias) -> torch.Tensor | None:
+        """w of the window and of the token itself, (1, h, W + 1, 1); None where there is no window."""
+        bias = biases.next_token(self.cumulative_length)
+        return None if bias is None else bias.unsqueeze(-1)
+
+    def _continue(self, key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
+        """The context of new tokens, (B, h, T, c), from their own keys and values and those that are kept."""
+        batch, _, length, _ = key.shape
+        kept = self.keys.shape[2]
+        rows = self.seen if self.padded and not biases.relative else self.seen[:1]
+        queries = rows[:, None] + torch.arange(length, device=key.device)
+        positions = rows[:, None] + torch.arange(-kept, length, device=key.device)
+        bias = biases.between(queries, positions).to(key.dtype).expand(batch, -1, -1, -1)
+        past_bias, own_bias = bias.flatten(0, 1).split([kept, length], -1)
+        if biases.hides_outside:
+            later = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
+            bias = torch.cat([past_bias, own_bias.masked_fill(later, -torch.inf)], -1)
+            keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
+            return unfold(block_sums(fold(keys), fold(values), bias, masked=True).average(), batch)
+        sums = triangle_sums(*pad_to_power_of_two(fold(key), fold(value), own_bias)).narrow(0, length)
+        if kept:
+            sums = sums.merge(block_sums(fold(self.keys), fold(self.values), past_bias))
+        far = self.sums()
+        if biases.slopes is not None:
+            steps = torch.arange(1, length + 1, device=key.device, dtype=key.dtype)
+            slopes = biases.slopes.to(key.dtype).repeat(batch)
+            far = far.shifted(-(slopes[:, None] * steps)[..., None, None])
+        return unfold(sums.merge(far).average(), batch)
 
     def update(
         self,
@@ -130,7 +220,7 @@ class AFTLayerState(CacheLayerMixin):
 
         Args:
             key, value: (B, h, 1, k) and (B, h, 1, c), float32.
-            bias: (h, W + 1, 1), w of the window and of the token itself; None where there is no window.
+            bias: (B or 1, h, W + 1, 1), w of the window and of the token itself; None where there is no window.
             slopes: (h,), where w = -slope * distance; then there is no window.
 
         Returns:
@@ -172,17 +262,19 @@ class AFTLayerState(CacheLayerMixin):
         if self.is_initialized and self.padding.shape[0] != batch_size:
             raise ValueError(f"the state is of a batch of {self.padding.shape[0]}, the input of {batch_size}")
 
-    def record(self, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add new keys (B, T, h k) with their mask (B, T) to the history, before `update`; returns all of it."""
+    def record(self, problem: Mixing) -> Mixing:
+        """Add the keys of new tokens to the history, before `mix`; returns the problem of all tokens so far."""
         if self.cumulative_length > 0 and self.history is None:
             raise ValueError(
                 "output_attentions needs all keys, and this state has kept the sums over them: ask for attentions "
                 "from the first call on, or call with use_cache=False"
             )
-        past = self.history is not None
-        self.history = torch.cat([self.history, keys], 1) if past else keys
+        past, key, mask = self.history is not None, problem.key, problem.padding_mask
+        mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if mask is None else mask
+        self.history = torch.cat([self.history, key], 1) if past else key
         self.history_mask = torch.cat([self.history_mask, mask], 1) if past else mask
-        return self.history, self.history_mask
+        length = self.history.shape[1]
+        return replace(problem, key=self.history, padding_mask=self.history_mask, num_queries=length)
 
     # What the library asks of a layer's state.
 

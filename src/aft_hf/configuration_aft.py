@@ -21,8 +21,8 @@ AUTO_MAPS = {
     },
 }
 
-# The fast forms of mixing_aft.py by name. "auto" takes the one that fits type, shape and mask.
-MIXING_IMPLEMENTATIONS = ("auto", "reference", "direct", "dense", "chunked", "convolution")
+# How Eq. 2 may be computed: "auto" takes the first backend of mixing_aft.py that supports the problem.
+MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable")
 
 
 def _raise_value_errors(cls):
@@ -85,8 +85,8 @@ class AFTConfig(PreTrainedConfig):
             arg-max at inference.
         gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
         mixing_implementation (`str`, defaults to `"auto"`):
-            Form of the AFT operation: `"auto"`, `"reference"` (slow, visibly Eq. 2), `"direct"` (plain exponentials
-            where keys and biases are moderate in size, else the next), `"dense"`, `"chunked"` or `"convolution"`.
+            How Eq. 2 is computed: `"auto"` (the fastest backend for the device), `"reference"` (slow, Eq. 2 as
+            printed), or the backend to ask first, `"cpu"` or `"portable"`.
         vocab_size (`int`, defaults to 256): Number of tokens (text).
         max_position_embeddings (`int`, defaults to 1024):
             Longest text, where position embeddings or a table of biases (`full`, `local`) set a limit.

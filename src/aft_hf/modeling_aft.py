@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .activations_aft import is_untouched, perceptron
 from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
+from .documents_aft import Documents
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
 
 
@@ -46,15 +47,21 @@ class AFTTextEmbeddings(nn.Module):
         inputs_embeds: torch.Tensor,
         padding_mask: torch.Tensor | None = None,
         state: AFTLayerState | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         if self.position_embeddings is not None:
-            positions = self._positions(inputs_embeds, padding_mask, state)
+            positions = self._positions(inputs_embeds, padding_mask, state, documents)
             inputs_embeds = inputs_embeds + self.position_embeddings(positions)
         return self.dropout(inputs_embeds)
 
-    def _positions(self, inputs_embeds, padding_mask, state: AFTLayerState | None) -> torch.Tensor:
+    def _positions(self, inputs_embeds, padding_mask, state, documents) -> torch.Tensor:
         """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
         length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
+        if documents is not None:
+            longest = documents.longest()
+            if longest is not None and longest > limit:
+                raise ValueError(f"a document of {longest} tokens is longer than max_position_embeddings={limit}")
+            return documents.positions().clamp_max(limit - 1)
         start, longest = 0, length
         if state is not None and state.is_initialized:
             start, longest = state.seen[:, None], state.tokens_after(length, limit)
@@ -196,12 +203,14 @@ class AFTLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         grid_size: tuple[int, int] | None = None,
         past_key_values: AFTCache | None = None,
+        documents: Documents | None = None,
         output_attentions: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         branch = self.mixer(
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
+            documents=documents,
             grid_size=grid_size,
             state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
             output_attentions=output_attentions,
@@ -286,6 +295,11 @@ class AFTModel(AFTPreTrainedModel):
                 `(batch_size or 1, sequence_length, sequence_length)`, False where a position must not look.
             inputs_embeds (`torch.Tensor` of shape `(batch_size, sequence_length, hidden_size)`):
                 Embedded tokens, in place of `input_ids`.
+            position_ids (`torch.LongTensor` of shape `(batch_size or 1, sequence_length)`):
+                Documents that are packed into a row: positions start again at 0 with each of them, as
+                `DataCollatorWithFlattening` makes them. None sees another one. There is no cache then.
+            cu_seq_lens_q (`torch.IntTensor` of shape `(number of documents + 1,)`):
+                The same as the boundaries of the documents in all rows one after the other, from 0 on.
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
                 Images of an image model. With `conv` layers alone, any sides that are multiples of the patch size.
             past_key_values (`AFTCache`): The state that an earlier call returned; the input continues its text.
@@ -301,8 +315,6 @@ class AFTModel(AFTPreTrainedModel):
         """
         asked = kwargs.get("output_attentions")
         kwargs["output_attentions"] = bool(self.config.output_attentions if asked is None else asked)
-        if kwargs.pop("position_ids", None) is not None:
-            raise ValueError("position_ids are not taken: positions follow from the attention_mask, so mask padding")
         if self.is_text and pixel_values is not None:
             raise ValueError('pixel_values need a model with modality="image", got modality="text"')
         if not self.is_text and (input_ids is not None or inputs_embeds is not None):
@@ -329,7 +341,8 @@ class AFTModel(AFTPreTrainedModel):
         if inputs_embeds.shape[1] == 0:
             raise ValueError("the text is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
-        if use_cache and past_key_values is None and not pairwise:
+        documents = _packed_documents(kwargs, *inputs_embeds.shape[:2], past_key_values, pairwise)
+        if use_cache and past_key_values is None and not pairwise and documents is None:
             past_key_values = AFTCache([layer.mixer.state_window for layer in self.layers])
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
@@ -339,8 +352,9 @@ class AFTModel(AFTPreTrainedModel):
             state.check_batch_size(inputs_embeds.shape[0])
         if not pairwise:
             attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, past)
-        hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state)
-        hidden_states = self._run_layers(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
+        hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state, documents)
+        kwargs |= {"past_key_values": past_key_values, "documents": documents}
+        hidden_states = self._run_layers(hidden_states, attention_mask, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
@@ -363,6 +377,32 @@ class AFTModel(AFTPreTrainedModel):
             return None
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AFTConv)]
         return sum(mixer.position_bias_entropy().to(self.layernorm.weight.device) for mixer in mixers)
+
+
+def _packed_documents(
+    kwargs: dict, batch: int, length: int, past_key_values: AFTCache | None, pairwise: bool
+) -> Documents | None:
+    """The documents that `position_ids` or `cu_seq_lens_q` tell of, both taken out of `kwargs`; None for plain rows."""
+    position_ids, boundaries = kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_q", None)
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):  # what attention kernels need beside
+        kwargs.pop(name, None)
+    if past_key_values is not None and past_key_values.get_seq_length() > 0:
+        return None  # new tokens continue what the cache has seen
+    if boundaries is not None:
+        documents = Documents.from_cumulative_lengths(boundaries, batch, length)
+    elif position_ids is not None:
+        if position_ids.shape not in ((batch, length), (1, length)):
+            raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
+        documents = Documents.from_position_ids(position_ids, batch)
+    else:
+        return None
+    if documents.are_rows():
+        return None
+    if past_key_values is not None:
+        raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several of them")
+    if pairwise:
+        raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")
+    return documents
 
 
 def _mask_of_new_tokens(mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past: int) -> torch.Tensor | None:

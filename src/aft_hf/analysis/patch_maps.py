@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 
 from ..configuration_aft import pair
-from ..mixing_aft import mixing_weights, widen
+from ..mixing_aft import mixing_weights
 from ..modeling_aft import AFTForImageClassification
+from ..scaled_sums_aft import widen
 
 
 class PatchMaps(NamedTuple):

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_aft import pair
-from ..mixing_aft import widen
+from ..scaled_sums_aft import widen
 
 
 @torch.no_grad()

@@ -1,0 +1,354 @@
+"""The portable backend: Eq. 2 in plain PyTorch operations, for any device, dtype and problem.
+
+Everything here can be traced, exported and differentiated any number of times and in every mode, since control flow
+depends on shapes alone. (`scaled_sums_aft.py` looks at values where that is possible and makes the result more exact.)
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .activations_aft import Projections
+from .position_biases_aft import (
+    GridKernel,
+    LagKernel,
+    LinearDecay,
+    NoBias,
+    PositionBias,
+    SelectedPosition,
+    Window,
+)
+from .scaled_sums_aft import (
+    EMPTY,
+    LARGEST_SPAN,
+    ScaledSums,
+    block_sums,
+    delayed,
+    fold,
+    join_heads,
+    pad_positions,
+    power_of_two_from,
+    prefix_sums,
+    reversed_triangle_sums,
+    single_sums,
+    suffix_sums,
+    triangle_sums,
+    unfold,
+    widen,
+    working_dtype,
+)
+
+
+if TYPE_CHECKING:
+    from .mixing_aft import Mixing
+
+
+# Positions per chunk in the linear-time forms, where the window does not ask for more.
+CHUNK_SIZE = 32
+
+# A bidirectional window is summed in chunks where a sequence has more chunks than this; a table is faster before.
+FEW_CHUNKS = 8
+
+# Entries that the table exp(w) of a grid may have; a larger one is replaced by a convolution.
+LARGEST_GRID_TABLE = 2**24
+
+
+class PortableBackend:
+    """The backend that supports every problem."""
+
+    name = "portable"
+
+    @staticmethod
+    def supports(problem: "Mixing") -> bool:
+        return True
+
+    @staticmethod
+    def mix(problem: "Mixing") -> torch.Tensor:
+        """(B, T, d) in the dtype of the values."""
+        key, value = (widen(x) for x in problem.by_head())  # (B, h, T', k), (B, h, T', c)
+        if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
+            context = pairwise_mixing(key, value, *problem.table())
+        else:
+            # (h, T, B, c): the batch shares w, so it lies beside the features
+            key, value = (x.permute(1, 2, 0, 3).contiguous() for x in (key, value))
+            mixing = causal_mixing if problem.causal else bidirectional_mixing
+            context = mixing(key, value, problem.biases).permute(2, 0, 1, 3)
+        return join_heads(context).to(problem.value.dtype)
+
+    @staticmethod
+    def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> None:
+        """Projections are computed apart."""
+
+
+def pairwise_mixing(
+    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """Eq. 2 with any table and any visibility: O(T T' d) time, a T x T' table for each row that has its own.
+
+    Args:
+        key: (B, h, T', k).
+        value: (B, h, T', c).
+        bias: (B or 1, h, T, T').
+        visible: (B or 1, 1, T, T') boolean, or None for everything.
+
+    Returns:
+        (B, h, T, c).
+    """
+    if visible is not None:
+        bias = bias.masked_fill(~visible, -math.inf)
+    if len(bias) == 1:
+        key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+        return block_sums(key, value, bias.squeeze(0), masked=True).average().permute(2, 0, 1, 3)
+    return unfold(block_sums(fold(key), fold(value), bias.flatten(0, 1), masked=True).average(), len(key))
+
+
+# Below, keys and values are (h, T, B, k) and (h, T, B, c), and so is what is returned.
+
+
+def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
+    """Causal Eq. 2 by the form that fits the structure of w."""
+    if isinstance(biases, NoBias):
+        return chunked_mixing(key, value, None, chunk_size=CHUNK_SIZE)
+    if isinstance(biases, LinearDecay):
+        return chunked_mixing(key, value, biases, chunk_size=CHUNK_SIZE)
+    if biases.reach is None:
+        return halved_mixing(key, value, biases)
+    if biases.hides_outside:
+        return causal_window_mixing(key, value, biases)
+    return chunked_mixing(key, value, biases, chunk_size=chunk_size(biases.reach, key.shape[1]))
+
+
+def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
+    """Eq. 2 by the form that fits the structure of w."""
+    length = key.shape[1]
+    if isinstance(biases, NoBias):
+        return block_sums(key, value).average().expand(-1, length, -1, -1)
+    if isinstance(biases, SelectedPosition) and not biases.hides_outside:
+        return selected_position_mixing(key, value, biases)
+    biases = getattr(biases, "kernel", biases)
+    if isinstance(biases, GridKernel) and not biases.hides_outside:
+        # An exported program serves all sizes, of which some have no room for a table.
+        if torch.compiler.is_exporting() or len(biases.kernels) * length * length > LARGEST_GRID_TABLE:
+            return convolution_mixing(key, value, biases)
+    if isinstance(biases, (Window, LagKernel)):
+        size = power_of_two_from(max(biases.reach, CHUNK_SIZE))
+        if torch.compiler.is_exporting() or length > FEW_CHUNKS * size:
+            return banded_mixing(key, value, biases, chunk_size=size)
+    return block_sums(key, value, biases.dense(length), masked=biases.hides_outside).average()
+
+
+def chunk_size(reach: int, length: int) -> int:
+    """C, a power of two: wide enough that what lies two chunks back is beyond the reach of every query."""
+    size = power_of_two_from(max(reach, CHUNK_SIZE))
+    # An exported program serves all lengths with one size.
+    return size if torch.compiler.is_exporting() else min(size, power_of_two_from(length))
+
+
+def count_chunks(length: int, chunk_size: int) -> int:
+    """Into how many chunks a sequence is cut, the last one padded.
+
+    An exported program may not depend on whether there is one chunk or more, so there it always has two at least.
+    """
+    more = 2 * chunk_size if torch.compiler.is_exporting() else chunk_size
+    return (length + more - 1) // chunk_size
+
+
+def _chunks(key: torch.Tensor, value: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(h, n, C, B, k) and (h, n, C, B, c) with hidden positions at the end, and how many these are."""
+    padding = count_chunks(key.shape[1], size) * size - key.shape[1]
+    key, value = pad_positions(key, value, padding)
+    return key.unflatten(1, (-1, size)), value.unflatten(1, (-1, size)), padding
+
+
+def _unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """(h, n, C, B, c) as (h, T, B, c) without the `padding` last positions."""
+    x = x.flatten(1, 2)
+    if torch.compiler.is_exporting():  # a slice would have to be proven shorter than x for all lengths
+        return nn.functional.pad(x, (0, 0, 0, 0, 0, -padding))
+    return x.narrow(1, 0, x.shape[1] - padding)
+
+
+def _neighbours(x: torch.Tensor, fill: float, *steps: int) -> list[torch.Tensor]:
+    """Of chunks (h, n, C, B, c), for each the one `steps` before it (after it, if negative); `fill` where none is."""
+    count = x.shape[1]
+    most = max(map(abs, steps))
+    padded = nn.functional.pad(x, (0, 0, 0, 0, 0, 0, most, most), value=fill)
+    return [padded[:, most - step : most - step + count] for step in steps]
+
+
+def chunked_mixing(
+    key: torch.Tensor, value: torch.Tensor, biases: PositionBias | None, *, chunk_size: int
+) -> torch.Tensor:
+    """Causal Eq. 2 in linear time: the chunk itself, the chunk before it, and one running sum for all before.
+
+    Further back than the chunk before, w is 0 or falls linearly with the distance: exp(w) is then a decay, and the sum
+    a linear recurrence over chunks. `biases` of None are 0.
+    """
+    key, value, padding = _chunks(key, value, chunk_size)
+    chunks = key.shape[1]
+    slopes = None if biases is None else biases.slopes
+    if biases is None:
+        own_bias = previous_bias = None
+    elif slopes is not None:
+        positions = torch.arange(chunk_size, device=key.device)
+        own_bias, previous_bias = biases.between(positions, positions).unsqueeze(1), None
+    else:
+        previous_bias, own_bias = biases.of_chunks(chunks, chunk_size).tensor_split(2, -1)
+    sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
+    if chunks > 1:
+        decay = 0.0 if slopes is None else slopes.to(key.dtype).view(-1, 1, 1, 1)
+        to_end = None
+        if slopes is not None:
+            distance = torch.arange(chunk_size - 1, -1, -1, device=key.device)
+            to_end = (-slopes[:, None] * distance)[:, None, None].expand(-1, chunks, -1, -1)
+        totals = block_sums(key, value, to_end)  # (h, n, 1, B, c)
+        totals = prefix_sums(totals.map(lambda x: x.squeeze(2)), decay * chunk_size)  # (h, n, B, c), along chunks
+        if previous_bias is None:
+            before = delayed(totals, 1)
+        else:
+            before = delayed(totals, 2)
+            # The first chunk has none before it. A hidden stand-in keeps all chunks in one product.
+            (previous_key,), (previous_value,) = _neighbours(key, -math.inf, 1), _neighbours(value, 0.0, 1)
+            sums = sums.merge(block_sums(previous_key, previous_value, previous_bias))
+        before = before.map(lambda x: x.unsqueeze(2))
+        if slopes is not None:
+            steps = torch.arange(1, chunk_size + 1, device=key.device, dtype=key.dtype).view(-1, 1, 1)
+            before = before.shifted(-decay.unsqueeze(1) * steps)
+        sums = sums.merge(before)
+    return _unpadded(sums.average(), padding)
+
+
+def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
+    """Causal Eq. 2 where a query sees nothing but the `reach` positions before it and itself.
+
+    Chunks are so short that each of their positions sees the chunk from its start on. Of the `reach` positions before
+    the chunk, the first ones are seen by its first queries only, the others by all of them.
+    """
+    reach = biases.reach
+    size = (1 << (reach + 1).bit_length()) // 2  # the largest power of two that is not above reach + 1
+    key, value, padding = _chunks(key, value, size)
+    queries = torch.arange(key.shape[1] * size, device=key.device).view(-1, size)  # (n, C)
+
+    def earlier(steps: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and w of the `count` positions from `steps` before each chunk on."""
+        front = (0, 0, 0, 0, steps, count)
+        keys = nn.functional.pad(key.flatten(1, 2), front, value=-math.inf)
+        values = nn.functional.pad(value.flatten(1, 2), front)
+        index = torch.arange(count, device=key.device) + queries[:, :1]  # (n, count)
+        bias = biases.between(queries, index - steps).movedim(-3, 0)  # (h, n, C, count)
+        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden: not read
+
+    sums = triangle_sums(*earlier(0, size))
+    if reach > 0:
+        keys, values, bias = earlier(reach, size)
+        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # counted already
+        sums = sums.merge(reversed_triangle_sums(keys.masked_fill(own, -math.inf), values.masked_fill(own, 0.0), bias))
+    if reach > size:
+        sums = sums.merge(block_sums(*earlier(reach - size, reach - size)))
+    return _unpadded(sums.average(), padding)
+
+
+def banded_mixing(
+    key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, chunk_size: int
+) -> torch.Tensor:
+    """Eq. 2 with a window in linear time: each chunk sees the chunk before, itself and the chunk after with their
+    biases, and everything else, unless it is hidden, as one sum.
+    """
+    key, value, padding = _chunks(key, value, chunk_size)
+    bias = biases.of_chunks(key.shape[1], chunk_size, following=True)  # (h, n or 1, C, 3 C)
+    near_key = torch.cat(_neighbours(key, -math.inf, 1, 0, -1), 2)  # (h, n, 3 C, B, k)
+    near_value = torch.cat(_neighbours(value, 0.0, 1, 0, -1), 2)
+    sums = block_sums(near_key, near_value, bias, masked=biases.hides_outside)
+    if not biases.hides_outside:
+        totals = block_sums(key, value).map(lambda x: x.squeeze(2))  # (h, n, B, c)
+        before, after = delayed(prefix_sums(totals), 2), delayed(suffix_sums(totals), -2)
+        sums = sums.merge(before.merge(after).map(lambda x: x.unsqueeze(2)))
+    return _unpadded(sums.average(), padding)
+
+
+def halved_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
+    """Causal Eq. 2 with a w for each pair: halves of halves, the left one seen by all of the right one."""
+    length = key.shape[1]
+    # An exported program serves all lengths with the operations of the longest one.
+    longest = biases.query.shape[1] if torch.compiler.is_exporting() else length
+    size = power_of_two_from(min(longest, 4 * CHUNK_SIZE))
+    padded = -(-longest // size) * size
+    bias = biases.dense(longest)
+    bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
+    key, value = pad_positions(key, value, padded - length)
+
+    def triangle(start: int, stop: int) -> ScaledSums:
+        """The causal sums of blocks start..stop."""
+        lo, hi = start * size, stop * size
+        if stop - start == 1:
+            return triangle_sums(key[:, lo:hi], value[:, lo:hi], bias[:, lo:hi, lo:hi])
+        middle = (start + stop) // 2
+        mid = middle * size
+        left, right = triangle(start, middle), triangle(middle, stop)
+        right = right.merge(block_sums(key[:, lo:mid], value[:, lo:mid], bias[:, mid:hi, lo:mid]))
+        return ScaledSums(*(torch.cat(pair, -3) for pair in zip(left, right)))
+
+    context = triangle(0, padded // size).average()
+    if torch.compiler.is_exporting():
+        return nn.functional.pad(context, (0, 0, 0, 0, 0, length - padded))
+    return context[:, :length]
+
+
+def selected_position_mixing(key: torch.Tensor, value: torch.Tensor, biases: SelectedPosition) -> torch.Tensor:
+    """Eq. 2 where each query has one position with a w of its own and 0 for all others (Eq. 10): no product at all.
+
+    Everything before the selected position, it with its w, and everything after it. (To add exp(w) - 1 times that
+    position to the sum of all would cancel where w is negative.)
+    """
+    place, exists = biases.places(key.shape[1])  # (h, T)
+    place = place[..., None, None]
+    exists = exists[..., None, None]
+    each = single_sums(key, value)
+    before, after = delayed(prefix_sums(each), 1), delayed(suffix_sums(each), -1)
+
+    def take(x: torch.Tensor) -> torch.Tensor:
+        return x.gather(1, place.expand(-1, -1, *x.shape[2:]))
+
+    selected = each.map(take).shifted(biases.size.to(key.dtype).view(-1, 1, 1, 1))
+    # The sums carry w in their maximum, so its gradient has to come from the weights.
+    scale = torch.exp(biases.size - biases.size.detach()).to(key.dtype).view(-1, 1, 1, 1)
+    selected = ScaledSums(selected.numerator * scale, selected.denominator * scale, selected.maximum.detach())
+    sums = before.map(take).merge(selected).merge(after.map(take))
+    everything = block_sums(key, value).average()
+    return torch.where(exists, sums.average(), everything)
+
+
+def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKernel) -> torch.Tensor:
+    """AFT-conv on a grid (Eq. 6) as a depth-wise convolution: O(T d s^2) time, no T x T table.
+
+    The paper writes conv(exp(K) V, exp(w) - 1) + sum exp(K) V. Where w is negative that adds and subtracts the same
+    terms, so here the window is convolved with exp(w), and the positions outside it are summed by themselves.
+    Biases that are more than `LARGEST_SPAN` below the largest one of their kernel count as that much below.
+    """
+    kernel, grid_size = biases.kernels.to(key.dtype), biases.grid_size
+    size = kernel.shape[-1]
+    weights = torch.exp(key - key.detach().amax(1, keepdim=True).clamp_min(EMPTY))
+    features = torch.cat([weights * value, weights], -1)  # (h, T, B, c + 1)
+    features = features.permute(2, 3, 0, 1).unflatten(-1, grid_size)  # (B, c + 1, h, rows, columns)
+
+    near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
+    # Both parts relative to the largest bias: that of the kernel, or the 0 outside of it if there is an outside.
+    covered = near_row.all() & near_column.all()
+    maximum = kernel.detach().amax((-2, -1), keepdim=True)
+    maximum = torch.where(covered, maximum, maximum.clamp_min(0.0))
+    table = torch.exp((kernel - maximum).clamp_min(-LARGEST_SPAN))
+    inside = nn.functional.conv2d(
+        features.flatten(0, 1), table.unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
+    ).view_as(features)
+    outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
+    sums = inside + outside * torch.exp(-maximum.clamp(0.0, LARGEST_SPAN))
+    numerator, denominator = sums.flatten(-2).permute(2, 3, 0, 1).split([value.shape[-1], 1], -1)  # (h, T, B, c + 1)
+    return ScaledSums(numerator, denominator, denominator).average()
+
+
+def _near(length: int, radius: int, like: torch.Tensor) -> torch.Tensor:
+    """(length, length) with 1 where two coordinates are at most `radius` apart and 0 elsewhere."""
+    position = torch.arange(length, device=like.device)
+    return ((position[:, None] - position).abs() <= radius).to(like.dtype)

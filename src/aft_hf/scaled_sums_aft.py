@@ -1,0 +1,326 @@
+"""Partial sums of Eq. 2 with a log-sum-exp shift: what the portable backend and the generation cache are built from.
+
+Sums are laid out as (..., T, B, c), for instance (h, T, B, c) for h position-bias heads: a position bias is shared by
+the batch, so one product with an (h, T, T) table serves every row.
+
+No exponential here can overflow, and none that matters can underflow. Sums are carried as a `ScaledSums`, relative to
+a maximum, and that maximum is only ever taken over positions that every query it serves can see: this keeps a causal
+model causal in floating point, however large a later key is.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+# The maximum of positions that are all hidden: finite, so that differences of two such maxima are.
+EMPTY = -1e30
+
+# Below this, relative to the largest key and the largest bias, a denominator may have lost terms that it should hold.
+LOST = math.exp(-60.0)
+
+# Where values may not be looked at, how far a bias may lie below the largest one of its row of a table; those farther
+# below are raised to this.
+LARGEST_SPAN = 75.0
+
+# An exported program serves all lengths with the operations written out, so there has to be a longest one.
+LONGEST_EXPORTED = 2**17
+
+# Logits of lost queries that are computed at once.
+LOGITS_AT_ONCE = 2**24
+
+
+def working_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of sums over x: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """x in `working_dtype`."""
+    dtype = working_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def may_look_at(*tensors: torch.Tensor) -> bool:
+    """Whether control flow may depend on values: eager tensors on a CPU, where no transform is active.
+
+    On an accelerator the host would have to wait for them.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(x.device.type == "cpu" and type(x) in (torch.Tensor, nn.Parameter) for x in tensors)
+
+
+def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(B, T, h c) -> (B, h, T, c)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def join_heads(x: torch.Tensor) -> torch.Tensor:
+    """(B, h, T, c) -> (B, T, h c)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def fold(x: torch.Tensor) -> torch.Tensor:
+    """(B, h, T, c) -> (B h, T, 1, c): each row of the batch with position biases of its own."""
+    return x.flatten(0, 1).unsqueeze(2)
+
+
+def unfold(x: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """(B h, T, 1, c) -> (B, h, T, c)."""
+    return x.squeeze(2).unflatten(0, (batch_size, -1))
+
+
+class ScaledSums(NamedTuple):
+    """The sums of exp(K + w) V and of exp(K + w), both divided by exp(maximum); `maximum` carries no gradient."""
+
+    numerator: torch.Tensor  # (..., T, B, c)
+    denominator: torch.Tensor  # (..., T, B, k)
+    maximum: torch.Tensor  # (..., T, B, k)
+
+    def shifted(self, exponent: torch.Tensor) -> "ScaledSums":
+        """The same sums with `exponent` added to every K + w."""
+        return self._replace(maximum=self.maximum + exponent)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ScaledSums":
+        """`function` applied to each of the three tensors."""
+        return ScaledSums(*map(function, self))
+
+    def narrow(self, start: int, length: int) -> "ScaledSums":
+        """`length` positions from `start` on."""
+        return self.map(lambda x: x.narrow(-3, start, length))
+
+    def merge(self, other: "ScaledSums") -> "ScaledSums":
+        """The sums over both sets of positions."""
+        maximum = torch.maximum(self.maximum, other.maximum)
+        scale, other_scale = torch.exp(self.maximum - maximum), torch.exp(other.maximum - maximum)
+        return ScaledSums(
+            self.numerator * scale + other.numerator * other_scale,
+            self.denominator * scale + other.denominator * other_scale,
+            maximum,
+        )
+
+    def average(self) -> torch.Tensor:
+        """Eq. 2: the quotient of the sums; 0 where there was nothing to sum over."""
+        empty = self.denominator == 0
+        return (self.numerator / self.denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+
+
+def single_sums(key: torch.Tensor, value: torch.Tensor, exponent: torch.Tensor | float = 0.0) -> ScaledSums:
+    """One position for each query: exp(K + exponent) V, for `key` and `value` (..., T, B, c)."""
+    logits = key + exponent
+    maximum = logits.detach().clamp_min(EMPTY)
+    weights = torch.exp(logits - maximum)  # 1 in value, 0 for a hidden key; the gradient is what matters
+    return ScaledSums(weights * value, weights, maximum)
+
+
+def block_sums(
+    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None, *, masked: bool = False
+) -> ScaledSums:
+    """Sums over a block of positions as one product with exp(w).
+
+    The largest key and the largest bias of a row are subtracted. A query that sees neither, since -inf hides them, or
+    that sees large keys only at small biases, loses terms that it should hold. Where values may be looked at, these
+    queries are found by their denominators and summed again from their own logits. Elsewhere biases that are more than
+    `LARGEST_SPAN` below the largest one of their row count as that much below.
+
+    Args:
+        key: (..., T', B, k), -inf where a position is hidden from all queries.
+        value: (..., T', B, c).
+        bias: (..., T, T') position biases; None is 0, and then all queries share one sum (T = 1).
+        masked: whether `bias` has entries of -inf, which hide a position from a query.
+    """
+    if bias is None:
+        return _shared_sums(key, value)
+    if bias.shape[-2] == 1 and not masked:
+        # One query, one maximum over K + w: exact for biases of any span, as those of a long decay are.
+        return _shared_sums(key + bias.mT.unsqueeze(-1).to(key.dtype), value)
+    bias = bias.to(key.dtype)
+    exact = may_look_at(key, value, bias)
+    if masked and not exact:
+        return _sums_of_logits(key, value, bias)
+    clean_key, clean_value, unknown = key, value, None
+    if masked:
+        unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)  # (..., T', B, 1)
+        if unknown.any():  # in a product, NaN and infinities of hidden positions would reach every query
+            clean_key, clean_value = key.masked_fill(unknown, -math.inf), value.masked_fill(unknown, 0.0)
+        else:
+            unknown = None
+    key_maximum = clean_key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
+    bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
+    weights = torch.exp(clean_key - key_maximum)
+    relative = bias - bias_maximum
+    table = torch.exp(relative if exact else relative.clamp_min(-LARGEST_SPAN))
+    maximum = key_maximum + bias_maximum.unsqueeze(-1)
+    sums = ScaledSums(_product(table, weights * clean_value), _product(table, weights), maximum)
+    if not exact:
+        return sums
+    lost = sums.denominator.detach() < LOST
+    lost = lost & ~((key_maximum <= EMPTY) | (bias_maximum <= EMPTY).unsqueeze(-1))  # where there is nothing to see
+    if unknown is not None:
+        lost = lost | (_product((bias > -math.inf).to(key.dtype), unknown.to(key.dtype)) > 0)
+    return _with_lost_queries(sums, lost, key, value, bias) if lost.any() else sums
+
+
+def _shared_sums(key: torch.Tensor, value: torch.Tensor) -> ScaledSums:
+    """The sums over all positions, (..., 1, B, c)."""
+    maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
+    weights = torch.exp(key - maximum)
+    return ScaledSums((weights * value).sum(-3, keepdim=True), weights.sum(-3, keepdim=True), maximum)
+
+
+def _product(table: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """(..., T, T') x (..., T', B, c) -> (..., T, B, c), as one matrix product per leading index."""
+    return (table @ features.flatten(-2)).unflatten(-1, features.shape[-2:])
+
+
+def _sums_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
+    """`block_sums` from the logits of some queries at a time, without a look at values: O(T T' d) exponentials."""
+
+    def some_queries(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
+        hidden = (bias == -math.inf)[..., None, None]  # its NaN, too
+        logits = (key.unsqueeze(-4) + bias[..., None, None]).masked_fill(hidden, -math.inf)  # (..., t, T', B, k)
+        maximum = logits.detach().amax(-3).clamp_min(EMPTY)
+        weights = torch.exp(logits - maximum.unsqueeze(-3))
+        values = value.unsqueeze(-4).masked_fill(logits == -math.inf, 0.0)
+        return ScaledSums((weights * values).sum(-3), weights.sum(-3), maximum)
+
+    if torch.compiler.is_exporting():  # for any length, all queries at once
+        return some_queries(key, value, bias)
+    at_once = max(1, LOGITS_AT_ONCE // max(1, key.numel() // key.shape[-1] * value.shape[-1]))
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        # Computed again in the backward pass: the logits of all queries take T x T x d.
+        parts = [checkpoint(some_queries, key, value, rows, use_reentrant=False) for rows in bias.split(at_once, -2)]
+    else:
+        parts = [some_queries(key, value, rows) for rows in bias.split(at_once, -2)]
+    return ScaledSums(*(torch.cat(x, -3) for x in zip(*parts)))
+
+
+def _with_lost_queries(
+    sums: ScaledSums, lost: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> ScaledSums:
+    """`sums` of `block_sums`, but those of `lost` queries (..., T, B, k) from their own logits."""
+    leading = lost.shape[:-3]
+    key, value = (x.expand(*leading, *x.shape[-3:]).flatten(0, -4) for x in (key, value))
+    bias = bias.expand(*leading, *bias.shape[-2:]).flatten(0, -3)
+    shared = key.shape[-1] != value.shape[-1]  # one key for all features of a head
+
+    def some_queries(key, value, bias, head, query, row, feature) -> tuple[torch.Tensor, ...]:
+        biases = bias[head, query]  # (N, T')
+        logits = (key[head, :, row, feature] + biases).masked_fill(biases == -math.inf, -math.inf)
+        values = value[head, :, row] if shared else value[head, :, row, feature].unsqueeze(-1)  # (N, T', c or 1)
+        maximum = logits.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
+        weights = torch.exp(logits - maximum)
+        values = values.masked_fill((logits == -math.inf).unsqueeze(-1), 0.0)
+        return torch.einsum("ns,nsc->nc", weights, values), weights.sum(-1, keepdim=True), maximum
+
+    place = lost.flatten(0, -4).nonzero()
+    at_once = max(1, LOGITS_AT_ONCE // (bias.shape[-1] * (value.shape[-1] if shared else 1)))
+    parts = []
+    for some in place.split(at_once):
+        # Computed again in the backward pass, as the logits take T' numbers for each query.
+        parts.append(checkpoint(some_queries, key, value, bias, *some.unbind(1), use_reentrant=False))
+    again = ScaledSums(*(torch.cat(x) for x in zip(*parts)))
+
+    def put(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        index = place[:, :3] if rows.shape[-1] == x.shape[-1] else place
+        rows = rows if rows.shape[-1] == x.shape[-1] else rows.squeeze(-1)
+        flat = x.expand(*leading, *lost.shape[-3:-1], x.shape[-1]).flatten(0, -4)
+        return flat.index_put(tuple(index.unbind(1)), rows).view(*leading, *flat.shape[1:])
+
+    return ScaledSums(*(put(x, rows) for x, rows in zip(sums, again)))
+
+
+def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None) -> ScaledSums:
+    """Causal sums (t' <= t) over a power of two of positions.
+
+    Halves are joined from blocks of one position upwards. The left half of a block is visible to all of its right
+    half, so `block_sums` may take its maximum, and log2(T) levels of small products give the whole triangle.
+
+    Args:
+        key, value: (..., T, B, k) and (..., T, B, c) with T a power of two.
+        bias: (..., T, T) or None; only its lower triangle is read.
+    """
+    own_bias = 0.0 if bias is None else bias.diagonal(dim1=-2, dim2=-1)[..., None, None]
+    sums = single_sums(key, value, own_bias)
+    half = 1
+    while half < key.shape[-3]:
+        left_key, left_value = _halves(key, half)[0], _halves(value, half)[0]
+        left, right = (ScaledSums(*part) for part in zip(*(_halves(x, half) for x in sums)))
+        right = right.merge(block_sums(left_key, left_value, _left_of_right(bias, half)))
+        sums = ScaledSums(*(torch.stack(pair, -4).flatten(-5, -3) for pair in zip(left, right)))
+        half *= 2
+    return sums
+
+
+def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The left and right halves, each (..., T / 2 half, half, B, c), of all blocks of 2 half positions."""
+    return x.unflatten(-3, (-1, 2, half)).unbind(-4)
+
+
+def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:
+    """The blocks (..., T / 2 half, half, half) by which each right half sees the left half beside it."""
+    if bias is None:
+        return None
+    rows = bias.unflatten(-2, (-1, 2, half)).select(-3, 1)  # (..., pairs, half, T)
+    blocks = rows.unflatten(-1, (-1, 2, half)).select(-2, 0)  # (..., pairs, half, pairs, half)
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def reversed_triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
+    """As `triangle_sums` with t' >= t."""
+    sums = triangle_sums(key.flip(-3), value.flip(-3), bias.flip(-2, -1))
+    return sums.map(lambda x: x.flip(-3))
+
+
+def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
+    """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
+    length, step = sums.maximum.shape[-3], 1
+    if torch.compiler.is_exporting():
+        torch._check(length <= LONGEST_EXPORTED)
+        length = LONGEST_EXPORTED
+    while step < length:
+        sums = sums.merge(delayed(sums, step).shifted(-decay * step))
+        step *= 2
+    return sums
+
+
+def suffix_sums(sums: ScaledSums) -> ScaledSums:
+    """Inclusive suffix of `sums` along T."""
+    return prefix_sums(sums.map(lambda x: x.flip(-3))).map(lambda x: x.flip(-3))
+
+
+def delayed(sums: ScaledSums, steps: int) -> ScaledSums:
+    """`sums` moved `steps` positions later along T (earlier if negative); nothing comes in at the end."""
+    length = sums.maximum.shape[-3]
+    later = torch.sym_min(max(steps, 0), length)
+    earlier = torch.sym_min(max(-steps, 0), length)
+
+    def delay(x: torch.Tensor, fill: float) -> torch.Tensor:
+        padded = nn.functional.pad(x, (0, 0, 0, 0, later, earlier), value=fill)
+        return padded.narrow(-3, earlier, length)
+
+    return ScaledSums(delay(sums.numerator, 0.0), delay(sums.denominator, 0.0), delay(sums.maximum, EMPTY))
+
+
+def pad_positions(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., T, B, c) with `padding` hidden positions appended."""
+    pad = (0, 0, 0, 0, 0, padding)
+    return nn.functional.pad(key, pad, value=-math.inf), nn.functional.pad(value, pad)
+
+
+def pad_to_power_of_two(
+    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(..., T, B, c) and biases (..., T, T) with hidden positions appended until T is a power of two."""
+    padding = power_of_two_from(key.shape[-3]) - key.shape[-3]
+    return *pad_positions(key, value, padding), nn.functional.pad(bias, (0, padding, 0, padding))
+
+
+def power_of_two_from(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
