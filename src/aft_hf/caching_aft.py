@@ -2,7 +2,8 @@
 
 The sums of Eq. 2 run over positions, so each layer caches one pair of sums (relative to a maximum) and the keys and
 values of positions that have a position bias of their own: none for `simple` and `alibi`, the window for `local` and
-`conv`, all of them for `full`. The cache of all types but `full` has a constant size.
+`conv`, all of them for `full`. The cache of all types but `full` has a constant size, and a static cache keeps it at
+the same place in memory.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from .scaled_sums_aft import (
     block_sums,
     fold,
     join_heads,
+    may_look_at,
     pad_to_power_of_two,
     triangle_sums,
     unfold,
@@ -56,9 +58,14 @@ class AFTLayerState(CacheLayerMixin):
     def _clear(self) -> None:
         for name in self._state:
             setattr(self, name, None)
-        self.cumulative_length = 0
+        self.cumulative_length: int | torch.Tensor = 0
         self.padded = False
         self.is_initialized = False
+
+    def _store(self, **tensors: torch.Tensor) -> None:
+        """Replace tensors of the state."""
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """An empty state for keys (B, h, T, k) and values (B, h, T, c)."""
@@ -91,20 +98,20 @@ class AFTLayerState(CacheLayerMixin):
             problem: the keys and values of the new tokens, with their padding.
             implementation: as for `mixing_aft.mix`, which computes the first tokens.
         """
-        biases = problem.biases
+        biases, mask = problem.biases, problem.padding_mask
+        if mask is not None and may_look_at(mask) and mask.all():
+            problem, mask = replace(problem, padding_mask=None), None
         if self._is_step(problem, implementation):
             key, value = (widen(x.view(len(x), problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
-            bias = self._next_bias(biases)
-            return self.step(key, value, bias, biases.slopes).reshape(len(key), 1, -1)
+            return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(len(key), 1, -1)
         order = counts = None
-        if problem.padding_mask is not None:
-            counts = problem.padding_mask.sum(-1)
-            order = real_tokens_first(problem.padding_mask)
-            hidden = hide_padding(problem.key, problem.value, problem.padding_mask)
+        if mask is not None:
+            counts, order = mask.sum(-1), real_tokens_first(mask)
+            hidden = hide_padding(problem.key, problem.value, mask)
             moved = {name: scatter(x, order) for name, x in hidden.items()}
             problem = replace(problem, padding_mask=None, **moved)
         key, value = (widen(x) for x in problem.by_head())
-        if self.cumulative_length == 0:
+        if not self.is_initialized:
             context = mix(problem, implementation)
             self.update(key, value, counts, biases.slopes)
         else:
@@ -118,15 +125,15 @@ class AFTLayerState(CacheLayerMixin):
         return context if order is None else gather(context, order)
 
     def _is_step(self, problem: Mixing, implementation: str) -> bool:
-        """Whether this is one next token of every row, at one position: then there is a short way."""
-        alone = problem.length == 1 and problem.padding_mask is None and self.cumulative_length > 0
-        in_line = problem.biases.relative or not self.padded
+        """Whether this is one next token of every row: then there is a short way."""
+        alone = problem.length == 1 and problem.padding_mask is None and self.is_initialized
         windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
-        return alone and in_line and windowed and not torch.compiler.is_compiling()
+        return alone and windowed
 
     def _next_bias(self, biases: PositionBias) -> torch.Tensor | None:
-        """w of the window and of the token itself, (1, h, W + 1, 1); None where there is no window."""
-        bias = biases.next_token(self.cumulative_length)
+        """w of the window and of the token itself, (B or 1, h, W + 1, 1); None where there is no window."""
+        in_line = biases.relative or not self.padded
+        bias = biases.next_token(self.cumulative_length if in_line else self.seen)
         return None if bias is None else bias.unsqueeze(-1)
 
     def _continue(self, key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
@@ -191,7 +198,7 @@ class AFTLayerState(CacheLayerMixin):
             leaving = keys.shape[2] - kept
             leaving_keys, leaving_values = keys[:, :, :leaving], values[:, :, :leaving]
             # Copies: views would hold on to the memory of all the tokens that were given.
-            self.keys, self.values = keys[:, :, leaving:].clone(), values[:, :, leaving:].clone()
+            self._store(keys=keys[:, :, leaving:].clone(), values=values[:, :, leaving:].clone())
         else:
             # The window of each row ends at its own last real token.
             start = (self.keys.shape[2] + counts - kept)[:, None]  # (B, 1), negative where a row is short
@@ -199,13 +206,14 @@ class AFTLayerState(CacheLayerMixin):
             before = torch.arange(keys.shape[2], device=start.device) < start  # (B, T)
             leaving_keys = keys.masked_fill(~before[:, None, :, None], -torch.inf)
             leaving_values = values
-            self.keys = _take(keys, index).masked_fill((index < 0)[:, None, :, None], -torch.inf)
-            self.values = _take(values, index)
+            kept_keys = _take(keys, index).masked_fill((index < 0)[:, None, :, None], -torch.inf)
+            self._store(keys=kept_keys, values=_take(values, index))
         if leaving_keys.shape[2] > 0:
             past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values), bias))
-        self.numerator, self.denominator, self.maximum = (unfold(x, key_states.shape[0]) for x in past)
+        numerator, denominator, maximum = (unfold(x, key_states.shape[0]) for x in past)
+        self._store(numerator=numerator, denominator=denominator, maximum=maximum)
         if counts is not None:
-            self.padding = self.padding + (length - counts)
+            self._store(padding=self.padding + (length - counts))
         self.cumulative_length += length
         return self.keys, self.values
 
@@ -240,15 +248,16 @@ class AFTLayerState(CacheLayerMixin):
         denominator = torch.addcmul(weights.sum(2, keepdim=True), self.denominator, scale)
         numerator = torch.addcmul((weights * values).sum(2, keepdim=True), self.numerator, scale)
         self._take_in(keys.narrow(2, 0, 1), values.narrow(2, 0, 1), far)
-        self.keys, self.values = keys.narrow(2, 1, window), values.narrow(2, 1, window)
+        self._store(keys=keys.narrow(2, 1, window), values=values.narrow(2, 1, window))
         return numerator / denominator
 
     def _take_in(self, key: torch.Tensor, value: torch.Tensor, far: torch.Tensor) -> None:
         """Add one position to the sums, whose maximum is `far` by now."""
-        self.maximum = torch.maximum(far, key.detach())
-        weight, scale = (key - self.maximum).exp_(), (far - self.maximum).exp_()
-        self.numerator = torch.addcmul(weight * value, self.numerator, scale)
-        self.denominator = torch.addcmul(weight, self.denominator, scale)
+        maximum = torch.maximum(far, key.detach())
+        weight, scale = (key - maximum).exp_(), (far - maximum).exp_()
+        numerator = torch.addcmul(weight * value, self.numerator, scale)
+        denominator = torch.addcmul(weight, self.denominator, scale)
+        self._store(numerator=numerator, denominator=denominator, maximum=maximum)
 
     def tokens_after(self, length: int, limit: int) -> int:
         """How many tokens the longest row has after `length` more, to compare with a table of `limit` positions."""
@@ -264,7 +273,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def record(self, problem: Mixing) -> Mixing:
         """Add the keys of new tokens to the history, before `mix`; returns the problem of all tokens so far."""
-        if self.cumulative_length > 0 and self.history is None:
+        if self.is_initialized and self.history is None:
             raise ValueError(
                 "output_attentions needs all keys, and this state has kept the sums over them: ask for attentions "
                 "from the first call on, or call with use_cache=False"
@@ -318,15 +327,79 @@ class AFTLayerState(CacheLayerMixin):
         return sum(getattr(self, name).nbytes for name in self._state if getattr(self, name) is not None)
 
 
+class AFTStaticLayerState(AFTLayerState):
+    """A state for `torch.compile` and CUDA graphs: its tensors are updated in place, and its length is a tensor.
+
+    For inference with types whose state has a constant size.
+
+    Args:
+        window: how many of the last keys and values to keep.
+        max_length: the most tokens that a row may have.
+    """
+
+    is_compileable = True
+
+    def __init__(self, window: int, max_length: int):
+        super().__init__(window)
+        self.max_length = max_length
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.cumulative_length = torch.zeros((), dtype=torch.long, device=self.device)
+        self.padded = True  # one program for rows with and without padding
+        if not torch.compiler.is_compiling():
+            for tensor in (*self._tensors().values(), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in self._state if getattr(self, name) is not None}
+
+    def _store(self, **tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
+            getattr(self, name).copy_(tensor)
+
+    def tokens_after(self, length: int, limit: int) -> int:
+        """The limit is compared with `max_length` where the cache is made: to look at the length would be to wait."""
+        return length
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    def reset(self) -> None:
+        """Empty the state in place."""
+        if self.is_initialized:
+            self.history = self.history_mask = None
+            for tensor in (*self._tensors().values(), self.cumulative_length):
+                tensor.zero_()
+            self.keys.fill_(-torch.inf)
+            self.maximum.fill_(EMPTY)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        for tensor in self._tensors().values():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
 class AFTCache(Cache):
     """The state of a whole model, one `AFTLayerState` for each layer.
 
     Args:
         windows: for each layer, how many keys and values it keeps; None for all.
+        max_length: for a static cache, the most tokens that a row may have; None for a cache that is not static.
+
+    Raises:
+        ValueError: a static cache for a layer that keeps all keys and values.
     """
 
-    def __init__(self, windows: list[int | None]):
-        super().__init__(layers=[AFTLayerState(window) for window in windows])
+    def __init__(self, windows: list[int | None], max_length: int | None = None):
+        if max_length is not None and None in windows:
+            raise ValueError(
+                'a static cache needs layers with a state of constant size: aft_type "full" keeps all keys and values'
+            )
+        layers = [
+            AFTLayerState(window) if max_length is None else AFTStaticLayerState(window, max_length)
+            for window in windows
+        ]
+        super().__init__(layers=layers)
 
     def nbytes(self) -> int:
         """Bytes that the state holds."""
@@ -339,4 +412,4 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(2, index.clamp_min(0)[:, None, :, None].expand(shape))
 
 
-__all__ = ["AFTCache", "AFTLayerState"]
+__all__ = ["AFTCache", "AFTLayerState", "AFTStaticLayerState"]

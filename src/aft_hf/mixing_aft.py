@@ -224,7 +224,12 @@ def reference_mixing(problem: Mixing) -> torch.Tensor:
     bias, visible = problem.table()
     key, value = (widen(x) for x in problem.by_head())
     queries = [
-        _average(key, value, bias[..., t, :], None if visible is None else visible[..., t if visible.shape[-2] > 1 else 0, :])
+        _average(
+            key,
+            value,
+            bias[..., t, :],
+            None if visible is None else visible[..., t if visible.shape[-2] > 1 else 0, :],
+        )
         for t in range(bias.shape[-2])
     ]
     return join_heads(torch.stack(queries, -2)).to(problem.value.dtype)

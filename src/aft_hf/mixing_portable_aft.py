@@ -37,7 +37,6 @@ from .scaled_sums_aft import (
     triangle_sums,
     unfold,
     widen,
-    working_dtype,
 )
 
 
@@ -128,15 +127,18 @@ def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     if isinstance(biases, SelectedPosition) and not biases.hides_outside:
         return selected_position_mixing(key, value, biases)
     biases = getattr(biases, "kernel", biases)
-    if isinstance(biases, GridKernel) and not biases.hides_outside:
-        # An exported program serves all sizes, of which some have no room for a table.
-        if torch.compiler.is_exporting() or len(biases.kernels) * length * length > LARGEST_GRID_TABLE:
-            return convolution_mixing(key, value, biases)
+    if isinstance(biases, GridKernel) and not biases.hides_outside and _table_is_too_large(len(key), length):
+        return convolution_mixing(key, value, biases)
     if isinstance(biases, (Window, LagKernel)):
         size = power_of_two_from(max(biases.reach, CHUNK_SIZE))
         if torch.compiler.is_exporting() or length > FEW_CHUNKS * size:
             return banded_mixing(key, value, biases, chunk_size=size)
     return block_sums(key, value, biases.dense(length), masked=biases.hides_outside).average()
+
+
+def _table_is_too_large(heads: int, length: int) -> bool:
+    # An exported program serves all sizes, of which some have no room for a table.
+    return torch.compiler.is_exporting() or heads * length * length > LARGEST_GRID_TABLE
 
 
 def chunk_size(reach: int, length: int) -> int:
@@ -250,9 +252,7 @@ def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     return _unpadded(sums.average(), padding)
 
 
-def banded_mixing(
-    key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, chunk_size: int
-) -> torch.Tensor:
+def banded_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, chunk_size: int) -> torch.Tensor:
     """Eq. 2 with a window in linear time: each chunk sees the chunk before, itself and the chunk after with their
     biases, and everything else, unless it is hidden, as one sum.
     """

@@ -343,7 +343,7 @@ class AFTModel(AFTPreTrainedModel):
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
         documents = _packed_documents(kwargs, *inputs_embeds.shape[:2], past_key_values, pairwise)
         if use_cache and past_key_values is None and not pairwise and documents is None:
-            past_key_values = AFTCache([layer.mixer.state_window for layer in self.layers])
+            past_key_values = self.new_cache()
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
         state, past = None, 0
@@ -351,11 +351,26 @@ class AFTModel(AFTPreTrainedModel):
             state, past = past_key_values.layers[0], past_key_values.get_seq_length()
             state.check_batch_size(inputs_embeds.shape[0])
         if not pairwise:
-            attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, past)
+            fixed = past_key_values is not None and past_key_values.is_compileable
+            attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, None if fixed else past)
         hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state, documents)
         kwargs |= {"past_key_values": past_key_values, "documents": documents}
         hidden_states = self._run_layers(hidden_states, attention_mask, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def new_cache(self, max_length: int | None = None) -> AFTCache:
+        """An empty cache for this model; a static one for texts of up to `max_length` tokens.
+
+        Raises:
+            ValueError: a static cache that the model cannot have, or that is longer than its learned positions.
+        """
+        limits = [layer.mixer.max_positions for layer in self.layers]
+        if self.embeddings.position_embeddings is not None:
+            limits.append(self.embeddings.position_embeddings.num_embeddings)
+        limit = min((x for x in limits if x is not None), default=None)
+        if max_length is not None and limit is not None and max_length > limit:
+            raise ValueError(f"a static cache of {max_length} tokens is longer than max_position_embeddings={limit}")
+        return AFTCache([layer.mixer.state_window for layer in self.layers], max_length)
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         # On an accelerator this look at the values would wait for it in every step; there, the kernel itself asserts.
@@ -382,11 +397,11 @@ class AFTModel(AFTPreTrainedModel):
 def _packed_documents(
     kwargs: dict, batch: int, length: int, past_key_values: AFTCache | None, pairwise: bool
 ) -> Documents | None:
-    """The documents that `position_ids` or `cu_seq_lens_q` tell of, both taken out of `kwargs`; None for plain rows."""
+    """The documents that `position_ids` or `cu_seq_lens_q` give, taken out of `kwargs`; None for plain rows."""
     position_ids, boundaries = kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_q", None)
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):  # what attention kernels need beside
         kwargs.pop(name, None)
-    if past_key_values is not None and past_key_values.get_seq_length() > 0:
+    if past_key_values is not None and past_key_values.layers[0].is_initialized:
         return None  # new tokens continue what the cache has seen
     if boundaries is not None:
         documents = Documents.from_cumulative_lengths(boundaries, batch, length)
@@ -405,11 +420,15 @@ def _packed_documents(
     return documents
 
 
-def _mask_of_new_tokens(mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past: int) -> torch.Tensor | None:
-    """The part of a mask over past and new tokens that is about the new ones."""
+def _mask_of_new_tokens(
+    mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past: int | None
+) -> torch.Tensor | None:
+    """The part of a mask over past and new tokens that is about the new ones; `past` is None if not known."""
     if mask is None:
         return None
     batch, length = inputs_embeds.shape[:2]
+    if past is None:
+        return mask[:, -length:]
     if tuple(mask.shape) != (batch, past + length):
         raise ValueError(
             f"attention_mask must cover {past} past and {length} new tokens of {batch} rows, "
@@ -498,6 +517,41 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         """`generate` leaves the cache to the model, which knows what its layers keep."""
         return False
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+    ) -> None:
+        """Give `generate` the cache of this model: a static one for `cache_implementation="static"`."""
+        asked = generation_config.cache_implementation
+        given = model_kwargs.get("past_key_values") is not None
+        if given or generation_config.use_cache is False or asked not in (None, "dynamic", "static"):
+            arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            super()._prepare_cache_for_generation(*arguments, *args)
+        else:
+            model_kwargs["past_key_values"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
+
+    @staticmethod
+    def create_masks_for_generate(
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs,
+    ) -> torch.Tensor | None:
+        """With a static cache, the padding of the new tokens: only a prompt has any, and all other steps are alike."""
+        if attention_mask is None or not is_first_iteration:
+            return None
+        return attention_mask[:, -inputs_embeds.shape[1] :]
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Not supported, and so neither is `generate_batch`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "generate_batch pages the keys and values of attention, and the cache of an AFT is a sum over the past: "
+            "call generate with a padded batch, whose cache has a constant size"
+        )
 
 
 class AFTForImageClassification(AFTPreTrainedModel):

@@ -1,0 +1,178 @@
+"""`generate` with a static cache: what the library's own tests of static caches ask."""
+
+import copy
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from aft_hf import AFTCache, AFTConfig, AFTForCausalLM
+from aft_hf.caching_aft import AFTStaticLayerState
+
+
+STATIC_TYPES = {
+    "simple": {"aft_type": "simple"},
+    "alibi": {"aft_type": "alibi", "num_heads": 2},
+    "local": {"aft_type": "local"},
+    "local table": {"aft_type": "local", "position_bias_dim": None, "use_position_embeddings": False},
+    "local window alone": {"aft_type": "local", "global_connectivity": False},
+    "conv": {"aft_type": "conv", "num_heads": 4},
+    "all four": {"aft_type": ["simple", "local", "conv", "alibi"], "num_hidden_layers": 4, "num_heads": 2},
+}
+
+
+def build(name: str) -> AFTForCausalLM:
+    torch.manual_seed(0)
+    options = {"num_hidden_layers": 2, "position_bias_dim": 8} | STATIC_TYPES[name]
+    options |= {"hidden_size": 16, "vocab_size": 40, "max_position_embeddings": 64}
+    config = AFTConfig(local_window_size=5, conv_kernel_size=4, position_bias_init_std=1.0, **options)
+    model = AFTForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("kernel_scale", "kernel_shift")):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.fixture(params=STATIC_TYPES)
+def model(request) -> AFTForCausalLM:
+    torch._dynamo.reset()
+    return build(request.param)
+
+
+def padded_prompts(length: int = 9) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :4] = 0
+    return {"input_ids": torch.randint(0, 40, (2, length)), "attention_mask": mask}
+
+
+def generate(model, prompts, tokens=12, **options):
+    return model.generate(
+        **prompts, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
+    )
+
+
+def assert_same(found, expected):
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, theirs in zip(found.logits, expected.logits):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_gives_the_tokens_of_no_cache(model, padded):
+    prompts = padded_prompts()
+    if not padded:
+        prompts["attention_mask"].fill_(1)
+    expected = generate(model, prompts, use_cache=False)
+    found = generate(model, prompts, cache_implementation="static")
+    assert_same(found, expected)
+    cache = found.past_key_values
+    assert isinstance(cache, AFTCache) and cache.is_compileable and len(cache.layers) == len(model.aft.layers)
+    assert all(isinstance(layer, AFTStaticLayerState) for layer in cache.layers)
+    assert int(cache.get_seq_length()) == 9 + 12 - 1
+
+
+def test_the_tensors_of_a_static_cache_stay_in_place(model):
+    cache = model.aft.new_cache(40)
+    prompts = padded_prompts()
+    with torch.no_grad():
+        model(**prompts, past_key_values=cache)
+        places = [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
+        shapes = [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
+        for _ in range(3):
+            model(input_ids=torch.randint(0, 40, (2, 1)), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reset()
+    assert places == [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
+    assert shapes == [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
+
+
+def test_a_static_cache_that_is_reset_begins_anew(model):
+    cache, prompts = model.aft.new_cache(40), padded_prompts()
+    with torch.no_grad():
+        expected = model(**prompts, past_key_values=model.aft.new_cache(40)).logits
+        model(**padded_prompts(), past_key_values=cache)
+        cache.reset()
+        assert int(cache.get_seq_length()) == 0
+        found = model(**prompts, past_key_values=cache).logits
+    real = prompts["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(model):
+    """As `test_generate_compile_model_forward_fullgraph` of the library."""
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    options = {"cache_implementation": "static", "compile_config": config}
+    first, second = padded_prompts(), padded_prompts()
+    plain = copy.deepcopy(model)
+    found = generate(model, first, **options)
+    assert hasattr(model, "_compiled_call")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    again = generate(model, second, **options)
+    longer = generate(model, padded_prompts(7), 15, **options)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert_same(found, generate(plain, first))
+    assert_same(again, generate(plain, second))
+    assert longer.sequences.shape[1] == 7 + 15
+
+
+def test_generate_from_embeddings_with_a_static_cache(model):
+    ids = torch.randint(0, 40, (2, 6))
+    embeds = model.get_input_embeddings()(ids)
+    expected = generate(model, {"inputs_embeds": embeds})
+    assert_same(generate(model, {"inputs_embeds": embeds}, cache_implementation="static"), expected)
+
+
+def test_beams_with_a_static_cache(model):
+    prompts = padded_prompts()
+    expected = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False)
+    found = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False, cache_implementation="static")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
+    prompts = padded_prompts()
+    expected = generate(model, prompts)
+    options = {} if implementation is None else {"cache_implementation": implementation}
+    assert_same(generate(model, prompts, prefill_chunk_size=size, **options), expected)
+
+
+def test_new_tokens_continue_the_static_cache_of_an_earlier_call(model):
+    prompts = padded_prompts()
+    expected = generate(model, prompts, 8)
+    cache = model.aft.new_cache(20)
+    first = generate(model, prompts, 3, past_key_values=cache)
+    grown = {
+        "input_ids": first.sequences,
+        "attention_mask": torch.nn.functional.pad(prompts["attention_mask"], (0, 3), value=1),
+    }
+    second = generate(model, grown, 5, past_key_values=cache)
+    assert torch.equal(second.sequences, expected.sequences)
+
+
+def test_attentions_with_a_static_cache_are_those_of_a_dynamic_one(model):
+    prompts = padded_prompts()
+    expected = generate(model, prompts, 4, output_attentions=True)
+    found = generate(model, prompts, 4, output_attentions=True, cache_implementation="static")
+    for mine, theirs in zip(found.attentions, expected.attentions):
+        for a, b in zip(mine, theirs):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_full_has_no_static_cache():
+    config = AFTConfig(aft_type="full", num_hidden_layers=1, hidden_size=8, position_bias_dim=2, vocab_size=40)
+    model = AFTForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="constant size"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_static_cache_longer_than_the_learned_positions_is_refused():
+    with pytest.raises(ValueError, match=r"79 tokens .* max_position_embeddings=64"):
+        build("local").generate(torch.tensor([[1, 2]]), max_new_tokens=78, cache_implementation="static")
+
+
+def test_generate_batch_says_what_to_do_instead():
+    with pytest.raises(NotImplementedError, match="padded batch"):
+        build("simple").generate_batch(inputs=[[1, 2]], max_new_tokens=2)
