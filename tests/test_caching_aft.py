@@ -17,7 +17,9 @@ from transformers import (
 
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, build_byte_tokenizer
 from aft_hf.caching_aft import AFTCache, AFTLayerState
-from aft_hf.mixing_aft import reference_mixing
+from aft_hf.mixing_aft import Mixing, reference_mixing
+from aft_hf.position_biases_aft import LagKernel
+from aft_hf.scaled_sums_aft import join_heads, split_heads
 
 
 LONGEST = 170
@@ -421,11 +423,10 @@ def steps(state, key, value, bias):
 
 
 def steps_by_definition(key, value, bias):
-    """The same by Eq. 2, one table for all."""
-    length, window = key.shape[2], bias.shape[1] - 1
-    lags = torch.arange(length)[:, None] - torch.arange(length)
-    table = bias[:, (window - lags).clamp(0, window), 0].masked_fill(lags > window, 0.0)
-    return reference_mixing(key, value, table, lags >= 0)[:, :, 1:]
+    """The same by Eq. 2, with a kernel over the lags of the window."""
+    kernels = LagKernel(bias.squeeze(-1).flip(-1), causal=True)
+    problem = Mixing(join_heads(key), join_heads(value), len(bias), kernels, causal=True)
+    return split_heads(reference_mixing(problem), len(bias))[:, :, 1:]
 
 
 @pytest.mark.parametrize("width", [1, 5])
@@ -561,14 +562,14 @@ def test_each_step_of_conv_in_training_samples_its_position_anew():
 @torch.no_grad()
 def test_conv_steps_under_vmap_over_its_parameters():
     mixer, state = conv_after_steps()
-    kernels, x, remembered = torch.randn(4, 3, 5), torch.randn(2, 1, 6), mixer._last_step
+    kernels, x, remembered = torch.randn(4, 3, 5), torch.randn(2, 1, 6), mixer._last_kernels
 
     def call(kernel):
         return torch.func.functional_call(mixer, {"kernel": kernel}, (x,), {"state": state()})
 
     for one, actual in zip(kernels, torch.func.vmap(call)(kernels)):
         torch.testing.assert_close(actual, call(one))
-    assert mixer._last_step is remembered  # no tensor of a transform outlives it
+    assert mixer._last_kernels is remembered  # no tensor of a transform outlives it
 
 
 @pytest.mark.parametrize("name", ["local", "conv"])

@@ -164,7 +164,7 @@ OPTIONS = {
     "position_bias_reparameterized": ("conv", False, lambda mixer: mixer.kernel_scale is None),
     "position_bias_selection": ("conv", "gumbel", lambda mixer: mixer.selection == "gumbel"),
     "gumbel_temperature": ("conv", 0.25, lambda mixer: mixer.gumbel_temperature == 0.25),
-    "num_heads": ("alibi", 8, lambda mixer: mixer.slopes().shape == (8,)),
+    "num_heads": ("alibi", 8, lambda mixer: mixer.position_bias(2).shape == (8, 2, 2)),
 }
 
 
@@ -183,18 +183,13 @@ def test_text_is_causal_and_images_are_not(modality, causal):
         assert layer.mixer.causal is causal
 
 
-def test_the_config_selects_any_form_that_the_type_has(config):
+def test_the_config_selects_any_implementation(config):
     model, inputs = build(config), inputs_of(config)
-    for name in ("reference", *model.aft.layers[0].mixer.implementations):
+    for name in ("reference", "portable", "cpu"):
         other = head_class(config)(tiny_config(config.modality, config.aft_type, mixing_implementation=name)).eval()
         other.load_state_dict(model.state_dict())
         assert all(layer.mixer.implementation == name for layer in other.aft.layers)
         torch.testing.assert_close(other(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_an_implementation_that_the_type_does_not_have_is_a_value_error():
-    with pytest.raises(ValueError, match="'chunked' does not exist for AFTFull"):
-        AFTForCausalLM(tiny_config("text", "full", mixing_implementation="chunked"))
 
 
 # ------------------------------------------------------------------------------------------------ forward and backward
@@ -755,11 +750,57 @@ def test_the_entropy_term_of_accumulated_batches_is_that_of_the_whole_batch():
     torch.testing.assert_close(sum(parts), model(ids, labels=ids).loss)
 
 
-def test_position_ids_are_refused_rather_than_ignored():
+def test_position_ids_that_are_those_of_no_documents_are_refused():
     config = tiny_config("text", "local")
     ids = inputs_of(config)["input_ids"]
     with pytest.raises(ValueError, match="position_ids"):
         build(config)(ids, position_ids=torch.arange(ids.shape[1])[None].flip(1))
+
+
+def packed(config: AFTConfig, *lengths: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Documents, and the row that `DataCollatorWithFlattening` packs them into."""
+    documents = [torch.randint(config.vocab_size, (1, length)) for length in lengths]
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    return documents, {"input_ids": torch.cat(documents, 1), "position_ids": position_ids}
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])
+def test_packed_documents_equal_the_documents_one_by_one(aft_type):
+    config = tiny_config("text", aft_type)
+    model = build(config).double()  # the gradient of a key's bias is 0: in float32, nothing but rounding
+    documents, row = packed(config, 5, 1, 9, 4)
+    expected = torch.cat([model(document).logits for document in documents], 1)
+    boundaries = torch.tensor([0, 5, 6, 15, 19], dtype=torch.int32)
+    as_boundaries = {"input_ids": row["input_ids"], "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    for inputs in (row, as_boundaries):
+        output = model(**inputs)
+        torch.testing.assert_close(output.logits, expected)
+        assert output.past_key_values is None
+    gradients = []
+    for logits in (model(**row).logits, expected):
+        model.zero_grad()
+        logits.square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, theirs in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], theirs)
+
+
+def test_a_row_of_packed_documents_may_be_longer_than_the_learned_positions():
+    config = tiny_config("text", "local")
+    model, limit = build(config), config.max_position_embeddings
+    documents, row = packed(config, limit, limit, 3)
+    expected = torch.cat([model(document).logits for document in documents], 1)
+    torch.testing.assert_close(model(**row).logits, expected, rtol=1e-4, atol=1e-5)
+    _, row = packed(config, limit + 1, 2)
+    with pytest.raises(ValueError, match=f"{limit + 1} tokens"):
+        model(**row)
+
+
+def test_a_cache_of_packed_documents_is_refused():
+    config = tiny_config("text", "simple")
+    model, (_, row) = build(config), packed(config, 3, 4)
+    with pytest.raises(ValueError, match="cache"):
+        model(**row, past_key_values=model.aft.new_cache())
 
 
 @pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])

@@ -5,7 +5,7 @@ Only where modules do what their classes say: those with hooks, of other classes
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,17 +16,6 @@ from transformers.activations import GELUActivation
 
 # Numbers in a tensor below which starting oneDNN takes longer than GELU itself.
 FEW_NUMBERS = 2**14
-
-
-class Projections(NamedTuple):
-    """The modules of a mixer, and its number of position-bias heads; a query of None is no gate."""
-
-    query: nn.Module | None
-    activation: nn.Module
-    key: nn.Module
-    value: nn.Module
-    output: nn.Module
-    num_heads: int
 
 
 def runs_as_written(*tensors: torch.Tensor) -> bool:

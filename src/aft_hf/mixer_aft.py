@@ -6,12 +6,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .activations_aft import Projections, gated_projection
+from .activations_aft import gated_projection
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .documents_aft import Documents
 from .mixing_aft import Mixing, mix, mix_layer, mixing_weights
 from .position_biases_aft import PositionBias
+from .projections_aft import Projections
 from .scaled_sums_aft import may_look_at, widen
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .activations_aft import Projections
 from .documents_aft import Documents
 from .mixing_cpu_aft import CpuBackend
 from .mixing_portable_aft import PortableBackend
 from .position_biases_aft import PositionBias
+from .projections_aft import Projections
 from .scaled_sums_aft import join_heads, may_look_at, split_heads, widen
 
 

@@ -1,13 +1,148 @@
-"""stub"""
+"""The CPU backend: which hand-written way computes which problem, for eager tensors on a CPU.
+
+There are two ways. Causal problems whose position biases reach a fixed distance, or fall with the distance, run chunk
+by chunk in linear time (`mixing_cpu_causal_aft.py`). Others run as products with a table of exp(w), where there is
+room for one (`mixing_cpu_table_aft.py`); that way can take in the projections of a mixer.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .activations_aft import runs_as_written
+from .mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, Tables, choose_tables
+from .mixing_cpu_causal_aft import causal_mixing
+from .mixing_cpu_table_aft import table_layer, table_mixing
+from .mixing_portable_aft import (
+    CHUNK_SIZE,
+    chunk_size,
+    chunked_mixing,
+    chunked_window_mixing,
+    count_chunks,
+    halved_mixing,
+    is_short,
+)
+from .position_biases_aft import Dense, GridKernel, LagKernel, PositionBias, SelectedPosition, Window, grid_table
+from .projections_aft import Projections
+from .scaled_sums_aft import block_sums, join_heads, split_heads, widen
+
+
+if TYPE_CHECKING:
+    from .mixing_aft import Mixing
 
 
 class CpuBackend:
+    """Forward and backward passes by hand for plain tensors on a CPU."""
+
     name = "cpu"
 
     @staticmethod
-    def supports(problem) -> bool:
-        return False
+    def supports(problem: "Mixing") -> bool:
+        """Whether the rows are sequences in order, and nothing but gradients is taken of the tensors."""
+        if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
+            return False
+        if not _is_plain(problem.key, problem.value):
+            return False
+        if problem.causal and problem.biases.reach is not None:
+            return True
+        return _tables(problem.biases, problem.causal, *problem.value.shape) is not None
 
     @staticmethod
-    def layer(x, projections, biases, causal):
-        return None
+    def mix(problem: "Mixing") -> torch.Tensor:
+        """(B, T, d) in the dtype of the values."""
+        if problem.causal and problem.biases.reach is not None:
+            return _mix_causal(problem)
+        tables = _tables(problem.biases, problem.causal, *problem.value.shape)
+        bias, heads = _bias(problem.biases, tables, problem.length), problem.num_heads
+        options = {"num_heads": heads, "differentiable": _differentiable(tables, heads)}
+        return table_mixing(problem.key, problem.value, bias, tables, **options)
+
+    @staticmethod
+    def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> torch.Tensor | None:
+        """A mixer of (B, T, d) by products with tables, its projections included; None for any other mixer."""
+        if (causal and biases.reach is not None) or not (_is_plain(x) and projections.can_be_replaced(x)):
+            return None
+        tables = _tables(biases, causal, *x.shape)
+        if tables is None:
+            return None
+        x = x.to(projections.dtype(x))
+        with torch.autocast("cpu", enabled=False):
+            bias, heads = _bias(biases, tables, x.shape[1]), projections.num_heads
+            options = {"num_heads": heads, "differentiable": _differentiable(tables, heads)}
+            return table_layer(x, projections, bias, tables, **options)
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    return all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and runs_as_written(*tensors)
+
+
+# ------------------------------------------------------------------------------------------------------ chunk by chunk
+
+
+def _mix_causal(problem: "Mixing") -> torch.Tensor:
+    """A causal problem whose biases reach a fixed distance, or fall with the distance."""
+    biases, length, heads = problem.biases, problem.length, problem.num_heads
+    size, tables = CHUNK_SIZE, None
+    if biases.reach > 0 or isinstance(biases, (Window, LagKernel, SelectedPosition)):
+        size = chunk_size(biases.reach, length)
+        tables = biases.of_chunks(count_chunks(length, size), size)
+
+    def differentiable(key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor | None) -> torch.Tensor:
+        if biases.hides_outside:
+            return _by_head(chunked_window_mixing, heads, key, value, tables, chunk_size=size)
+        return _by_head(chunked_mixing, heads, key, value, tables, biases.slopes, chunk_size=size)
+
+    return causal_mixing(
+        problem.key,
+        problem.value,
+        tables,
+        biases.slopes,
+        num_heads=heads,
+        chunk_size=size,
+        differentiable=differentiable,
+        global_connectivity=not biases.hides_outside,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def _tables(biases: PositionBias, causal: bool, batch: int, length: int, width: int) -> Tables | None:
+    """How these biases become tables; None where they need none, or none that has room."""
+    if isinstance(biases, GridKernel):
+        heads, window = len(biases.kernels), biases.kernels.shape[-1]
+        if biases.hides_outside:
+            return GridTables(grid_size=biases.grid_size)
+        features, with_gradients = batch * (width // heads + 1), torch.is_grad_enabled()
+        return choose_tables(biases.grid_size, window, heads, features, with_gradients=with_gradients)
+    if isinstance(biases, (Window, LagKernel)):
+        return DenseTables() if is_short(biases.reach, length) else None
+    return DenseTables(causal) if isinstance(biases, Dense) else None
+
+
+def _bias(biases: PositionBias, tables: Tables, length: int) -> torch.Tensor:
+    """The position biases as `tables` takes them."""
+    if isinstance(tables, BandTables):
+        return biases.kernels
+    return biases.by_offset() if isinstance(tables, GridTables) else biases.dense(length)
+
+
+def _differentiable(tables: Tables, heads: int):
+    """Eq. 2 from what `_bias` gives, by differentiable operations: (B, T, d)."""
+
+    def mix(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if isinstance(tables, GridTables):
+            bias = grid_table(bias, tables.grid_size)
+        return _by_head(halved_mixing if tables.causal else _dense_mixing, heads, key, value, bias)
+
+    return mix
+
+
+def _dense_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return block_sums(key, value, bias, masked=True).average()
+
+
+def _by_head(mixing, heads: int, key: torch.Tensor, value: torch.Tensor, *arguments, **options) -> torch.Tensor:
+    """A function of (h, T, B, c) from the portable backend, for (B, T, d)."""
+    by_head = (widen(split_heads(x, heads)).permute(1, 2, 0, 3) for x in (key, value))
+    return join_heads(mixing(*by_head, *arguments, **options).permute(2, 0, 1, 3)).to(value.dtype)

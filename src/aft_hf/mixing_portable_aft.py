@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .activations_aft import Projections
 from .position_biases_aft import (
     GridKernel,
     LagKernel,
@@ -42,6 +41,7 @@ from .scaled_sums_aft import (
 
 if TYPE_CHECKING:
     from .mixing_aft import Mixing
+    from .projections_aft import Projections
 
 
 # Positions per chunk in the linear-time forms, where the window does not ask for more.
@@ -77,7 +77,7 @@ class PortableBackend:
         return join_heads(context).to(problem.value.dtype)
 
     @staticmethod
-    def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> None:
+    def layer(x: torch.Tensor, projections: "Projections", biases: PositionBias, causal: bool) -> None:
         """Projections are computed apart."""
 
 
@@ -108,15 +108,18 @@ def pairwise_mixing(
 
 def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
     """Causal Eq. 2 by the form that fits the structure of w."""
-    if isinstance(biases, NoBias):
-        return chunked_mixing(key, value, None, chunk_size=CHUNK_SIZE)
-    if isinstance(biases, LinearDecay):
-        return chunked_mixing(key, value, biases, chunk_size=CHUNK_SIZE)
+    length = key.shape[1]
+    if isinstance(biases, (NoBias, LinearDecay)):
+        return chunked_mixing(key, value, None, biases.slopes, chunk_size=CHUNK_SIZE)
     if biases.reach is None:
-        return halved_mixing(key, value, biases)
-    if biases.hides_outside:
+        # An exported program serves all lengths with the operations of the longest one.
+        return halved_mixing(
+        )
+        longest = biases.query.shape[1] if torch.compiler.is_exporting() else length
+        return halved_mixing(key, value, biases.dense(longest))
         return causal_window_mixing(key, value, biases)
-    return chunked_mixing(key, value, biases, chunk_size=chunk_size(biases.reach, key.shape[1]))
+    size = chunk_size(biases.reach, length)
+    return chunked_mixing(key, value, biases.of_chunks(count_chunks(length, size), size), chunk_size=size)
 
 
 def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
@@ -129,11 +132,15 @@ def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     biases = getattr(biases, "kernel", biases)
     if isinstance(biases, GridKernel) and not biases.hides_outside and _table_is_too_large(len(key), length):
         return convolution_mixing(key, value, biases)
-    if isinstance(biases, (Window, LagKernel)):
-        size = power_of_two_from(max(biases.reach, CHUNK_SIZE))
-        if torch.compiler.is_exporting() or length > FEW_CHUNKS * size:
-            return banded_mixing(key, value, biases, chunk_size=size)
+    if isinstance(biases, (Window, LagKernel)) and not is_short(biases.reach, length):
+        return banded_mixing(key, value, biases, chunk_size=power_of_two_from(max(biases.reach, CHUNK_SIZE)))
     return block_sums(key, value, biases.dense(length), masked=biases.hides_outside).average()
+
+
+def is_short(reach: int, length: int) -> bool:
+    """Whether a table of all pairs of positions takes less time than chunks with their neighbours."""
+    # An exported program serves all lengths.
+    return not torch.compiler.is_exporting() and length <= FEW_CHUNKS * power_of_two_from(max(reach, CHUNK_SIZE))
 
 
 def _table_is_too_large(heads: int, length: int) -> bool:
@@ -181,23 +188,29 @@ def _neighbours(x: torch.Tensor, fill: float, *steps: int) -> list[torch.Tensor]
 
 
 def chunked_mixing(
-    key: torch.Tensor, value: torch.Tensor, biases: PositionBias | None, *, chunk_size: int
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: torch.Tensor | None,
+    slopes: torch.Tensor | None = None,
+    *,
+    chunk_size: int,
 ) -> torch.Tensor:
     """Causal Eq. 2 in linear time: the chunk itself, the chunk before it, and one running sum for all before.
 
-    Further back than the chunk before, w is 0 or falls linearly with the distance: exp(w) is then a decay, and the sum
-    a linear recurrence over chunks. `biases` of None are 0.
+    Args:
+        tables: w from each of n chunks to the chunk before it and to itself, (h, n or 1, C, 2 C), and 0 further back;
+            None for w = 0, or with `slopes`.
+        slopes: (h,), for w = -slope * distance: exp(w) is then a decay, and the sum a linear recurrence over chunks.
+        chunk_size: C, a power of two.
     """
     key, value, padding = _chunks(key, value, chunk_size)
     chunks = key.shape[1]
-    slopes = None if biases is None else biases.slopes
-    if biases is None:
-        own_bias = previous_bias = None
+    own_bias = previous_bias = None
+    if tables is not None:
+        previous_bias, own_bias = tables.tensor_split(2, -1)
     elif slopes is not None:
         positions = torch.arange(chunk_size, device=key.device)
-        own_bias, previous_bias = biases.between(positions, positions).unsqueeze(1), None
-    else:
-        previous_bias, own_bias = biases.of_chunks(chunks, chunk_size).tensor_split(2, -1)
+        own_bias = LinearDecay(slopes).between(positions, positions).unsqueeze(1)
     sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
     if chunks > 1:
         decay = 0.0 if slopes is None else slopes.to(key.dtype).view(-1, 1, 1, 1)
@@ -252,6 +265,18 @@ def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     return _unpadded(sums.average(), padding)
 
 
+def chunked_window_mixing(
+    key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor, *, chunk_size: int
+) -> torch.Tensor:
+    """As `chunked_mixing` with `tables`, but nothing is seen beyond the two chunks, and w may be -inf."""
+    key, value, padding = _chunks(key, value, chunk_size)
+    later = torch.ones_like(tables[0, 0], dtype=torch.bool).triu(chunk_size + 1)
+    tables = tables.masked_fill(later, -math.inf)
+    near_key = torch.cat(_neighbours(key, -math.inf, 1, 0), 2)  # (h, n, 2 C, B, k)
+    near_value = torch.cat(_neighbours(value, 0.0, 1, 0), 2)
+    return _unpadded(block_sums(near_key, near_value, tables, masked=True).average(), padding)
+
+
 def banded_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, chunk_size: int) -> torch.Tensor:
     """Eq. 2 with a window in linear time: each chunk sees the chunk before, itself and the chunk after with their
     biases, and everything else, unless it is hidden, as one sum.
@@ -268,14 +293,15 @@ def banded_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, 
     return _unpadded(sums.average(), padding)
 
 
-def halved_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-    """Causal Eq. 2 with a w for each pair: halves of halves, the left one seen by all of the right one."""
-    length = key.shape[1]
-    # An exported program serves all lengths with the operations of the longest one.
-    longest = biases.query.shape[1] if torch.compiler.is_exporting() else length
+def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Causal Eq. 2 with a w for each pair: halves of halves, the left one seen by all of the right one.
+
+    Args:
+        bias: (h, P, P) with P = T or, for a program of all lengths up to it, P >= T.
+    """
+    length, longest = key.shape[1], bias.shape[-1]
     size = power_of_two_from(min(longest, 4 * CHUNK_SIZE))
     padded = -(-longest // size) * size
-    bias = biases.dense(longest)
     bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
     key, value = pad_positions(key, value, padded - length)
 
@@ -291,9 +317,7 @@ def halved_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) 
         return ScaledSums(*(torch.cat(pair, -3) for pair in zip(left, right)))
 
     context = triangle(0, padded // size).average()
-    if torch.compiler.is_exporting():
-        return nn.functional.pad(context, (0, 0, 0, 0, 0, length - padded))
-    return context[:, :length]
+    return nn.functional.pad(context, (0, 0, 0, 0, 0, length - padded))
 
 
 def selected_position_mixing(key: torch.Tensor, value: torch.Tensor, biases: SelectedPosition) -> torch.Tensor:

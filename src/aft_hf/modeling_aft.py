@@ -29,6 +29,7 @@ from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .documents_aft import Documents
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from .scaled_sums_aft import may_look_at
 
 
 class AFTTextEmbeddings(nn.Module):
@@ -341,11 +342,11 @@ class AFTModel(AFTPreTrainedModel):
         if inputs_embeds.shape[1] == 0:
             raise ValueError("the text is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
-        documents = _packed_documents(kwargs, *inputs_embeds.shape[:2], past_key_values, pairwise)
-        if use_cache and past_key_values is None and not pairwise and documents is None:
-            past_key_values = self.new_cache()
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
+        documents = _packed_documents(kwargs, attention_mask, *inputs_embeds.shape[:2], past_key_values)
+        if use_cache and past_key_values is None and not pairwise and documents is None:
+            past_key_values = self.new_cache()
         state, past = None, 0
         if past_key_values is not None:
             state, past = past_key_values.layers[0], past_key_values.get_seq_length()
@@ -395,7 +396,7 @@ class AFTModel(AFTPreTrainedModel):
 
 
 def _packed_documents(
-    kwargs: dict, batch: int, length: int, past_key_values: AFTCache | None, pairwise: bool
+    kwargs: dict, mask: torch.Tensor | None, batch: int, length: int, past_key_values: AFTCache | None
 ) -> Documents | None:
     """The documents that `position_ids` or `cu_seq_lens_q` give, taken out of `kwargs`; None for plain rows."""
     position_ids, boundaries = kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_q", None)
@@ -409,13 +410,19 @@ def _packed_documents(
         if position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
         documents = Documents.from_position_ids(position_ids, batch)
+        wrong = None if not may_look_at(position_ids) else documents.positions() != position_ids
+        if wrong is not None and (wrong if mask is None or mask.dim() == 3 else wrong & mask.bool()).any():
+            raise ValueError(
+                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document: other positions "
+                "follow from the attention_mask alone"
+            )
     else:
         return None
     if documents.are_rows():
         return None
     if past_key_values is not None:
         raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several of them")
-    if pairwise:
+    if mask is not None and mask.dim() == 3:
         raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")
     return documents
 

@@ -1,0 +1,268 @@
+"""Position biases as tables of exp(w) on a CPU: how a table is made, multiplied and differentiated.
+
+Both sums of Eq. 2 are products of exp(K) V and exp(K) with a table of exp(w). Three classes make such tables from the
+position biases of a layer: `DenseTables` from one bias per pair of positions, `GridTables` from one bias per offset on
+a grid, and `BandTables` from the kernels of an AFT-conv, for the rows of the grid that a kernel reaches.
+`choose_tables` picks one for a kernel on a grid.
+
+A factor exp(-r) common to all terms of a query cancels in Eq. 2. Exponents are therefore taken as they are while they
+are moderate, and relative to their maximum where they are not (`relative_exp`).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from .position_biases_aft import collect_grid_table, grid_table
+from .scaled_sums_aft import EMPTY
+
+
+# Exponents of at most this size need no reference: the product of two exponentials is far from float32's limits.
+MODERATE = 20.0
+
+# The largest exponent of a table relative to a maximum, to use the range of float32 on both sides of 1.
+TOP = 20.0
+
+# Lower exponents count as exp(-inf) = 0. They stay clear of denormal numbers, with which CPUs calculate 100 times
+# slower.
+FLOOR = {torch.float32: -85.0, torch.float64: -700.0}
+
+# More entries than this a table of all pairs of positions on a grid shall not have.
+LARGEST_TABLE = 2**24
+
+# Rows of queries in one product with a band: more make fewer copies of keys, and a larger table.
+QUERY_ROWS = 4
+
+# What making one entry of a table takes, and what copying one number for another product with a band takes, in
+# multiplications of a product. Measured on CPUs.
+TABLE_COST = 200
+COPY_COST = 600
+
+
+def is_moderate(x: torch.Tensor) -> bool:
+    """Whether all of x are exponents that need no reference; never with NaN."""
+    lowest, highest = x.detach().aminmax()
+    return float(lowest) >= -MODERATE and float(highest) <= MODERATE
+
+
+def relative_exp(x: torch.Tensor, maximum: torch.Tensor, top: float = TOP) -> torch.Tensor:
+    """exp(x - maximum + top), and 0 where x is too far below."""
+    floor = FLOOR[x.dtype]
+    weights = (x - (maximum.clamp_min(EMPTY) - top)).clamp_min_(floor).exp_()
+    return nn.functional.threshold_(weights, math.exp(floor + 0.01), 0.0)
+
+
+class Table(NamedTuple):
+    """exp(w), up to a factor for each query."""
+
+    entries: torch.Tensor
+    top: float  # no entry is larger than exp(top)
+    outside: torch.Tensor | None = None  # of `BandTables`: exp(0) by the same factor, (h, 1, 1)
+
+    def part(self, start: int, end: int) -> "Table":
+        """What the queries from start to end see in a causal table."""
+        return self._replace(entries=self.entries[:, start:end, :end])
+
+
+class Tables(Protocol):
+    """How position biases become tables; T positions, W features, h heads or those of a block.
+
+    Attributes:
+        causal: whether t' <= t only.
+    """
+
+    causal: bool
+
+    def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
+        """exp(w) as `product` takes it."""
+
+    def product(self, summands: torch.Tensor, table: Table) -> torch.Tensor:
+        """The sums of (h, W, B, T) that each query sees."""
+
+    def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
+        """The gradient of the biases from that of the table; `of_table` is overwritten. With gradients only."""
+
+    def visible(self, bias: torch.Tensor) -> torch.Tensor:
+        """The biases, -inf where a query must not look."""
+
+    def rows(self, visible: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, end: int) -> torch.Tensor:
+        """w of N queries for the keys before `end`, (N, end)."""
+
+    def add_rows(self, sums: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add what (N, T) gives each position bias, the transpose of `rows`. With gradients only."""
+
+    def size(self, features: int, length: int) -> int:
+        """Numbers in the product for one head with so many features of all rows of a batch, and in its table."""
+
+
+@dataclass(frozen=True)
+class DenseTables:
+    """Biases (h, T, T)."""
+
+    causal: bool = False
+
+    def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
+        if is_moderate(bias):
+            entries = torch.exp(bias)
+            return Table((entries.tril_() if self.causal else entries).to(dtype), _top(bias))
+        visible = self.visible(bias)
+        return Table(relative_exp(visible, visible.amax(-1, keepdim=True)).to(dtype), TOP)
+
+    @staticmethod
+    def product(summands: torch.Tensor, table: Table) -> torch.Tensor:
+        return torch.bmm(summands.flatten(1, 2), table.entries.mT).unflatten(1, summands.shape[1:3])
+
+    def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
+        return of_table.mul_(table.entries)
+
+    def visible(self, bias: torch.Tensor) -> torch.Tensor:
+        if not self.causal:
+            return bias
+        return bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu_(1), -math.inf)
+
+    def rows(self, visible: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, end: int) -> torch.Tensor:
+        return visible[..., :end][heads, queries]
+
+    def add_rows(self, sums: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> None:
+        sums[..., : rows.shape[1]].index_put_((heads, queries), rows.to(sums.dtype), accumulate=True)
+
+    @staticmethod
+    def size(features: int, length: int) -> int:
+        return (features + length) * length
+
+
+@dataclass(frozen=True)
+class GridTables(DenseTables):
+    """Biases by the offset from query to key, (h, 2 rows - 1, 2 columns - 1), no offset in the middle."""
+
+    grid_size: tuple[int, int] = (1, 1)
+
+    def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
+        if is_moderate(bias):
+            return Table(grid_table(torch.exp(bias).to(dtype), self.grid_size), _top(bias))
+        return super().table(grid_table(bias, self.grid_size), dtype)
+
+    def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
+        if is_moderate(bias):
+            return collect_grid_table(of_table, self.grid_size) * torch.exp(bias)
+        return collect_grid_table(of_table.mul_(table.entries), self.grid_size)
+
+    def rows(self, visible: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, end: int) -> torch.Tensor:
+        return visible[self._places(heads, queries)]
+
+    def add_rows(self, sums: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> None:
+        sums.index_put_(self._places(heads, queries), rows.to(sums.dtype), accumulate=True)
+
+    def _places(self, heads: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The indices of the biases of N queries."""
+        (rows, columns), (down, right) = self.grid_size, _offsets(queries, self.grid_size)
+        return heads[:, None], down + rows - 1, right + columns - 1
+
+
+@dataclass(frozen=True)
+class BandTables:
+    """Kernels (h, s, s) on a large grid, s odd: O(T d s columns) time, without gradients.
+
+    Beyond the rows that a kernel reaches all biases are 0. So a few rows of queries at a time are multiplied with the
+    rows of keys around them, by a table that serves all of them, and the rows before and after these are added up.
+    Unlike in a convolution with exp(w) - 1 and the sum of all, nothing cancels.
+    """
+
+    grid_size: tuple[int, int]
+    window: int  # s
+    causal = False
+
+    def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
+        """From some rows of queries to those around them, (h, QUERY_ROWS columns, band columns)."""
+        rows, columns = QUERY_ROWS, self.grid_size[1]
+        side = columns - 1 - self._reach  # where negative, the kernel is wider than the grid
+        by_offset, outside = nn.functional.pad(bias, (side, side, rows - 1, rows - 1)), bias.new_zeros(len(bias), 1, 1)
+        if is_moderate(bias):
+            top, by_offset, outside = _top(bias), torch.exp(by_offset), torch.exp(outside)
+        else:
+            maximum = bias.amax((-2, -1), keepdim=True).clamp_min(0.0)
+            top, by_offset, outside = TOP, relative_exp(by_offset, maximum), relative_exp(outside, maximum)
+        return Table(grid_table(by_offset.to(dtype), (rows, columns), self._band), top, outside)
+
+    def product(self, summands: torch.Tensor, table: Table) -> torch.Tensor:
+        (rows, columns), blocks = self.grid_size, self._blocks
+        by_row = summands.flatten(1, 2).unflatten(2, self.grid_size)  # (h, W B, rows, columns)
+        filled = nn.functional.pad(by_row, (0, 0, self._reach, self._reach + blocks * QUERY_ROWS - rows)).flatten(2)
+        bands = filled.unfold(2, self._band * columns, QUERY_ROWS * columns).flatten(1, 2)
+        sums = torch.bmm(bands, table.entries.mT).unflatten(1, (-1, blocks))
+        sums += (self._beyond(by_row) * table.outside).unsqueeze(-1).to(sums.dtype)
+        return sums.flatten(2)[..., : rows * columns].reshape(summands.shape)
+
+    @staticmethod
+    def visible(bias: torch.Tensor) -> torch.Tensor:
+        return bias
+
+    def rows(self, visible: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, end: int) -> torch.Tensor:
+        down, right = (x + self._reach for x in _offsets(queries, self.grid_size))
+        inside = (down >= 0) & (down < self.window) & (right >= 0) & (right < self.window)
+        last = self.window - 1
+        return visible[heads[:, None], down.clamp(0, last), right.clamp(0, last)].where(inside, 0.0)
+
+    def size(self, features: int, length: int) -> int:
+        queries, keys = QUERY_ROWS * self.grid_size[1], self._band * self.grid_size[1]
+        return (features * self._blocks + queries) * keys
+
+    def _beyond(self, by_row: torch.Tensor) -> torch.Tensor:
+        """The sum of all rows outside the band of each block of queries: (h, W B, blocks) in float32 at least."""
+        dtype = torch.promote_types(by_row.dtype, torch.float32)
+        of_rows = nn.functional.pad(by_row.sum(-1, dtype=dtype), (1, 1))
+        before, after = of_rows.cumsum(-1), of_rows.flip(-1).cumsum(-1).flip(-1)  # of the first i rows, from i - 1 on
+        first = torch.arange(self._blocks, device=by_row.device) * QUERY_ROWS - self._reach
+        rows = by_row.shape[2]
+        return before[..., first.clamp_min(0)] + after[..., (first + self._band).clamp_max(rows) + 1]
+
+    @property
+    def _reach(self) -> int:
+        return self.window // 2
+
+    @property
+    def _band(self) -> int:
+        return QUERY_ROWS + 2 * self._reach
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.grid_size[0] // QUERY_ROWS)
+
+
+def choose_tables(
+    grid_size: tuple[int, int], window: int, num_heads: int, features: int, *, with_gradients: bool
+) -> GridTables | BandTables | None:
+    """What takes the least time for kernels (h, s, s) on a grid, or None where no table fits.
+
+    Times are multiplications for each query and head; the constants were measured on CPUs.
+
+    Args:
+        grid_size: (rows, columns).
+        window: s, the size of the kernels.
+        num_heads: h.
+        features: values and keys of one head in all rows of a batch, B (c + 1).
+        with_gradients: whether gradients are needed, which `BandTables` has not.
+    """
+    (rows, columns), length = grid_size, grid_size[0] * grid_size[1]
+    grid, band = GridTables(grid_size=grid_size), BandTables(grid_size, window)
+    fits = num_heads * length**2 <= LARGEST_TABLE
+    if with_gradients:
+        return grid if fits else None
+    reached, copies = QUERY_ROWS + window - 1, (window - 1) / QUERY_ROWS
+    band_time = reached * columns * (features + TABLE_COST * QUERY_ROWS / rows) + copies * COPY_COST * features
+    return grid if fits and length * (features + TABLE_COST) <= band_time else band
+
+
+def _top(bias: torch.Tensor) -> float:
+    """The largest exponent of a table of moderate biases, and at least that of a bias of 0."""
+    return max(float(bias.amax()), 0.0)
+
+
+def _offsets(queries: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many rows below and columns right of N queries all keys lie: (N, T) each."""
+    rows, columns = grid_size
+    keys, queries = torch.arange(rows * columns, device=queries.device), queries[:, None]
+    return keys // columns - queries // columns, keys % columns - queries % columns

@@ -1,0 +1,287 @@
+"""Eq. 2 on a CPU by products with a table of exp(w): `table_mixing` for keys and values, and `table_layer` for a whole
+mixer with its projections.
+
+Both run with the positions last in memory. A linear layer usually writes (B, T, d), while the sums over positions are
+products of rows of positions. Computed from the left, W X^T, one product writes key, value and query as
+(features, B T), those of a group of features side by side. Everything else happens where they lie: exp(K), exp(K) V,
+the average and the gate of the query. The gradient of the output comes back in the same way, as W^T G^T.
+
+The backward pass computes exp(K) again rather than keep it. What training keeps beside keys, values and queries is the
+average, in float32 at least, and the reciprocals of its denominators.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .activations_aft import differentiable_gradients, runs_as_written
+from .mixing_cpu_bias_aft import Tables, is_moderate
+from .mixing_cpu_sums_aft import LARGEST_VALUE, Block
+from .projections_aft import Projections
+from .scaled_sums_aft import working_dtype
+
+
+# Bytes of the features and tables in a block, which stays in a processor's cache.
+BLOCK_SIZE = 3 * 2**22
+
+# Features that a product should have at least, if their number can be divided.
+FEWEST_FEATURES = 16
+
+# The same function of key (B, T, h k), value (B, T, d) and biases, made of differentiable operations.
+Differentiable = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def table_layer(
+    x: torch.Tensor,
+    projections: Projections,
+    bias: torch.Tensor,
+    tables: Tables,
+    *,
+    num_heads: int,
+    differentiable: Differentiable,
+) -> torch.Tensor:
+    """The output of a mixer whose projections can be replaced.
+
+    Args:
+        x: (B, T, d), query, key and value in one, of the type in which they shall be projected.
+        projections: d -> d, but d -> h for a key per head.
+        bias: position biases as `tables` takes them.
+        differentiable: the context (B, T, d) for gradients of gradients and batched gradients.
+
+    Returns:
+        (B, T, d).
+    """
+    batch, length, width = x.shape
+    layout = _choose_layout(num_heads, width, projections.key.weight.shape[0], batch * length * x.element_size())
+    weights = [getattr(projections.output, name, None) for name in ("weight", "bias")]
+    weights = [None if y is None else y.to(x.dtype) for y in weights]
+    features = _project(projections.of_input(), layout.groups, x.flatten(0, 1)).view(layout.groups, -1, batch, length)
+    return _gated_average(features, bias, *weights, layout, tables, differentiable)
+
+
+def table_mixing(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    tables: Tables,
+    *,
+    num_heads: int,
+    differentiable: Differentiable,
+) -> torch.Tensor:
+    """Eq. 2 before the query's gate.
+
+    Args:
+        key: (B, T, h k) with k = c or 1, -inf where a position is hidden from all queries.
+        value: (B, T, d), finite where hidden.
+        bias: position biases as `tables` takes them.
+        differentiable: the same function, for gradients of gradients and batched gradients.
+
+    Returns:
+        (B, T, d) in the dtype of `value`.
+    """
+    dtype = torch.float32 if value.dtype == torch.float16 else value.dtype
+    batch, length, width = value.shape
+    layout = _choose_layout(num_heads, width, key.shape[-1], batch * length * dtype.itemsize)
+    parts = (x.to(dtype).unflatten(-1, (layout.groups, -1)).permute(2, 3, 0, 1) for x in (key, value))
+    features = torch.cat(list(parts), 1).contiguous()
+    return _gated_average(features, bias, None, None, layout, tables, differentiable).to(value.dtype)
+
+
+class _Layout(NamedTuple):
+    """Features as they lie in memory, (groups, features, B, T): in each group its keys, then its values, then its
+    queries. A group is a head, or a part of one.
+    """
+
+    heads: int
+    groups: int
+    keys: int
+    values: int
+
+    def split(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The keys, values and queries."""
+        return features.tensor_split((self.keys, self.keys + self.values), 1)
+
+    def by_position(self, features: torch.Tensor) -> torch.Tensor:
+        """(groups, features, B, T) of one kind as (B, T, all features)."""
+        return features.flatten(0, 1).permute(1, 2, 0)
+
+    def blocks(
+        self, tables: Tables, bias: torch.Tensor, features: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple]:
+        """Groups that are taken at once, their heads, and the tables of these.
+
+        A part of a head at once, or as many heads as fit into a block with their tables, and one for each thread: a
+        product is not split well.
+        """
+        batch, length = features.shape[2:]
+        parts, table_heads, table = self.groups // self.heads, None, None
+        size = tables.size((self.keys + self.values) * batch, length) * features.element_size()
+        step = 1 if parts > 1 else max(BLOCK_SIZE // size, torch.get_num_threads())
+        for first in range(0, self.groups, step):
+            block = slice(first, min(first + step, self.groups))
+            heads = slice(first // parts, (block.stop - 1) // parts + 1)
+            if heads != table_heads:
+                table, table_heads = tables.table(bias[heads], dtype), heads
+            yield block, heads, table
+
+    def are_moderate(self, features: torch.Tensor, bias: torch.Tensor) -> bool:
+        """Whether exponentials can be summed as they are; never with NaN."""
+        if not is_moderate(bias):
+            return False
+        if is_moderate(features):  # one look at everything in a row, and usually so
+            return True
+        keys, values, _ = self.split(features)
+        return is_moderate(keys) and float(values.abs().amax()) <= LARGEST_VALUE
+
+
+def _choose_layout(heads: int, width: int, keys: int, size: int) -> _Layout:
+    """Groups are heads where these have one key each, or else parts of them that are small enough to be summed at
+    once.
+
+    Args:
+        size: bytes of one feature.
+    """
+    if keys == heads:
+        return _Layout(heads, heads, 1, width // heads)
+    of_head = width // heads
+    divisors = [n for n in range(1, of_head // FEWEST_FEATURES + 1) if of_head % n == 0] or [1]
+    parts = next((n for n in divisors if 2 * (of_head // n) * size <= BLOCK_SIZE), divisors[-1])
+    return _Layout(heads, heads * parts, of_head // parts, of_head // parts)
+
+
+def _project(layers: list[nn.Linear], groups: int, x: torch.Tensor) -> torch.Tensor:
+    """What the layers make of (B T, d), of one group of features after the other: (features, B T)."""
+    weight = torch.cat([layer.weight.view(groups, -1, x.shape[1]) for layer in layers], 1).flatten(0, 1).to(x.dtype)
+    if layers[0].bias is None:
+        return torch.mm(weight, x.mT)
+    bias = torch.cat([layer.bias.view(groups, -1, 1) for layer in layers], 1).flatten(0, 1).to(x.dtype)
+    return torch.addmm(bias, weight, x.mT)  # rounded once, after the bias
+
+
+def _gated_average(
+    features, bias, weight, weight_bias, layout: _Layout, tables: Tables, differentiable: Differentiable
+):
+    """Eq. 2 and the output projection, if there is a weight: (B, T, d)."""
+    inputs = features, bias, weight, weight_bias
+    moderate = layout.are_moderate(features.detach(), bias.detach())
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _GatedAverage.apply(*inputs, layout, tables, moderate, differentiable)
+    return _output(_gated_in_place(features, bias, layout, tables, moderate), weight, weight_bias)
+
+
+def _gated_in_place(
+    features: torch.Tensor, bias: torch.Tensor, layout: _Layout, tables: Tables, moderate: bool
+) -> torch.Tensor:
+    """Eq. 2 and the gate without gradients, in the memory of the features: (groups, values, B, T)."""
+    keys, values, queries = layout.split(features)
+    if moderate:
+        values.mul_(keys.exp_())
+    for block, heads, table in layout.blocks(tables, bias, features, features.dtype):
+        if moderate:
+            sums = tables.product(features[block, : layout.keys + layout.values], table)
+            denominator, numerator, _ = layout.split(sums)
+            torch.mul(numerator, denominator.reciprocal_(), out=values[block])
+            continue
+        context, inverse = torch.empty_like(values[block]), torch.empty_like(keys[block])
+        Block(keys[block], values[block], bias[heads], tables, table, False).average(context, inverse)
+        values[block] = context
+    if queries.shape[1] == 0:
+        return values
+    return nn.functional.glu(features[:, layout.keys :], 1)  # values sigmoid(Q), with Q right behind the values
+
+
+class _GatedAverage(torch.autograd.Function):
+    """`_gated_average` to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, features, bias, weight, weight_bias, layout, tables, moderate, differentiable):
+        keys, values, queries = layout.split(features)
+        dtype = working_dtype(features)
+        context, inverse = (torch.empty_like(x, dtype=dtype) for x in (values, keys))
+        gated = torch.empty_like(values) if queries.shape[1] or dtype != values.dtype else context
+        for block, heads, table in layout.blocks(tables, bias, features, dtype):
+            inputs = Block(keys[block], values[block], bias[heads], tables, table, moderate)
+            inputs.average(context[block], inverse[block])
+            if queries.shape[1]:
+                torch.mul(context[block], torch.sigmoid(queries[block]), out=gated[block])
+            elif gated is not context:
+                gated[block] = context[block]
+        ctx.options = layout, tables, moderate
+        ctx.differentiable = differentiable
+        ctx.save_for_backward(features, bias, weight, weight_bias, context, inverse)
+        return _output(gated, weight, weight_bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        *inputs, context, inverse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[: len(inputs)]
+        with torch.autocast("cpu", enabled=False):
+            if torch.is_grad_enabled() or not runs_as_written(gradient):
+                gradients = _differentiable_gradients(inputs, needed, gradient, ctx.options[0], ctx.differentiable)
+            else:
+                gradients = _gradients(*inputs, context, inverse, gradient, needed, *ctx.options)
+        return *gradients, None, None, None, None
+
+
+def _gradients(
+    features, bias, weight, weight_bias, context, inverse, gradient, needed, layout: _Layout, tables: Tables, moderate
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of the first four, where `needed`, from that of the output (B, T, d)."""
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    # A copy: what is overwritten here must not be the caller's.
+    of_gated = rows.mT.clone(memory_format=torch.contiguous_format) if weight is None else weight.mT @ rows.mT
+    of_gated = of_gated.view_as(context)
+    of_features, gated = torch.empty_like(features), torch.empty_like(context, dtype=features.dtype)
+    of_bias = torch.zeros_like(bias) if needed[1] else None
+    parts = layout.split(features), layout.split(of_features)
+    for block, heads, table in layout.blocks(tables, bias, features, context.dtype):
+        (keys, values, queries), gradients = ([x[block] for x in y] for y in parts)
+        of_context = of_gated[block]
+        if queries.shape[1]:
+            gate = torch.sigmoid(queries)
+            torch.mul(context[block], gate, out=gated[block])
+            of_gate = torch.mul(of_context, context[block], out=torch.empty_like(gate))
+            torch.ops.aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=gradients[2])
+            of_context.mul_(gate)
+        else:
+            gated[block] = context[block]
+        inputs = Block(keys, values, bias[heads], tables, table, moderate)
+        upstream = of_context, context[block], inverse[block]
+        of_heads = inputs.gradients(*upstream, *gradients[:2], needed[1])
+        if needed[1]:
+            of_bias[heads] += of_heads
+    of_weight = rows.mT @ gated.flatten(2).flatten(0, 1).mT if needed[2] else None
+    of_weight_bias = rows.sum(0) if needed[3] else None
+    return of_features if needed[0] else None, of_bias, of_weight, of_weight_bias
+
+
+def _differentiable_gradients(inputs, needed, gradient, layout: _Layout, differentiable: Differentiable) -> list:
+    """The same by differentiable operations, for a gradient that may be a batch of them."""
+    again = torch.is_grad_enabled()
+    if not again:
+        inputs = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needed)]
+    with torch.enable_grad():
+        features, bias, weight, weight_bias = inputs
+        keys, values, queries = layout.split(features)
+        context = differentiable(layout.by_position(keys), layout.by_position(values), bias)  # (B, T, d)
+        if queries.shape[1]:
+            context = context * torch.sigmoid(layout.by_position(queries))
+        output = context if weight is None else nn.functional.linear(context, weight, weight_bias)
+        gradients = list(differentiable_gradients(output, tuple(inputs), needed, gradient))
+    return gradients if again else [x if x is None else x.detach() for x in gradients]
+
+
+def _output(gated: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """(groups, values, B, T) as (B, T, d), projected: a tensor of its own, not a view of one."""
+    rows = gated.flatten(0, 1).permute(1, 2, 0)  # (B, T, d)
+    if weight is None:
+        return rows.clone(memory_format=torch.contiguous_format)
+    output = torch.empty(rows.shape, dtype=gated.dtype, device=gated.device)
+    flat = gated.flatten(2).flatten(0, 1).mT
+    if bias is None:
+        torch.mm(flat, weight.mT, out=output.view(flat.shape))
+    else:
+        torch.addmm(bias, flat, weight.mT, out=output.view(flat.shape))
+    return output

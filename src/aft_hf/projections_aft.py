@@ -1,0 +1,57 @@
+"""The projections of a mixer, for backends that compute them together with Eq. 2."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .activations_aft import is_linear, is_untouched
+
+
+# The numbers that a backend may project by itself. For gradients, features of bfloat16 are summed in float32.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class Projections(NamedTuple):
+    """The modules of a mixer, and its number of position-bias heads; a query of None is no gate."""
+
+    query: nn.Module | None
+    activation: nn.Module
+    key: nn.Module
+    value: nn.Module
+    output: nn.Module
+    num_heads: int
+
+    def of_input(self) -> list[nn.Module]:
+        """Key, value and, if there is a gate, query."""
+        return [self.key, self.value] if self.query is None else [self.key, self.value, self.query]
+
+    def can_be_replaced(self, x: torch.Tensor) -> bool:
+        """Whether all modules do no more to an input (B, T, d) than their weights and a sigmoid say, in one dtype.
+
+        No call is missed then: modules with hooks, of other classes or of other sizes are called.
+        """
+        layers = [*self.of_input(), self.output]
+        if not self._are_plain(x.shape[-1]):
+            return False
+        dtypes = {x.dtype, *(p.dtype for layer in layers for p in layer.parameters())}
+        if torch.is_autocast_enabled("cpu"):  # which leaves float64 as it is
+            return self.dtype(x) == torch.bfloat16 and dtypes <= {torch.float32, torch.bfloat16}
+        return len(dtypes) == 1 and x.dtype in DTYPES
+
+    @staticmethod
+    def dtype(x: torch.Tensor) -> torch.dtype:
+        """The dtype of what a linear layer makes of x."""
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+
+    def _are_plain(self, width: int) -> bool:
+        layers = self.of_input()
+        gated = self.query is None or (type(self.activation) is nn.Sigmoid and is_untouched(self.activation))
+        ends = is_linear(self.output) or (type(self.output) is nn.Identity and is_untouched(self.output))
+        if not (gated and ends and all(map(is_linear, layers))):
+            return False
+        key_shape, *others = (tuple(layer.weight.shape) for layer in layers)
+        usual = key_shape in ((width, width), (self.num_heads, width)) and set(others) == {(width, width)}
+        biases = [layer.bias for layer in layers]
+        whole = all(b is not None and b.shape == y.weight.shape[:1] for b, y in zip(biases, layers))
+        return usual and (whole or all(b is None for b in biases))
