@@ -113,10 +113,9 @@ def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) 
         return chunked_mixing(key, value, None, biases.slopes, chunk_size=CHUNK_SIZE)
     if biases.reach is None:
         # An exported program serves all lengths with the operations of the longest one.
-        return halved_mixing(
-        )
         longest = biases.query.shape[1] if torch.compiler.is_exporting() else length
         return halved_mixing(key, value, biases.dense(longest))
+    if biases.hides_outside:
         return causal_window_mixing(key, value, biases)
     size = chunk_size(biases.reach, length)
     return chunked_mixing(key, value, biases.of_chunks(count_chunks(length, size), size), chunk_size=size)

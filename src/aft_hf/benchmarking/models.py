@@ -144,6 +144,8 @@ class TextRow:
 class ProductMixer(nn.Module):
     """A mixer that mixes nothing: act(Q) K V, projected. What is left is the floor of any mixer's time."""
 
+    max_positions = None
+
     def __init__(self, mixer: AFTMixer):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj

@@ -1,0 +1,103 @@
+"""What large keys cost: the time of a mixer with keys 30 and 90 times as large, over its time with keys of size 1.
+
+    python scripts/measure_large_keys.py
+
+Prints a Markdown table. The three calls of a row run in turns in one process; ratios are medians over the turns.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+import typer
+
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+
+
+SIZES = (1, 30, 90)
+
+# Name: the mixer, and the shape of its input.
+MIXERS = {
+    "full, causal": (lambda: AFTFull(256, 512, causal=True), (8, 512, 256)),
+    "full, 196 patches": (lambda: AFTFull(192, 196), (32, 196, 192)),
+    "local, causal": (lambda: AFTLocal(256, 1024, 32, causal=True), (8, 1024, 256)),
+    "local, causal, window alone": (
+        lambda: AFTLocal(256, 1024, 32, causal=True, global_connectivity=False),
+        (8, 1024, 256),
+    ),
+    "local, bidirectional": (lambda: AFTLocal(256, 1024, 32), (8, 1024, 256)),
+    "simple, causal": (lambda: AFTSimple(256, causal=True), (8, 1024, 256)),
+    "simple, bidirectional": (lambda: AFTSimple(256), (8, 1024, 256)),
+    "alibi": (lambda: AFTAlibi(256, 8), (8, 1024, 256)),
+    "conv, causal": (lambda: AFTConv(256, 8, 32, spatial_dims=1, causal=True), (8, 1024, 256)),
+    "conv 11/16, 196 patches": (lambda: AFTConv(384, 16, 11), (32, 196, 384)),
+    "conv 11/384, 196 patches": (lambda: AFTConv(384, 384, 11), (32, 196, 384)),
+}
+
+
+def calls(name: str, dtype: torch.dtype, training: bool) -> list[Callable[[], object]]:
+    """The mixer with keys of each size, as calls without arguments."""
+    build, shape = MIXERS[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype)
+    mixers = []
+    for size in SIZES:
+        torch.manual_seed(0)
+        mixer = build().to(dtype)
+        with torch.no_grad():
+            keys = mixer.k_proj(x).float().std()
+            mixer.k_proj.weight.mul_(size / keys)
+            mixer.k_proj.bias.zero_()
+        mixers.append(mixer)
+
+    def train(mixer) -> None:
+        mixer.zero_grad(set_to_none=True)
+        mixer(x).sum().backward()
+
+    @torch.no_grad()
+    def infer(mixer) -> None:
+        mixer(x)
+
+    return [lambda mixer=mixer: (train if training else infer)(mixer) for mixer in mixers]
+
+
+def measure(functions: list[Callable[[], object]], repeats: int) -> list[float]:
+    """The time of each function over that of the first one."""
+    for function in functions:
+        function()
+    ratios = []
+    for _ in range(repeats):
+        times = []
+        for function in functions:
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        ratios.append([seconds / times[0] for seconds in times])
+    return [statistics.median(column) for column in zip(*ratios)]
+
+
+def main(
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 9,
+    only: Annotated[str, typer.Option(help="Measure mixers whose name contains this.")] = "",
+) -> None:
+    print(
+        "| mixer | | "
+        + " | ".join(f"{dtype} x{size}" for dtype in ("float32", "bfloat16") for size in SIZES[1:])
+        + " |"
+    )
+    print("|---|---|" + "---:|" * 4)
+    for name in MIXERS:
+        if only not in name:
+            continue
+        for training in (False, True):
+            row = []
+            for dtype in (torch.float32, torch.bfloat16):
+                row += measure(calls(name, dtype, training), repeats)[1:]
+            task = "training" if training else "inference"
+            print(f"| {name} | {task} | " + " | ".join(f"{ratio:.2f}" for ratio in row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
