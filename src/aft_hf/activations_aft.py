@@ -20,9 +20,12 @@ FEW_NUMBERS = 2**14
 
 def runs_as_written(*tensors: torch.Tensor) -> bool:
     """Whether operations on these tensors are what they say, and nothing but gradients is taken of them: no program is
-    traced, and there are no tensors of torch.func, of forward-mode differentiation and of other modes.
+    traced, and there are no tensors of torch.func, of batched gradients, of forward-mode differentiation and of other
+    modes.
     """
     if any(type(x) not in (torch.Tensor, nn.Parameter) for x in tensors):
+        return False
+    if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors):
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False

@@ -186,7 +186,12 @@ class AFTMixer(nn.Module):
                 context = mix(problem, self.implementation)
         if context.dtype != problem.value.dtype:
             context = context.to(problem.value.dtype)
-        output = self.o_proj(context) if gate is None else gated_projection(gate, context, self.o_proj)
+        if gate is not None:
+            output = gated_projection(gate, context, self.o_proj)
+        elif type(self.o_proj) is nn.Identity and context.requires_grad:
+            output = self.o_proj(context.clone())  # the backward pass needs the context, and outputs may be changed
+        else:
+            output = self.o_proj(context)
         return (output, attentions.to(problem.value.dtype)) if output_attentions else output
 
     def _projections(self) -> Projections:

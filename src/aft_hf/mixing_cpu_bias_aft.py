@@ -116,7 +116,8 @@ class DenseTables:
         return torch.bmm(summands.flatten(1, 2), table.entries.mT).unflatten(1, summands.shape[1:3])
 
     def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
-        return of_table.mul_(table.entries)
+        of_bias = of_table.mul_(table.entries)
+        return of_bias.tril_() if self.causal else of_bias  # a later key may be infinitely larger
 
     def visible(self, bias: torch.Tensor) -> torch.Tensor:
         if not self.causal:

@@ -21,7 +21,7 @@ from .scaled_sums_aft import EMPTY, working_dtype
 # Bytes of the features in a block: what stays in a processor's cache, and is worth starting all passes over it.
 BLOCK_SIZE = 2**23
 
-# Chunks in a block. Few sequences are longer, and the sums that a block carries on are kept precise by being few.
+# Chunks in a block.
 MOST_CHUNKS = 128
 
 # The largest size of keys for which exponentials need no reference.
@@ -31,20 +31,21 @@ MODERATE = 20.0
 # over tokens, biases and values; the range below it for keys that are smaller than the largest.
 HEADROOM = 40.0
 
-# exp(x) is 0 below this: the results would be subnormal, which is slow and not precise.
-SMALLEST_EXPONENT = -87.0
+# exp(x) is taken for x from here on, and as if x were this below: subnormal results take several times longer.
+SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
-# A denominator below exp(x) may have lost terms to that.
+# In denominators from exp(x) on, that is nothing: 64 terms of exp(-87) add less than float32 resolves.
 LOST_EXPONENT = -65.0
 
 # Position biases above this are taken relative to the largest one of their query.
 LARGEST_BIAS = 20.0
 
-# exp(w) is 0 for biases below this, relative to the largest of the query. The bound on denominators is then higher.
-SMALLEST_BIAS = -80.0
+# exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
+# bound on denominators is then higher.
+BIAS_MARGIN = 7.0
 
 # Numbers in a piece of what is computed again.
-PIECE_SIZE = 2**19
+PIECE_SIZE = 2**17
 
 
 def causal_mixing(
@@ -97,13 +98,13 @@ class _CausalMixing(torch.autograd.Function):
         result = _CausalSums(key, value, tables, options).forward(for_backward=True)
         ctx.options, ctx.differentiable = options, differentiable
         ctx.save_for_backward(key, value, tables, *result.tensors())
-        return result.context
+        return result.context.to(value.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         key, value, tables, *result = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or not _is_plain(gradient):
+        if torch.is_grad_enabled() or not runs_as_written(gradient):
             with torch.enable_grad():
                 inputs = key, value, tables
                 output = ctx.differentiable(*inputs)
@@ -111,10 +112,6 @@ class _CausalMixing(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             sums = _CausalSums(key, value, tables, ctx.options)
             return None, None, *sums.backward(_Result.of_tensors(result), gradient, needed[2])
-
-
-def _is_plain(gradient: torch.Tensor) -> bool:
-    return runs_as_written(gradient) and not torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 class _Lost(NamedTuple):
@@ -128,17 +125,16 @@ class _Lost(NamedTuple):
 class _Result(NamedTuple):
     """The context, and what the backward pass needs of the forward pass."""
 
-    context: torch.Tensor  # (B, T, d)
-    rounded_off: torch.Tensor | None  # (B, T, d), for half precision: the context before rounding, minus itself
+    context: torch.Tensor  # (B, T, d), in float32 at least where there is a backward pass
     inverse: torch.Tensor | None  # (B, T, h k), reciprocals of the denominators, 0 for lost queries
     lost: _Lost
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.context, self.rounded_off, self.inverse, *self.lost
+        return self.context, self.inverse, *self.lost
 
     @classmethod
     def of_tensors(cls, tensors: list[torch.Tensor | None]) -> "_Result":
-        return cls(*tensors[:3], _Lost(*tensors[3:]))
+        return cls(*tensors[:2], _Lost(*tensors[2:]))
 
 
 class _Rows(NamedTuple):
@@ -149,6 +145,13 @@ class _Rows(NamedTuple):
     value: torch.Tensor  # (h, R, T, c)
     own: torch.Tensor | None  # (h, R, n, k), the references of chunks; None for 0
     seen: torch.Tensor | None  # (h, R, n, k), of what each chunk of queries sees, >= those of all these chunks
+
+    def first_visible(self) -> torch.Tensor | None:
+        """The first token that is not hidden, T where all are: (h, R, 1, k). None where no token is hidden."""
+        if float(self.key.amin()) > -math.inf:
+            return None
+        visible = self.key != -math.inf
+        return visible.byte().argmax(2, keepdim=True).masked_fill_(~visible.any(2, keepdim=True), self.key.shape[2])
 
 
 class _Segment(NamedTuple):
@@ -194,18 +197,16 @@ class _CausalSums:
     # --------------------------------------------------------------------------------------------------- forward
 
     def forward(self, for_backward: bool) -> _Result:
-        rounds = for_backward and self.value.dtype != self.dtype
-        context = torch.empty_like(self.value)
-        rounded_off = torch.empty_like(self.value) if rounds else None
+        # What the backward pass subtracts is not rounded.
+        context = torch.empty_like(self.value, dtype=self.dtype if for_backward else None)
         inverse = torch.empty_like(self.key, dtype=self.dtype) if for_backward else None
-        lost = []
+        lost = [self._no_lost()]
         for rows, segments in self._blocks():
-            here = [None if x is None else self._by_head(x)[:, rows.slice] for x in (context, rounded_off, inverse)]
+            here = [None if x is None else self._by_head(x)[:, rows.slice] for x in (context, inverse)]
             lost += self._forward_rows(rows, segments, *here)
-        result = _Result(context, rounded_off, inverse, _Lost(*map(torch.cat, zip(self._no_lost(), *lost))))
-        return result
+        return _Result(context, inverse, _Lost(*map(torch.cat, zip(*lost))))
 
-    def _forward_rows(self, rows: _Rows, segments: list[_Segment], context, rounded_off, inverse) -> Iterator[_Lost]:
+    def _forward_rows(self, rows: _Rows, segments: list[_Segment], context, inverse) -> Iterator[_Lost]:
         """Some rows from left to right."""
         carry = None  # the running sum at the last chunk that lies further back than those of a segment
         for segment in segments:
@@ -217,41 +218,39 @@ class _CausalSums:
                 carry = far[:, :, :, -1]
             sums = self._sums(rows, segment, features, far)
             numerator, denominator = self._parts(_tokens(sums)[:, :, :, : here.stop - here.start])
+            reciprocal = denominator if inverse is None else inverse[:, :, here]
+            torch.reciprocal(denominator, out=reciprocal)
             exact = context[:, :, here] if context.dtype == self.dtype else numerator
-            reciprocal = denominator.reciprocal_() if inverse is None else inverse[:, :, here]
-            if inverse is not None:
-                torch.reciprocal(denominator, out=reciprocal)
             torch.mul(numerator, reciprocal, out=exact)
             lost = self._find_lost(rows, segment, reciprocal, exact, far)
             if lost is not None:
                 places, softmax_of_far = lost
                 redone, average = self._redo(*softmax_of_far)
-                exact.unflatten(-1, (rows.key.shape[-1], -1))[places] = average.to(self.dtype)
+                exact.unflatten(-1, (rows.key.shape[-1], -1))[places] = average
                 yield redone
             if exact is numerator:
                 context[:, :, here] = exact
-                if rounded_off is not None:
-                    torch.sub(exact, context[:, :, here], out=rounded_off[:, :, here])
 
     def _sums(self, rows: _Rows, segment: _Segment, features, far) -> torch.Tensor:
-        """What each query of a segment sums over, relative to the references of `seen`: (G, h, R, n, C, W / G)."""
+        """What each query of a segment sums over, relative to the references of `seen`: (G, h, R, n, C, W / G).
+
+        The features are overwritten.
+        """
         if far is not None:
             far = far[:, :, :, :-1]
-            far = _scaled(
-                far, self._fall_between(rows.seen, segment.start - 1 - self.before, segment.start, segment.chunks)
-            )
+            start = segment.start - 1 - self.before
+            far = _scaled(far, self._decay(rows.seen, start, segment.start, segment.chunks))
         if self.tables is None:
             # Without position biases the first token counts for all of its chunk: what is far is added to it.
             features[..., 0, :] += far
             return _products(self.biases.own, features)
+        start, chunks = segment.start, segment.chunks
         own, previous = features[:, :, :, 1:], features[:, :, :, :-1]
-        if rows.own is not None:
-            start = segment.start
-            if rows.own is not rows.seen:
-                own = _scaled(own, _difference(rows.own, start, rows.seen, start, segment.chunks).unsqueeze(-2))
-            exponent = _difference(rows.own, start - 1, rows.seen, start, segment.chunks)
-            previous = _scaled(previous, exponent.unsqueeze(-2))
+        if rows.own is not rows.seen:
+            own = _scaled(own, _difference(rows.own, start, rows.seen, start, chunks).unsqueeze(-2))
         sums = _products(segment.of(self.biases.own), own)
+        if rows.own is not None:
+            _scale(previous, _difference(rows.own, start - 1, rows.seen, start, chunks).unsqueeze(-2))
         _products(segment.of(self.biases.previous), previous, sums)
         if far is not None:
             weight = self.biases.far_weight
@@ -272,7 +271,7 @@ class _CausalSums:
         of_tables = self.biases.zeros() if tables_needed else None
         of_far = self._gradient_of_far(result, gradient) if any_lost and self.global_connectivity else None
         for rows, segments in self._blocks():
-            whole = result.context, result.rounded_off, result.inverse, gradient, key_gradient, value_gradient
+            whole = result.context, result.inverse, gradient, key_gradient, value_gradient
             here = [None if x is None else self._by_head(x)[:, rows.slice] for x in whole]
             self._backward_rows(rows, segments, *here, of_tables, of_far)
         tables_gradient = self.biases.gradient(of_tables) if tables_needed else None
@@ -282,7 +281,7 @@ class _CausalSums:
         return key_gradient.to(self.key.dtype), value_gradient.to(self.value.dtype), tables_gradient
 
     def _backward_rows(
-        self, rows, segments, context, rounded_off, inverse, gradient, key_gradient, value_gradient, of_tables, of_far
+        self, rows, segments, context, inverse, gradient, key_gradient, value_gradient, of_tables, of_far
     ) -> None:
         """Some rows from right to left, since a key counts for the queries after it."""
         carry = None
@@ -295,11 +294,10 @@ class _CausalSums:
             tokens = _tokens(of_sums)
             tokens[:, :, :, count:] = 0
             of_sums[:, :, :, segment.chunks :] = following
-            exact = context[:, :, here]
-            if rounded_off is not None:
-                exact = exact.to(self.dtype).add_(rounded_off[:, :, here])
-            self._gradient_of_sums(gradient[:, :, here], exact, inverse[:, :, here], tokens[:, :, :, :count])
-            following = of_sums[:, :, :, : self.before]
+            self._gradient_of_sums(
+                gradient[:, :, here], context[:, :, here], inverse[:, :, here], tokens[:, :, :, :count]
+            )
+            following = of_sums[:, :, :, : self.before].clone()
             later = None
             if self.global_connectivity:
                 extra = None if of_far is None else of_far[:, :, rows.slice, segment.start : segment.stop]
@@ -310,23 +308,22 @@ class _CausalSums:
             self._gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
 
     def _gradient_of_features(self, rows: _Rows, segment: _Segment, of_sums, later, features, of_tables):
-        """The transpose of `_sums`; adds to the gradients of the tables."""
+        """The transpose of `_sums`; adds to the gradients of the tables. `of_sums` is overwritten."""
         start, chunks = segment.start, segment.chunks
         if self.tables is None:
             of_sums[..., -1, :] += later
             return _products(self.biases.own.mT, of_sums)
         own, previous = of_sums[:, :, :, :-1], of_sums
-        if rows.own is not None:
-            exponent = _difference(rows.own, start - 1, rows.seen, start, chunks + 1)
-            previous = _scaled(of_sums, exponent.unsqueeze(-2))
-            if rows.own is not rows.seen:
-                own = _scaled(own, _difference(rows.own, start, rows.seen, start, chunks).unsqueeze(-2))
+        if rows.own is not rows.seen:
+            own = _scaled(own, _difference(rows.own, start, rows.seen, start, chunks).unsqueeze(-2))
         of_features = _products(segment.of(self.biases.own_of_keys), own)
+        if of_tables is not None:
+            _add_products(segment.of(of_tables[0]), features[:, :, :, 1:], own)
+        if rows.own is not None:
+            _scale(previous, _difference(rows.own, start - 1, rows.seen, start, chunks + 1).unsqueeze(-2))
         _products(segment.of(self.biases.previous_of_keys), previous[:, :, :, 1:], of_features)
         if of_tables is not None:
-            of_own, of_previous = of_tables
-            _add_products(segment.of(of_own), features[:, :, :, 1:], own)
-            _add_products(segment.of(of_previous), features[:, :, :, :-1], previous[:, :, :, :-1])
+            _add_products(segment.of(of_tables[1]), features[:, :, :, :-1], previous[:, :, :, :-1])
         return of_features if later is None else of_features.add_(later.unsqueeze(-2))
 
     def _later_sums(self, rows: _Rows, segment: _Segment, of_sums, ahead, carry, extra):
@@ -340,11 +337,11 @@ class _CausalSums:
         torch.sum(here if weight is None else here * segment.of(weight).unsqueeze(1), -2, out=totals[:, :, :, :chunks])
         totals[:, :, :, chunks:] = ahead
         ahead, later = totals[:, :, :, :reach].clone(), totals[:, :, :, reach:]
-        later = _scaled(later, self._fall_between(rows.seen, segment.start, segment.start + reach, chunks))
+        later = _scaled(later, self._decay(rows.seen, segment.start, segment.start + reach, chunks))
         if extra is not None:
             later += extra
         if carry is not None:
-            later[:, :, :, -1:] += _scaled(carry, self._fall_between(rows.seen, segment.stop - 1, segment.stop, 1))
+            later[:, :, :, -1:] += _scaled(carry, self._decay(rows.seen, segment.stop - 1, segment.stop, 1))
         self._accumulate(later, rows.seen, segment.start, reverse=True)
         return later, ahead
 
@@ -375,28 +372,34 @@ class _CausalSums:
         Clears them in `inverse` and `context`. None, after one look at all numbers, where there are none.
         """
         most = math.exp(-self.biases.lost_exponent(rows.seen is None))
-        if float(inverse.sum()) <= most and math.isfinite(float(context.sum())):
+        suspicious = ~((inverse.amax(-1) <= most) & context.sum(-1).isfinite())  # (h, R, T)
+        if not suspicious.any():
             return None
-        context = context.unflatten(-1, (inverse.shape[-1], -1))  # (h, R, T, k, c / k)
-        lost = ~((inverse <= most) & context.isfinite().all(-1))
+        head, row, token = tokens = suspicious.nonzero(as_tuple=True)
+        chunk = token // segment.size
+        inverses = inverse[tokens]  # (N, k)
+        contexts = context[tokens].unflatten(-1, (inverse.shape[-1], -1))  # (N, k, c / k)
+        lost = ~((inverses <= most) & contexts.isfinite().all(-1))
         if far is not None:
-            # What lies further back is NaN: so is the result, and there is nothing to find out.
-            unknown = self._far_parts(far)[1][:, :, :-1].isnan().repeat_interleave(segment.size, 2)
-            lost &= ~unknown[:, :, : lost.shape[2]]
-        inverse.masked_fill_(lost, 0)
-        context.masked_fill_(lost.unsqueeze(-1), 0)
+            # Where what lies further back is NaN, so is the result.
+            numerator, denominator = self._far_parts(far)
+            lost &= ~(denominator.isnan() | numerator.isnan().all(-1))[head, row, chunk]
+        inverse[tokens] = inverses.masked_fill_(lost, 0)
+        context[tokens] = contexts.masked_fill_(lost.unsqueeze(-1), 0).flatten(-2)
         if self.global_connectivity:
-            lost &= self._sees_something(rows, segment)
-        head, row, token, feature = places = lost.nonzero(as_tuple=True)
-        if len(head) == 0:
+            first = rows.first_visible()
+            if first is not None:
+                lost &= (token + segment.positions.start).unsqueeze(-1) >= first[head, row, 0]
+        place, feature = lost.nonzero(as_tuple=True)
+        if len(place) == 0:
             return None
+        head, row, token, chunk = (x[place] for x in (head, row, token, chunk))
         position = token + segment.positions.start
         index = ((row + rows.slice.start) * self.length + position) * self.key.shape[-1]
         index += head * inverse.shape[-1] + feature
         far_of_lost = None
         if far is not None:
-            numerator, denominator = self._far_parts(far)
-            place = head, row, token // segment.size, feature
+            place = head, row, chunk, feature
             reference = 0.0
             if rows.seen is not None:
                 reference = _at(rows.seen, segment.start - 1 - self.before, segment.chunks)[place].double()
@@ -404,14 +407,7 @@ class _CausalSums:
                 distance = position % segment.size + segment.size  # to the start of the chunk before
                 reference = reference - self._slope_of_features().double()[feature] * distance
             far_of_lost = numerator[place].double(), denominator[place].double(), reference
-        return places, (index, far_of_lost)
-
-    def _sees_something(self, rows: _Rows, segment: _Segment) -> torch.Tensor:
-        """Whether there is a token that is not hidden up to each of a segment: (h, R, T, k)."""
-        visible = rows.key != -math.inf
-        first = visible.byte().argmax(2, keepdim=True).masked_fill_(~visible.any(2, keepdim=True), self.length)
-        here = segment.positions
-        return torch.arange(here.start, here.stop, device=first.device)[:, None] >= first
+        return (head, row, token, feature), (index, far_of_lost)
 
     def _redo(self, index: torch.Tensor, far: tuple | None) -> tuple[_Lost, torch.Tensor]:
         """The softmax of each lost query over the keys of its window and one more for all that is further back.
@@ -427,9 +423,11 @@ class _CausalSums:
                 empty = denominator == 0
                 average = (numerator / denominator.masked_fill(empty, 1).unsqueeze(-1)).unsqueeze(1)
                 logits = torch.cat([logits, (denominator.log() + reference).unsqueeze(-1)], -1)
-                values = torch.cat([values, average], 1)
-            weights, log_sum = _softmax(logits)
-            average = _average(weights, values)
+                values = torch.cat([values, average.to(self.dtype)], 1)
+            weights, log_sum = _softmax(logits, self.dtype)
+            # What is hidden has no influence, NaN included.
+            values.masked_fill_((logits == -math.inf).unsqueeze(-1), 0.0)
+            average = torch.bmm(weights.unsqueeze(1), values).squeeze(1)
             share = weights[:, -1] / denominator.masked_fill(empty, 1) if far is not None else log_sum.new_zeros(1)
             pieces.append((index[piece], log_sum, share.to(self.dtype).expand_as(log_sum), average))
         *lost, average = map(torch.cat, zip(*pieces))
@@ -445,7 +443,7 @@ class _CausalSums:
         reached = place >= 0
         target = ((row * chunks + place) * width + index % width)[reached]
         of_numerator = (share * self._at_queries(gradient, index).to(self.dtype))[reached]
-        of_denominator = -(of_numerator * self._context_of(result, index)[reached].to(self.dtype)).sum(-1)
+        of_denominator = -(of_numerator * self._at_queries(result.context, index)[reached]).sum(-1)
         total = of_numerator.new_zeros(self.value.shape[0] * chunks * width, of_numerator.shape[-1] + 1)
         total.index_add_(0, target, torch.cat([of_numerator, of_denominator.unsqueeze(-1)], -1))
         total = total.view(-1, chunks, self.heads, width // self.heads, total.shape[-1]).permute(2, 0, 1, 3, 4)
@@ -461,16 +459,16 @@ class _CausalSums:
         for piece in self._pieces(lost.index):
             index = lost.index[piece]
             logits, tokens = self._logits(index)
-            weights = torch.exp(logits - lost.log_sum[piece].unsqueeze(-1))  # (N, S)
-            of_context = self._at_queries(gradient, index).double().unsqueeze(1)  # (N, 1, c / k)
-            difference = self._values(tokens) - self._context_of(result, index).unsqueeze(1)
-            of_logits = weights * torch.where(weights > 0, (of_context * difference).sum(-1), 0.0)
-            of_keys.index_add_(0, tokens.flatten(), of_logits.flatten().to(self.dtype))
+            weights = _exp(logits - lost.log_sum[piece].unsqueeze(-1), self.dtype)  # (N, S)
+            of_context = self._at_queries(gradient, index).to(self.dtype).unsqueeze(1)  # (N, 1, c / k)
+            difference = self._values(tokens) - self._at_queries(result.context, index).unsqueeze(1)
+            of_logits = weights * (of_context * difference).sum(-1).masked_fill_(logits == -math.inf, 0.0)
+            of_keys.index_add_(0, tokens.flatten(), of_logits.flatten())
             of_weighted = weights.unsqueeze(-1) * of_context
-            of_values.index_add_(0, tokens.flatten(), of_weighted.flatten(0, 1).to(self.dtype))
+            of_values.index_add_(0, tokens.flatten(), of_weighted.flatten(0, 1))
             if tables_gradient is not None:
                 rows = tables_gradient.view(-1, tables_gradient.shape[-1])
-                rows.index_add_(0, self._table_rows(index), of_logits.to(self.dtype))
+                rows.index_add_(0, self._table_rows(index), of_logits)
 
     def _logits(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K + w for the window of queries, -inf where they see nothing, and where the keys are: (N, S) in the flat
@@ -504,17 +502,13 @@ class _CausalSums:
 
     def _values(self, tokens: torch.Tensor) -> torch.Tensor:
         """(N, S, c / k)"""
-        return self._at_queries(self.value, tokens.flatten()).view(*tokens.shape, -1).double()
+        return self._at_queries(self.value, tokens.flatten()).view(*tokens.shape, -1).to(self.dtype)
 
     def _at_queries(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """The features of (B, T, d) that share a place in the flat (B, T, h k): (N, c / k)."""
         if self.groups == 2:
             return x.view(-1).index_select(0, index).unsqueeze(-1)
         return x.view(self.key.numel(), -1).index_select(0, index)
-
-    def _context_of(self, result: _Result, index: torch.Tensor) -> torch.Tensor:
-        context = self._at_queries(result.context, index).double()
-        return context if result.rounded_off is None else context + self._at_queries(result.rounded_off, index)
 
     def _pieces(self, index: torch.Tensor) -> Iterator[slice]:
         numbers = (1 + self.before) * self.chunk_size * self.value.shape[-1] // self.key.shape[-1]
@@ -591,12 +585,12 @@ class _CausalSums:
         first, start = here.start - self.before * size, max(here.start - self.before * size, 0)
         tokens, filled = slice(start, here.stop), slice(start - first, here.stop - first)
         flat = weights.flatten(2, 3)
-        flat[:, :, : filled.start], flat[:, :, filled.stop :] = -math.inf, -math.inf
         flat[:, :, filled] = rows.key[:, :, tokens]
         if rows.own is not None:
             weights -= _at(rows.own, segment.start - self.before, slots).unsqueeze(-2)
-            torch.threshold_(weights, SMALLEST_EXPONENT, -math.inf)
-        weights.exp_()
+            weights.clamp_(min=SMALLEST_EXPONENT[self.dtype])
+        flat[:, :, filled].exp_()
+        flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
         if self.slopes is not None:
             # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
@@ -634,12 +628,10 @@ class _CausalSums:
         while step < count:
             earlier, later = totals[:, :, :, :-step], totals[:, :, :, step:]
             source, target = (later, earlier) if reverse else (earlier, later)
-            target += _scaled(source, self._fall_between(seen, start, start + step, count - step)).clone()
+            target += _scaled(source, self._decay(seen, start, start + step, count - step)).clone()
             step *= 2
 
-    def _fall_between(
-        self, seen: torch.Tensor | None, start: int, later_start: int, count: int
-    ) -> torch.Tensor | None:
+    def _decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
         """The log of what the running sums at chunks from `start` on count at those from `later_start` on:
         (h, R, count, k), None for 0.
         """
@@ -679,7 +671,7 @@ class _Biases:
         self.previous_of_keys = self._of_following().mT.contiguous()
 
     def _exp(self, bias: torch.Tensor) -> torch.Tensor:
-        negligible = (bias < SMALLEST_BIAS) & (bias > -math.inf)
+        negligible = (bias < SMALLEST_EXPONENT[bias.dtype] + BIAS_MARGIN) & (bias > -math.inf)
         if not negligible.any():
             return torch.exp(bias)
         self.wide = True
@@ -705,8 +697,7 @@ class _Biases:
         """The exponent of the smallest denominator that is precise."""
         if not self.wide:
             return LOST_EXPONENT
-        largest_feature = MODERATE if moderate else HEADROOM
-        return SMALLEST_BIAS + largest_feature + LOST_EXPONENT - SMALLEST_EXPONENT
+        return LOST_EXPONENT + BIAS_MARGIN + (MODERATE if moderate else HEADROOM)
 
 
 def _tokens(features: torch.Tensor) -> torch.Tensor:
@@ -732,42 +723,50 @@ def _scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
     if exponent is None:
         return x
+    return _scale(x.clone(), exponent)
+
+
+def _scale(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """`_scaled` in place."""
     root = torch.exp(exponent / 2)
-    return (x * root).mul_(root)
+    return x.mul_(root).mul_(root)
 
 
 def _products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
     """Tables (h or 1, n or 1, C, C) with the features of chunks (G, h, R, n, C, w)."""
-    rows, chunks = features.shape[2:4]
-    shape = rows, chunks, *tables.shape[-2:]
+    rows, chunks, size = features.shape[2:5]
     out = features.new_empty(features.shape) if add_to is None else add_to
-    for head in range(features.shape[1]):
-        table = tables[head if len(tables) > 1 else 0].expand(shape).reshape(-1, *shape[2:])
+    # Rows may be apart in memory, so there is a batch of products for each row, or for each chunk if these are fewer.
+    dim, others = (0, chunks) if rows <= chunks else (1, rows)
+    tables = tables.expand(features.shape[1], chunks, size, size)
+    for head, of_chunks in enumerate(tables):
+        batches = [of_chunks] * rows if dim == 0 else [table.expand(others, size, size) for table in of_chunks]
         for x, y in zip(features[:, head], out[:, head]):
-            x, y = x.reshape(-1, *x.shape[2:]), y.flatten(0, 1)
-            torch.bmm(table, x, out=y) if add_to is None else y.baddbmm_(table, x)
+            for table, here, product in zip(batches, x.unbind(dim), y.unbind(dim)):
+                torch.baddbmm(product, table, here, beta=0 if add_to is None else 1, out=product)
     return out
 
 
 def _add_products(of_tables: torch.Tensor, features: torch.Tensor, of_sums: torch.Tensor) -> None:
     """Adds the gradient of each chunk's table, summed over rows, to (h, n or 1, C', C)."""
-    rows, chunks, size = features.shape[2:5]
+    chunks, size = features.shape[3:5]
     for head, of_table in enumerate(of_tables):
-        products = features.new_empty(rows * chunks, size, size)
-        for group, (x, of_x) in enumerate(zip(features[:, head], of_sums[:, head])):
-            x, of_x = (y.reshape(-1, *y.shape[2:]) for y in (x, of_x))
-            products.baddbmm_(x, of_x.mT, beta=min(group, 1))
-        products = products.view(rows, chunks, size, size)
-        of_table += products.sum(0) if len(of_table) > 1 else products.sum((0, 1))
+        products = features.new_zeros(chunks, size, size)
+        for x, of_x in zip(features[:, head].flatten(0, 1), of_sums[:, head].flatten(0, 1)):
+            products.baddbmm_(x, of_x.mT)
+        of_table += products if len(of_table) > 1 else products.sum(0)
 
 
-def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax over the last dimension and the log of its denominator: 0 and inf where all is -inf."""
-    log_sum = torch.logsumexp(logits, -1)
-    log_sum = log_sum.masked_fill(log_sum == -math.inf, math.inf)
-    return torch.exp(logits - log_sum.unsqueeze(-1)), log_sum
+def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax over the last dimension, and the log of its denominator: 0 and inf where all is -inf."""
+    maximum = logits.amax(-1, keepdim=True)
+    weights = _exp(logits - maximum.masked_fill(maximum == -math.inf, 0.0), dtype)
+    total = weights.sum(-1, keepdim=True)
+    log_sum = (maximum + total.log()).masked_fill_(total == 0, math.inf).squeeze(-1)
+    return weights / total.masked_fill_(total == 0, 1.0), log_sum
 
 
-def _average(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(N, S) and (N, S, c) to (N, c). What has no weight has no influence, NaN included."""
-    return (weights.unsqueeze(-1) * values.masked_fill((weights == 0).unsqueeze(-1), 0.0)).sum(1)
+def _exp(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """exp(x) from float64, 0 where it is too small for a normal number, without the time that this takes elsewhere."""
+    smallest = SMALLEST_EXPONENT[dtype]
+    return torch.threshold_(exponents.to(dtype).clamp_(min=smallest).exp_(), 2 * math.exp(smallest), 0.0)

@@ -1,10 +1,10 @@
-"""Eq. 2 for a block of features on a CPU, by products with a table of exp(w): values and gradients, for keys and values
-of any size.
+"""Eq. 2 for a block of features on a CPU, by products with a table of exp(w): values and gradients, for keys and
+values of any size.
 
-Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. Where all of them are moderate,
-exp(K) is summed as it is. Otherwise exp(K) is taken relative to the maximum over the positions of a row (b, feature).
-The denominators show afterwards which queries are lost because what they see is dwarfed by what they do not see, or
-hardly see, and these are done again. That happens
+Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. Where all of them are
+moderate, exp(K) is summed as it is. Otherwise it is taken relative to the maximum over the positions of a row
+(b, feature). The denominators show afterwards which queries are lost because what they see is dwarfed by what they do
+not see, or hardly see, and these are done again. That happens
 
 - in a causal table, where a larger key is still to come. There the second half of the queries is done with all keys,
   the second quarter with the first half of the keys, and so on, and lost queries are first done again without the keys
@@ -40,6 +40,9 @@ GROWTH = 60.0
 # Lost queries are done again by a product, a few times over, but for this many in a row of the batch or less.
 FEW_LOST = 2
 LEVELS = 3
+
+# Numbers in a block of keys of which the weights are written.
+WEIGHTS_BLOCK = 2**17
 
 # Numbers in a block of lost queries, each with the keys and values that it sees.
 LOST_BLOCK = 2**19
@@ -122,7 +125,7 @@ class Block:
     def _size(self) -> Size:
         if self.moderate:
             return Size.MODERATE
-        return Size.BOUNDED if float(self.keys.amax()) < torch.inf and _are_bounded(self.values) else Size.ANY
+        return Size.BOUNDED if float(self.keys.amax()) < torch.inf and are_bounded(self.values) else Size.ANY
 
     def _pieces(self) -> Iterator[tuple[int, int, Table]]:
         """Queries from start to end that see keys up to the end, and their part of the table; the last ones first."""
@@ -346,10 +349,18 @@ def _summands(keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size
     else:
         if size == Size.ANY:
             keys, values = _summable(keys, values)
-        keys = keys.to(working_dtype(keys))
-        weights.copy_(relative_exp(keys, keys.amax(-1, keepdim=True), LARGEST_EXPONENT - table.top))
+        write_weights(keys, weights, LARGEST_EXPONENT - table.top)
     torch.mul(values.to(dtype), weights, out=weighted)
     return summands
+
+
+def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float) -> None:
+    """exp(K) with exp(top) for the largest key of each row, written into `weights`, which may be the keys."""
+    dim = 1 if len(keys) == 1 else 0
+    step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
+    for some_keys, some_weights in zip(keys.split(step, dim), weights.split(step, dim)):
+        wide = some_keys.to(working_dtype(keys))
+        some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True), top))
 
 
 def _summable(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,7 +370,8 @@ def _summable(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, t
     return keys.masked_fill(~summable, -torch.inf), values.masked_fill(~summable, 0.0)
 
 
-def _are_bounded(values: torch.Tensor) -> bool:
+def are_bounded(values: torch.Tensor) -> bool:
+    """Whether sums of values with weights are finite; never with NaN."""
     lowest, highest = values.aminmax()
     return float(lowest) >= -LARGEST_VALUE and float(highest) <= LARGEST_VALUE
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from .activations_aft import differentiable_gradients, runs_as_written
-from .mixing_cpu_bias_aft import Tables, is_moderate
-from .mixing_cpu_sums_aft import LARGEST_VALUE, Block
+from .mixing_cpu_bias_aft import MODERATE, Tables, is_moderate
+from .mixing_cpu_sums_aft import Block, are_bounded, write_weights
 from .projections_aft import Projections
 from .scaled_sums_aft import working_dtype
 
@@ -133,7 +133,7 @@ class _Layout(NamedTuple):
         if is_moderate(features):  # one look at everything in a row, and usually so
             return True
         keys, values, _ = self.split(features)
-        return is_moderate(keys) and float(values.abs().amax()) <= LARGEST_VALUE
+        return is_moderate(keys) and are_bounded(values)
 
 
 def _choose_layout(heads: int, width: int, keys: int, size: int) -> _Layout:
@@ -176,20 +176,30 @@ def _gated_in_place(
 ) -> torch.Tensor:
     """Eq. 2 and the gate without gradients, in the memory of the features: (groups, values, B, T)."""
     keys, values, queries = layout.split(features)
-    if moderate:
-        values.mul_(keys.exp_())
-    for block, heads, table in layout.blocks(tables, bias, features, features.dtype):
+    kept = moderate or (not tables.causal and is_moderate(bias) and _are_finite(keys) and are_bounded(values))
+    if kept:  # no query can be lost
         if moderate:
+            keys.exp_()
+        else:
+            write_weights(keys, keys, MODERATE)
+        values.mul_(keys)
+    for block, heads, table in layout.blocks(tables, bias, features, features.dtype):
+        if kept:
             sums = tables.product(features[block, : layout.keys + layout.values], table)
             denominator, numerator, _ = layout.split(sums)
             torch.mul(numerator, denominator.reciprocal_(), out=values[block])
-            continue
-        context, inverse = torch.empty_like(values[block]), torch.empty_like(keys[block])
-        Block(keys[block], values[block], bias[heads], tables, table, False).average(context, inverse)
-        values[block] = context
+        else:
+            context, inverse = torch.empty_like(values[block]), torch.empty_like(keys[block])
+            Block(keys[block], values[block], bias[heads], tables, table, False).average(context, inverse)
+            values[block] = context
     if queries.shape[1] == 0:
         return values
     return nn.functional.glu(features[:, layout.keys :], 1)  # values sigmoid(Q), with Q right behind the values
+
+
+def _are_finite(x: torch.Tensor) -> bool:
+    lowest, highest = x.aminmax()
+    return -torch.inf < float(lowest) and float(highest) < torch.inf
 
 
 class _GatedAverage(torch.autograd.Function):
@@ -218,7 +228,8 @@ class _GatedAverage(torch.autograd.Function):
         *inputs, context, inverse = ctx.saved_tensors
         needed = ctx.needs_input_grad[: len(inputs)]
         with torch.autocast("cpu", enabled=False):
-            if torch.is_grad_enabled() or not runs_as_written(gradient):
+            batched = not runs_as_written(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient)
+            if batched or torch.is_grad_enabled():
                 gradients = _differentiable_gradients(inputs, needed, gradient, ctx.options[0], ctx.differentiable)
             else:
                 gradients = _gradients(*inputs, context, inverse, gradient, needed, *ctx.options)
@@ -259,9 +270,6 @@ def _gradients(
 
 def _differentiable_gradients(inputs, needed, gradient, layout: _Layout, differentiable: Differentiable) -> list:
     """The same by differentiable operations, for a gradient that may be a batch of them."""
-    again = torch.is_grad_enabled()
-    if not again:
-        inputs = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needed)]
     with torch.enable_grad():
         features, bias, weight, weight_bias = inputs
         keys, values, queries = layout.split(features)
@@ -269,8 +277,7 @@ def _differentiable_gradients(inputs, needed, gradient, layout: _Layout, differe
         if queries.shape[1]:
             context = context * torch.sigmoid(layout.by_position(queries))
         output = context if weight is None else nn.functional.linear(context, weight, weight_bias)
-        gradients = list(differentiable_gradients(output, tuple(inputs), needed, gradient))
-    return gradients if again else [x if x is None else x.detach() for x in gradients]
+        return list(differentiable_gradients(output, tuple(inputs), needed, gradient))
 
 
 def _output(gated: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,250 @@
+"""The CPU core by tables of exp(w) against Eq. 2 in float64: keys, values and biases of any size, masks, gradients."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import aft_hf.mixing_cpu_sums_aft as sums
+from aft_hf import AFTConv, AFTFull
+from aft_hf.mixing_aft import Mixing, reference_mixing
+from aft_hf.mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, choose_tables
+from aft_hf.mixing_cpu_table_aft import table_layer, table_mixing
+from aft_hf.position_biases_aft import Dense, GridKernel, grid_table
+
+
+BATCH, LENGTH, WIDTH, GRID = 2, 72, 12, (6, 12)
+TABLES = {"dense": DenseTables(), "causal": DenseTables(causal=True), "grid": GridTables(grid_size=GRID)}
+# Heads and features of the keys: a key per feature in one head or more, a key per head, a head per feature.
+SIZES = [(1, WIDTH), (3, WIDTH), (3, 3), (WIDTH, WIDTH)]
+
+
+def reference(key, value, bias, tables, heads):
+    """Eq. 2 in the type of the inputs, (B, T, d)."""
+    length = value.shape[1]
+    if isinstance(tables, GridTables):
+        bias = grid_table(bias, tables.grid_size)
+    if isinstance(tables, BandTables):
+        queries = torch.arange(length).repeat(heads)
+        bias = tables.rows(bias, torch.arange(heads).repeat_interleave(length), queries, length)
+        bias = bias.unflatten(0, (heads, -1))
+    return reference_mixing(Mixing(key, value, heads, Dense(bias), tables.causal))
+
+
+def mix(key, value, bias, tables, heads):
+    differentiable = partial(reference, tables=tables, heads=heads)
+    return table_mixing(key, value, bias, tables, num_heads=heads, differentiable=differentiable)
+
+
+def draw(tables, heads, key_features, dtype=torch.float32, key_size=1.0, bias_size=1.0):
+    torch.manual_seed(0)
+    shape = (heads, 2 * GRID[0] - 1, 2 * GRID[1] - 1) if isinstance(tables, GridTables) else (heads, LENGTH, LENGTH)
+    bias_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    bias = (torch.randn(shape) * bias_size).to(bias_dtype)
+    key = (torch.randn(BATCH, LENGTH, key_features) * key_size).to(dtype)
+    return key, torch.randn(BATCH, LENGTH, WIDTH).to(dtype), bias
+
+
+def tolerance(dtype, span):
+    """Exponents are rounded relative to their size, which is a relative error of the terms; then T terms are added,
+    and the result is rounded.
+    """
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    return 2 * torch.finfo(dtype).eps + (4 * span + LENGTH) * torch.finfo(work).eps
+
+
+def compare(key, value, bias, tables, heads, bound):
+    """Values and gradients; those are errors relative to the size of a gradient's terms."""
+    inputs = [x.detach().clone().requires_grad_() for x in (key, value, bias)]
+    exact = [x.detach().double().requires_grad_() for x in (key, value, bias)]
+    context, expected = mix(*inputs, tables, heads), reference(*exact, tables, heads)
+    gradient = torch.randn(expected.shape).to(value.dtype)
+    context.backward(gradient)
+    expected.backward(gradient.double())
+    torch.testing.assert_close(context.double(), expected, rtol=bound, atol=bound * float(value.abs().max()))
+    terms = LENGTH * BATCH * float(gradient.abs().max()) * max(1.0, 2 * float(value.abs().max()))
+    for given, wanted in zip(inputs, exact):
+        torch.testing.assert_close(given.grad.double(), wanted.grad, rtol=2 * bound, atol=bound * terms)
+    with torch.no_grad():  # in half precision products are made of rounded factors
+        half = 4 * torch.finfo(value.dtype).eps if value.dtype == torch.bfloat16 else bound
+        torch.testing.assert_close(
+            mix(key, value, bias, tables, heads).double(), expected, rtol=half, atol=half * float(value.abs().max())
+        )
+
+
+@pytest.mark.parametrize("key_size", [1, 30, 90, 1e4])
+@pytest.mark.parametrize("bias_size", [0.5, 100])
+@pytest.mark.parametrize("heads, key_features", SIZES)
+@pytest.mark.parametrize("name", TABLES)
+def test_it_is_eq_2_for_keys_and_biases_of_any_size(name, heads, key_features, bias_size, key_size):
+    inputs = draw(TABLES[name], heads, key_features, key_size=key_size, bias_size=bias_size)
+    compare(*inputs, TABLES[name], heads, tolerance(torch.float32, 5 * (key_size + bias_size)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key_size", [1, 90])
+@pytest.mark.parametrize("name", TABLES)
+def test_other_types_of_numbers(name, key_size, dtype):
+    for heads, key_features in SIZES[1:3]:
+        inputs = draw(TABLES[name], heads, key_features, dtype, key_size)
+        compare(*inputs, TABLES[name], heads, tolerance(dtype, 5 * key_size))
+
+
+@pytest.mark.parametrize("few", [0.0, 1e9])
+@pytest.mark.parametrize("growth", [-1.0, math.inf])
+def test_lost_queries_are_found_by_products_and_by_softmax(few, growth, monkeypatch):
+    monkeypatch.setattr(sums, "FEW_LOST", few)
+    monkeypatch.setattr(sums, "GROWTH", growth)
+    monkeypatch.setattr(sums, "LOST_BLOCK", 2**12)
+    for heads, key_features in SIZES:
+        key, value, bias = draw(TABLES["causal"], heads, key_features, key_size=90)
+        compare(key, value, bias, TABLES["causal"], heads, tolerance(torch.float32, 500))
+        growing = key / 90 + 100 * torch.arange(LENGTH)[:, None]
+        compare(growing, value, bias, TABLES["causal"], heads, tolerance(torch.float32, 100 * LENGTH))
+
+
+@pytest.mark.parametrize("later", [1e4, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("of", ["key", "value"])
+def test_later_tokens_leave_earlier_ones_alone(of, later):
+    for heads, key_features in SIZES:
+        key, value, bias = draw(TABLES["causal"], heads, key_features)
+        changed = {"key": key.clone(), "value": value.clone()}
+        changed[of][:, 40:] = later
+        inputs = [x.requires_grad_() for x in (changed["key"], changed["value"], bias)]
+        context = mix(*inputs, TABLES["causal"], heads)[:, :40]
+        expected = mix(key, value, bias.detach(), TABLES["causal"], heads)[:, :40]
+        torch.testing.assert_close(context, expected, rtol=1e-5, atol=1e-6)
+        context.sum().backward()
+        assert inputs[0].grad[:, :40].isfinite().all() and inputs[1].grad[:, :40].isfinite().all()
+
+
+@pytest.mark.parametrize("key_size", [1, 90])
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_hidden_counts_nothing_and_who_sees_nothing_gets_nothing(name, key_size):
+    for heads, key_features in SIZES:
+        key, value, bias = draw(TABLES[name], heads, key_features, key_size=key_size)
+        key[0, :20], key[1] = -math.inf, -math.inf
+        value[0, :20], value[1] = 0.0, 0.0
+        inputs = [x.requires_grad_() for x in (key, value, bias)]
+        context = mix(*inputs, TABLES[name], heads)
+        expected = reference(key.double(), value.double(), bias.double(), TABLES[name], heads)
+        bound = tolerance(torch.float32, 5 * key_size)
+        torch.testing.assert_close(context.double(), expected, rtol=bound, atol=4 * bound)
+        assert not context[1].any()
+        context.sum().backward()
+        assert all(x.grad.isfinite().all() for x in inputs)
+        assert not inputs[0].grad[1].any() and not inputs[1].grad[1].any() and not inputs[0].grad[0, :20].any()
+
+
+@pytest.mark.parametrize("size", [3, 7, 25])
+@pytest.mark.parametrize("bias_size", [1, 100])
+@pytest.mark.parametrize("key_size", [1, 90])
+def test_bands_are_eq_2(size, bias_size, key_size):
+    tables = BandTables(GRID, size)
+    for dtype, half in ((torch.float32, 0.0), (torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps)):
+        key, value, _ = draw(TABLES["dense"], 3, 3, dtype, key_size)
+        kernels = torch.randn(3, size, size) * bias_size
+        expected = reference(key.double(), value.double(), kernels.double(), tables, 3)
+        bound = half + tolerance(torch.float32, 5 * (key_size + bias_size))
+        torch.testing.assert_close(mix(key, value, kernels, tables, 3).double(), expected, rtol=bound, atol=4 * bound)
+
+
+@pytest.mark.parametrize("offset", [10, 100])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_in_half_precision_do_not_lose_to_an_offset_of_the_values(name, offset):
+    key, value, bias = draw(TABLES[name], 3, WIDTH, torch.bfloat16, bias_size=0.3)
+    value = (value + offset).requires_grad_()
+    inputs = [key.requires_grad_(), value, bias.requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    gradient = torch.randn(value.shape).to(torch.bfloat16)
+    mix(*inputs, TABLES[name], 3).backward(gradient)
+    reference(*exact, TABLES[name], 3).backward(gradient.double())
+    for given, wanted in zip(inputs, exact):  # half an eps where the gradient itself is rounded to bfloat16
+        error = (given.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+        assert error <= torch.finfo(torch.bfloat16).eps / 2 + offset * LENGTH * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_of_gradients_and_batches_of_gradients(name):
+    tables = {"grid": GridTables(grid_size=(2, 2))}.get(name, TABLES[name])
+    bias = torch.randn(2, 3, 3) if name == "grid" else torch.randn(2, 4, 4)
+    inputs = [torch.randn(1, 4, 4).double().requires_grad_() for _ in range(2)] + [bias.double().requires_grad_()]
+    function = partial(mix, tables=tables, heads=2)
+    assert torch.autograd.gradcheck(function, inputs, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def layer(mixer, x):
+    """`table_layer` for an AFTFull or an AFTConv."""
+    heads = mixer.num_heads
+    if isinstance(mixer, AFTFull):
+        tables, bias = DenseTables(mixer.causal), mixer.position_bias(x.shape[1])
+    else:
+        features = len(x) * (mixer.hidden_size // heads + 1)
+        tables = choose_tables(GRID, mixer.window, heads, features, with_gradients=True)
+        bias = GridKernel(mixer.kernel_bias(), GRID).by_offset()
+    differentiable = partial(reference, tables=tables, heads=heads)
+    return table_layer(x, mixer._projections(), bias, tables, num_heads=heads, differentiable=differentiable)
+
+
+MIXERS = {
+    "full": lambda **options: AFTFull(WIDTH, LENGTH, **options),
+    "causal": lambda **options: AFTFull(WIDTH, LENGTH, num_heads=3, causal=True, **options),
+    "conv": lambda **options: AFTConv(WIDTH, 3, 5, **options),
+}
+OPTIONS = [
+    {},
+    {"use_query": False},
+    {"use_output_projection": False},
+    {"use_query": False, "use_output_projection": False, "qkv_bias": False},
+]
+
+
+@pytest.mark.parametrize("scale", [1, 90])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_layer_is_eq_2_with_its_projections(name, options, scale):
+    torch.manual_seed(0)
+    mixer = MIXERS[name](**options)
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(scale)
+    exact = copy.deepcopy(mixer).double()
+    exact.implementation = "reference"
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    output, expected = layer(mixer, x), exact(wide, grid_size=GRID if name == "conv" else None)
+    gradient = torch.randn(output.shape)
+    given = gradient.clone()
+    output.backward(given)
+    expected.backward(gradient.double())
+    assert torch.equal(given, gradient)
+    # Keys of size 5 x scale are sums of d products, rounded relative to their size, which is an error of the weights.
+    bound = 5 * scale * WIDTH * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(
+        output.double(), expected, rtol=bound, atol=bound * float(expected.detach().abs().max())
+    )
+    terms = BATCH * LENGTH * WIDTH * scale  # of a gradient
+    for mine, wanted in [(x, wide), *zip(mixer.parameters(), exact.parameters())]:
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=bound, atol=bound * terms)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            layer(mixer, x), output, rtol=bound, atol=bound * float(expected.detach().abs().max())
+        )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_output_may_be_changed(options):
+    mixer = MIXERS["full"](**options)
+    output = layer(mixer, torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True))
+    output += 1
+    output.sum().backward()
+
+
+def test_a_grid_has_a_table_of_all_pairs_or_bands_or_neither():
+    assert isinstance(choose_tables((14, 14), 11, 16, 800, with_gradients=True), GridTables)
+    assert isinstance(choose_tables((64, 64), 25, 32, 25, with_gradients=False), BandTables)
+    assert choose_tables((64, 64), 25, 32, 25, with_gradients=True) is None
