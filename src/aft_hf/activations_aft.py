@@ -23,11 +23,11 @@ def runs_as_written(*tensors: torch.Tensor) -> bool:
     traced, and there are no tensors of torch.func, of batched gradients, of forward-mode differentiation and of other
     modes.
     """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
     if any(type(x) not in (torch.Tensor, nn.Parameter) for x in tensors):
         return False
     if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors):
-        return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
     return all(unpack_dual(x).tangent is None for x in tensors)
 
