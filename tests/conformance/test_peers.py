@@ -1,6 +1,6 @@
 """The same tests on GPT-2 and ViT of the library, which report.py compares with: `make conformance-report`.
 
-Their own test classes are not published, so these are given to the common tests as ours are.
+Their own test classes are in the repository of transformers alone, so these are given to the common tests as ours are.
 """
 
 import unittest
