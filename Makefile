@@ -10,7 +10,7 @@ PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --con
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo test conformance roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo test conformance conformance-report roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -40,6 +40,9 @@ test: install
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
+
+conformance-report: install  ## The same tests on AFT, GPT-2 and ViT; writes the counts into docs/conformance.md
+	$(RUN) tests/conformance/report.py
 
 roundtrip: install  ## Every type saved here and loaded in a new environment with torch and transformers only
 	$(RUN) tests/publishing/fresh_environment.py $(ARGS)

@@ -469,6 +469,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
 
     input_modalities = ("text",)
     _tied_weights_keys = {"lm_head.weight": "aft.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output", "aft.embeddings.word_embeddings": "embedding_rowwise"}
 
     def __init__(self, config: AFTConfig):
         _require_modality(self, config, "text")

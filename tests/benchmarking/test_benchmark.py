@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,26 +19,25 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 CPU = torch.device("cpu")
 
 
-def test_candidates_take_turns_and_the_slower_one_has_the_greater_ratio():
+def test_candidates_take_turns_and_the_slower_one_has_the_greater_ratio(spend):
     calls = []
 
     def candidate(name, seconds):
         def call():
             calls.append(name)
-            time.sleep(seconds)
+            spend(seconds)
 
         return call
 
     seconds = seconds_in_turns({"ours": candidate("a", 0.002), "peer": candidate("b", 0.02)}, CPU, repeats=3)
     assert calls == ["a", "b"] * 5  # two turns to warm up
-    assert len(seconds["ours"]) == len(seconds["peer"]) == 3
-    assert 4 < ratio(seconds, "ours", "peer") < 20
+    assert seconds == {"ours": pytest.approx([0.002] * 3), "peer": pytest.approx([0.02] * 3)}
+    assert ratio(seconds, "ours", "peer") == pytest.approx(10)
 
 
-def test_what_takes_long_warms_up_once(monkeypatch):
-    monkeypatch.setattr(measuring, "LONG_CALL", 0.01)
-    calls = []
-    candidates = {"short": lambda: calls.append("s"), "long": lambda: (calls.append("l"), time.sleep(0.02))}
+def test_what_takes_long_warms_up_once(spend):
+    calls, long = [], 1.01 * measuring.LONG_CALL
+    candidates = {"short": lambda: calls.append("s"), "long": lambda: (calls.append("l"), spend(long))}
     seconds = seconds_in_turns(candidates, CPU, repeats=2)
     assert calls == ["s", "l", "s", "s", "l", "s", "l"]
     assert len(seconds["short"]) == len(seconds["long"]) == 2

@@ -4,7 +4,6 @@ import copy
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -67,13 +66,13 @@ def test_a_run_goes_on_with_what_is_not_there_yet(tmp_path):
     assert len(builds) == 8 and [row["repeats"] for row in read_rows(path)] == [1, 2]
 
 
-def test_neighbours_that_share_a_peer_take_turns_together(tmp_path):
+def test_neighbours_that_share_a_peer_take_turns_together(tmp_path, spend):
     calls = []
 
     def builder(name, seconds):
         def build(device):
             calls.append(f"build {name}")
-            return lambda: (calls.append(name), time.sleep(seconds))
+            return lambda: (calls.append(name), spend(seconds))
 
         return build
 
@@ -87,7 +86,7 @@ def test_neighbours_that_share_a_peer_take_turns_together(tmp_path):
     first, second = measure([*both, case("other", [])], path)[:2]
     assert calls == ["build first", "build peer", "build second", *["first", "peer", "second"] * 3]
     assert first["seconds"]["peer"] == second["seconds"]["peer"]
-    assert first["ratio"]["peer"] > 2 and second["ratio"]["peer"] < 0.5
+    assert (first["ratio"]["peer"], second["ratio"]["peer"]) == (pytest.approx(10), pytest.approx(0.2))
     del calls[:]
     measure([both[0], beside_it("third", 0.0)], path)  # the first is there already
     assert calls == ["build third", "build peer", *["third", "peer"] * 3]

@@ -247,16 +247,20 @@ def test_the_model_of_transformers_computes_what_timm_computes(tmp_path, options
     tensors = save_pth(tmp_path / "deit.pth", **options)
     size = tuple(8 * n for n in options.get("grid", (4, 4)))
     model = read_source(tmp_path / "deit.pth", source_image_size=size, **TIMM).to_transformers()
-    pixels = torch.randn(2, 3, *size)
-    torch.testing.assert_close(model(pixels).logits, timm_logits(tensors, pixels), atol=1e-4, rtol=1e-4)
+    pixels = torch.randn(2, 3, *size).double()
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    # Layer scales are multiplied into the weights, which rounds them once, to float32.
+    torch.testing.assert_close(model.double()(pixels).logits, timm_logits(tensors, pixels), atol=1e-6, rtol=1e-6)
     assert not model.training
 
 
 def test_a_block_with_folded_layer_scales_computes_what_it_computed(tmp_path):
     tensors = save_pth(tmp_path / "deit3.pth", layer_scale="ls{}.gamma", position_of_cls=False)
-    model = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers()
-    x = torch.randn(2, 17, WIDTH)
+    model = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers().double()
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    x = torch.randn(2, 17, WIDTH).double()
     for i in (0, 1):
+        # The product of weights and scales is rounded once, to float32.
         torch.testing.assert_close(model.vit.layers[i](x), timm_block(tensors, i, x), atol=1e-5, rtol=1e-5)
 
 
@@ -265,15 +269,16 @@ def test_the_model_of_transformers_is_the_one_that_was_saved(tmp_path, save):
     original = save(tmp_path)
     model = read_source(tmp_path).to_transformers()
     assert type(model) is type(original) and not model.training
-    pixels = torch.randn(2, 3, 32, 32)
-    assert torch.equal(model(pixels).logits, original(pixels).logits)
+    pixels = torch.randn(2, 3, 32, 32).double()
+    torch.testing.assert_close(model.double()(pixels).logits, original.double()(pixels).logits, atol=1e-12, rtol=1e-12)
 
 
 def test_a_backbone_gives_the_model_of_transformers_without_a_head(tmp_path):
     original = save_backbone(tmp_path)
     model = read_source(tmp_path).to_transformers()
-    pixels = torch.randn(2, 3, 32, 32)
-    assert torch.equal(model(pixels).last_hidden_state, original(pixels).last_hidden_state)
+    pixels = torch.randn(2, 3, 32, 32).double()
+    ours, theirs = (each.double()(pixels).last_hidden_state for each in (model, original))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     assert model.pooler is None
 
 

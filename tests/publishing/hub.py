@@ -13,7 +13,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,7 +68,7 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What goes wrong, how often, and where: `kind` is one of "status", "drop", "lost", "slow"."""
+    """What goes wrong, how often, and where: `kind` is one of "status", "drop", "lost", "silent"."""
 
     kind: str
     method: str
@@ -98,6 +97,7 @@ class Hub:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.lock = threading.RLock()
+        self.closed = threading.Event()
 
     def __enter__(self) -> "Hub":
         self.server = Server(("127.0.0.1", 0), partial(Handler, self))
@@ -107,6 +107,7 @@ class Hub:
         return self
 
     def __exit__(self, *_) -> None:
+        self.closed.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -114,9 +115,9 @@ class Hub:
         """Answer the next `times` requests of `method` whose path matches `pattern` badly.
 
         Kinds: "status" with `status` and `headers`; "drop" the connection after `received` bytes of the body; "lost":
-        do what is asked and drop the connection instead of answering; "slow": wait for `seconds` first.
+        do what is asked and drop the connection instead of answering; "silent": keep the connection and do nothing.
         """
-        assert kind in ("status", "drop", "lost", "slow")
+        assert kind in ("status", "drop", "lost", "silent")
         self.faults.append(Fault(kind, method, pattern, times, options))
 
     def next_fault(self, method: str, path: str) -> Fault | None:
@@ -170,8 +171,9 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.read(min(fault.options.get("received", 0), int(self.headers.get("Content-Length") or 0)))
             return self.hang_up()
         body = self.read_body()
-        if fault is not None and fault.kind == "slow":
-            time.sleep(fault.options["seconds"])
+        if fault is not None and fault.kind == "silent":
+            self.hub.closed.wait()
+            return self.hang_up()
         if fault is not None and fault.kind == "status":
             return self.send(fault.options["status"], b"{}", fault.options.get("headers", {}))
         try:

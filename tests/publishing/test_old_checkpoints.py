@@ -33,4 +33,6 @@ def test_an_old_checkpoint_gives_its_recorded_logits_with_the_code_of_today(old,
         if is_vision_available():
             assert pipeline("image-classification", model=str(directory))
     assert type(model).__module__ == "aft_hf.modeling_aft"
-    torch.testing.assert_close(logits, expected["logits"], atol=1e-5, rtol=1e-5)
+    # Recorded by another processor, in float32.
+    largest = expected["logits"].abs().max().item()
+    torch.testing.assert_close(logits, expected["logits"], atol=1e-5 * largest, rtol=0)

@@ -63,10 +63,9 @@ def test_what_was_trained_and_saved_without_aft_hf_loads_with_it(cases):
             assert type(model) is CLASSES[case["task"]]
             with torch.no_grad():
                 logits = model(inputs) if case["task"] == "text" else model(pixel_values=inputs)
-            expected = load_file(f"{case['out']}/logits.safetensors")[
-                "logits"
-            ]  # of a process that may round differently
-            torch.testing.assert_close(logits.logits, expected, atol=1e-5, rtol=0)
+            expected = load_file(f"{case['out']}/logits.safetensors")["logits"]
+            # That process may round differently.
+            torch.testing.assert_close(logits.logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
 
 
 def test_old_checkpoints_run_by_their_own_code_where_there_is_no_aft_hf(cases, old):
@@ -121,4 +120,5 @@ def test_a_large_model_is_saved_in_shards_of_safetensors(tmp_path):
     expected = tiny.expected_of(tiny.build("text", "full"))
     with torch.no_grad():  # as they were made
         logits = loaded(expected["inputs"]).logits
-    torch.testing.assert_close(logits, expected["logits"], atol=1e-6, rtol=0)
+    largest = expected["logits"].abs().max().item()
+    torch.testing.assert_close(logits, expected["logits"], atol=1e-5 * largest, rtol=0)

@@ -38,8 +38,9 @@ from transformers import (  # noqa: E402
 )
 
 
-TOLERANCE = 1e-6
-RECORDED = 1e-5  # the outputs of old releases come from other processors, which round differently
+# Of the largest value: 80 times the rounding of float32. Processors round differently, and so does one processor where
+# weights lie elsewhere in memory.
+TOLERANCE = 1e-5
 REMOTE = {"trust_remote_code": True}
 HAS_PILLOW = importlib.util.find_spec("PIL") is not None
 
@@ -56,7 +57,7 @@ def main(cases: list[dict]) -> None:
 def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: str | None) -> None:
     inputs = {"input_ids": expected["inputs"]}
     model = load(AutoModelForCausalLM, "AFTForCausalLM", source)
-    compare(source, model(**inputs).logits, expected["logits"], RECORDED)
+    compare(source, model(**inputs).logits, expected["logits"])
     check_backbone(source, model, inputs)
     check_generation(source, model, expected)
     written = pipeline("text-generation", model=source, **REMOTE)("Text", max_new_tokens=3, do_sample=False)
@@ -77,7 +78,7 @@ def check_generation(source: str, model: torch.nn.Module, expected: dict[str, to
 def check_image(source: str, expected: dict[str, torch.Tensor], out: Path, push: str | None) -> None:
     inputs = {"pixel_values": expected["inputs"]}
     model = load(AutoModelForImageClassification, "AFTForImageClassification", source)
-    compare(source, model(**inputs).logits, expected["logits"], RECORDED)
+    compare(source, model(**inputs).logits, expected["logits"])
     check_backbone(source, model, inputs)
     processor = None
     if HAS_PILLOW:
@@ -145,9 +146,9 @@ def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Pa
     save_file({"logits": logits.contiguous()}, out / "logits.safetensors")
 
 
-def compare(what: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    difference = (got - expected).abs().max().item()
-    assert difference <= tolerance, f"{what}: differs by {difference}"
+def compare(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    difference, largest = (x.abs().max().item() for x in (got - expected, expected))
+    assert difference <= TOLERANCE * largest, f"{what}: differs by {difference} where the largest value is {largest}"
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def launch(target: Callable, arguments: tuple, processes: int = 1, **environment
     return started
 
 
-def finish(processes: list[Any], timeout: float = 120) -> list[int]:
+def finish(processes: list[Any], timeout: float = 300) -> list[int]:
     """Wait for them; the exit codes."""
     for process in processes:
         process.join(timeout)
@@ -139,7 +139,7 @@ def finish(processes: list[Any], timeout: float = 120) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def wait_for(path: Path, process: Any, timeout: float = 60) -> bool:
+def wait_for(path: Path, process: Any, timeout: float = 300) -> bool:
     """Whether `path` appears before the process ends."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.exitcode is None:
@@ -164,6 +164,9 @@ def assert_same_run(results: dict, expected: dict) -> None:
 def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # Workers that load data are children of this process, and end with it when it is killed. Those of a fork server of
+    # its own would not.
+    multiprocessing.set_start_method("fork", force=True)
     target(*arguments)
 
 

@@ -68,6 +68,18 @@ def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_ski
     assert not (checkpoints / ".partial-000000010").exists()
 
 
+def test_a_finished_run_started_again_removes_what_a_kill_left_of_a_checkpoint(tmp_path, original):
+    values = original[0] | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    checkpoints = tmp_path / "run/checkpoints"
+    left = checkpoints / ".partial-step-000000003"  # killed while it removed that checkpoint
+    (checkpoints / "step-000000003").rename(left)
+    (left / MANIFEST).unlink()
+    results = run(values)
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{step:09d}" for step in (6, 9, 12)]
+    assert results["losses"] == original[1]["losses"]
+
+
 def test_a_run_with_no_complete_checkpoint_begins_again(copied, original):
     values, checkpoints = copied
     for path in checkpoints.iterdir():

@@ -117,7 +117,7 @@ def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
     recipe = build_recipe(values)
     torch.manual_seed(0)
     task = BytesTask(recipe)
-    model = task.build_model()
+    model = task.build_model().double()
     (batch,) = GlobalBatches(336, 8, 8, seed=0, start=0, stop=1)
     windows = [task.train[key] for key in batch]
     logits = model(input_ids=torch.stack([window["input_ids"] for window in windows])).logits
@@ -126,8 +126,12 @@ def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
     state = torch.load(checkpoint, weights_only=True)["state"]
     parameters = [p for group in build_adamw(model, recipe.optimizer).param_groups for p in group["params"]]
     assert len(parameters) == len(state) == len(list(model.parameters()))
+    # A gradient of the run sums 8 x 16 tokens in float32; some are nothing but what such sums leave of zero.
+    largest = max(parameter.grad.abs().max().item() for parameter in parameters)
+    rounding = 8 * 16 * torch.finfo(torch.float32).eps * largest
     for i, parameter in enumerate(parameters):
-        torch.testing.assert_close(state[i]["exp_avg"], 0.1 * parameter.grad, rtol=1e-4, atol=1e-8)
+        expected = (0.1 * parameter.grad).float()
+        torch.testing.assert_close(state[i]["exp_avg"], expected, rtol=1e-5, atol=0.1 * rounding)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -16,16 +16,41 @@ TOKENS = torch.arange(20)[None] % 16
 
 
 def sharded_logits(directory: Path) -> None:
-    """In each process: load its part of the model, and write down the logits and which of its weights are parts."""
+    """In each process: load its part of the model, and write down the logits and its share of mixers and of MLPs."""
     distributed.init_process_group("gloo")
     plan = DistributedConfig(tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan).eval()
     with torch.no_grad():
         logits = model(TOKENS).logits
-    whole = sum(weight.numel() for weight in model.parameters())
-    here = sum(getattr(weight, "_local_tensor", weight).numel() for weight in model.parameters())
-    torch.save({"logits": logits, "share": here / whole}, directory / f"{distributed.get_rank()}.pt")
+    found = {"logits": logits, "mixer": share(model, ".mixer."), "mlp": share(model, ".mlp.")}
+    torch.save(found, directory / f"{distributed.get_rank()}.pt")
     distributed.destroy_process_group()
+
+
+def share(model: torch.nn.Module, part: str) -> float:
+    """The share of the weights of `part` that this process holds."""
+    weights = [weight for name, weight in model.named_parameters() if part in name]
+    here = sum(getattr(weight, "_local_tensor", weight).numel() for weight in weights)
+    return here / sum(weight.numel() for weight in weights)
+
+
+def sharded_gradients(directory: Path) -> None:
+    """In each process: load its part of the model, and write down the logits, the loss and the whole gradients."""
+    distributed.init_process_group("gloo")
+    plan = DistributedConfig(tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan)
+    torch.save(logits_and_gradients(model), directory / f"{distributed.get_rank()}.pt")
+    distributed.destroy_process_group()
+
+
+def logits_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        found = {"logits": model.eval()(TOKENS).logits}
+    loss = model.train()(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in gradients.items()}
+    return found | {"loss": loss.detach()} | whole
 
 
 @pytest.mark.parametrize(
@@ -53,11 +78,31 @@ def test_two_processes_share_mlps_and_the_mixers_whose_position_biases_serve_all
         max_position_embeddings=32,
         vocab_size=16,
     )
-    model = AFTForCausalLM(config).eval()
+    model = AFTForCausalLM(config).double().eval()
     model.save_pretrained(tmp_path)
     assert finish(launch(sharded_logits, (tmp_path,), 2)) == [0, 0]
     expected = model(TOKENS).logits
     for rank in (0, 1):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        torch.testing.assert_close(found["logits"], expected, rtol=1e-5, atol=1e-6)
-        assert (found["share"] < 0.65) == mixers and found["share"] < 0.8
+        torch.testing.assert_close(found["logits"], expected, rtol=1e-9, atol=1e-12)
+        assert found["mlp"] < 0.6
+        assert found["mixer"] < 0.7 if mixers else found["mixer"] == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_processes_share_the_vocabulary_in_inference_and_in_training(tmp_path, tied):
+    config = AFTConfig(
+        aft_type="simple",
+        hidden_size=16,
+        num_hidden_layers=2,
+        max_position_embeddings=32,
+        vocab_size=16,
+        tie_word_embeddings=tied,
+    )
+    model = AFTForCausalLM(config).double()
+    model.save_pretrained(tmp_path)
+    assert finish(launch(sharded_gradients, (tmp_path,), 2)) == [0, 0]
+    expected = logits_and_gradients(model)
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

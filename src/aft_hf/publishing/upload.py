@@ -171,13 +171,18 @@ def _table(directory: Path, repo_id: str, files: list[Path]) -> Table:
 def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> ModelInfo:
     """Make repository and branch where they are not there; what the branch holds."""
     _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-    info = _retried(lambda: api.model_info(repo_id))
+    info = _retried(lambda: _repository_info(api, repo_id))
     if private and not info.private:
         raise PublishError(f"{repo_id} is there and public; make it private on the Hub, or take another name")
     if revision is None:
         return info
     _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
-    return _retried(lambda: api.model_info(repo_id, revision=revision))
+    return _retried(lambda: _repository_info(api, repo_id, revision))
+
+
+def _repository_info(api: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:
+    # Unless it is given a limit, it overrides that of the session, and waits for ever.
+    return api.model_info(repo_id, revision=revision, timeout=PATIENCE)
 
 
 def _commit(
@@ -218,7 +223,7 @@ def _outcome(
     if create_pr:
         return f"{repo_id} is as it was; look whether its pull requests have this one before you run the same again"
     try:
-        now = api.model_info(repo_id, revision=revision).sha
+        now = _repository_info(api, repo_id, revision).sha
     except Exception:
         return f"{repo_id} is as it was, or has the whole commit: nobody answers"
     return nothing if now == head else f"{repo_id} was committed to, but not verified"

@@ -39,7 +39,6 @@ class Checkpoints:
         partial = self.directory / f"{PARTIAL}{step:09d}"
         try:
             if self.accelerator.is_main_process:
-                self._remove_partial()
                 partial.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             self.accelerator.save_state(str(partial))
@@ -60,6 +59,13 @@ class Checkpoints:
             ) from error
         self.accelerator.wait_for_everyone()
         return target
+
+    def remove_partial(self) -> None:
+        """Remove what a killed process left of a checkpoint that it was writing or removing. To be called once, before
+        the first `save`: only one run writes to a directory, so what is there then belongs to no living process."""
+        if self.accelerator.is_main_process:
+            for path in self.directory.glob(f"{PARTIAL}*"):
+                shutil.rmtree(path)
 
     def steps(self) -> list[tuple[int, Path]]:
         """All checkpoints with their steps, the newest first."""
@@ -113,10 +119,6 @@ class Checkpoints:
                     os.replace(path, aside)
                     self.accelerator.print(f"{path} is now {aside}")
         self.accelerator.wait_for_everyone()
-
-    def _remove_partial(self) -> None:
-        for path in self.directory.glob(f"{PARTIAL}*"):
-            shutil.rmtree(path)
 
     def _remove_old(self) -> None:
         for _, path in self.steps()[self.keep :]:

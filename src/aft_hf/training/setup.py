@@ -229,6 +229,7 @@ def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) 
         ValueError: it is damaged or comes from another recipe or other data, or there is one and the recipe says
             "never".
     """
+    checkpoints.remove_partial()
     if recipe.resume == "never":
         if earlier := checkpoints.steps():
             raise ValueError(f"{earlier[0][1]} is of an earlier run: remove it, or give another output_dir")

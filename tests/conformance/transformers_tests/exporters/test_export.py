@@ -1,6 +1,6 @@
 """Stand-in for a module that test_modeling_common.py imports and the source distribution leaves out.
 
-The export tests behind this name are not published; tests/test_modeling_aft.py has ours.
+The export tests behind this name are in the repository of transformers alone; tests/test_modeling_aft.py has ours.
 """
 
 
