@@ -195,6 +195,8 @@ class AFTConfig(PreTrainedConfig):
         if one_bias and self.use_output_projection:
             plan |= {f"layers.*.mixer.{name}_proj": "colwise" for name in "qkv"}
             plan["layers.*.mixer.o_proj"] = "rowwise"
+            # Each process sees the gradient that its own features give the position biases, which all features share.
+            plan["layers.*.mixer"] = "replicated_with_grad_allreduce"
         return plan
 
     @property

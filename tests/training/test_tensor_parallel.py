@@ -89,12 +89,14 @@ def test_two_processes_share_mlps_and_the_mixers_whose_position_biases_serve_all
         assert found["mixer"] < 0.7 if mixers else found["mixer"] == 1
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_two_processes_share_the_vocabulary_in_inference_and_in_training(tmp_path, tied):
+@pytest.mark.parametrize(("aft_type", "tied"), [("simple", False), ("simple", True), ("local", False), ("full", False)])
+def test_two_processes_have_the_outputs_and_the_gradients_of_one(tmp_path, aft_type, tied):
     config = AFTConfig(
-        aft_type="simple",
+        aft_type=aft_type,
         hidden_size=16,
         num_hidden_layers=2,
+        position_bias_dim=4,
+        local_window_size=4,
         max_position_embeddings=32,
         vocab_size=16,
         tie_word_embeddings=tied,
