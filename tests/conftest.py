@@ -1,6 +1,6 @@
 """What several test files share: fixed seeds, and every variant of every mixer as the fixture `mixer` and its kin.
 
-A test that takes `mixer` runs once per variant of `build_mixers`, one that takes `causal_mixer` or another of these
+A test that takes `mixer` runs once per variant of `build_mixers`, one that takes `grid_mixer` or another of these
 fixtures once per variant that fits. All are 8 features wide, in evaluation mode, and have position biases that matter:
 a new AFT-conv begins with gamma = beta = 0, with which its kernels could be anything.
 """
@@ -43,51 +43,37 @@ def build_mixers() -> dict[str, Callable[[], AFTMixer]]:
     alibi = partial(AFTAlibi, WIDTH, num_heads=2)
     mixers = {}
     for suffix, causal in (("", False), (" causal", True)):
+        reference = {"causal": causal, "implementation": "reference"}
         mixers |= {
             f"full{suffix}": partial(full, causal=causal),
             f"full{suffix} 2 heads": partial(full, causal=causal, num_heads=2),
             f"full{suffix} table": partial(table, causal=causal),
             f"full{suffix} table 4 heads": partial(table, causal=causal, num_heads=4),
             f"full{suffix} no query": partial(full, causal=causal, use_query=False),
-            f"full{suffix} reference": partial(full, causal=causal, implementation="reference"),
-            f"full{suffix} dense": partial(full, causal=causal, implementation="dense"),
+            f"full{suffix} reference": partial(full, **reference),
             f"local{suffix}": partial(local, causal=causal),
             f"local{suffix} 2 heads": partial(local, causal=causal, num_heads=2),
             f"local{suffix} table": partial(local, causal=causal, position_bias_dim=None),
             f"local{suffix} wide": partial(wide, causal=causal),
             f"local{suffix} window alone": partial(local, causal=causal, global_connectivity=False),
-            f"local{suffix} reference": partial(local, causal=causal, implementation="reference"),
-            f"local{suffix} dense": partial(local, causal=causal, implementation="dense"),
+            f"local{suffix} reference": partial(local, **reference),
             f"simple{suffix}": partial(simple, causal=causal),
             f"simple{suffix} 2 heads": partial(simple, causal=causal, num_heads=2),
             f"simple{suffix} no query": partial(simple, causal=causal, use_query=False),
             f"simple{suffix} no output projection": partial(simple, causal=causal, use_output_projection=False),
             f"simple{suffix} relu, no biases": partial(simple, causal=causal, query_activation="relu", qkv_bias=False),
-            f"simple{suffix} reference": partial(simple, causal=causal, implementation="reference"),
+            f"simple{suffix} reference": partial(simple, **reference),
             f"conv{suffix}": partial(sequence, causal=causal),
             f"conv{suffix} naive": partial(sequence, causal=causal, reparameterized=False),
             f"conv{suffix} wide": partial(sequence, kernel_size=41, causal=causal),
             f"conv{suffix} window alone": partial(sequence, causal=causal, global_connectivity=False),
             f"conv{suffix} gumbel": partial(sequence, causal=causal, selection="gumbel"),
-            f"conv{suffix} gumbel dense": partial(sequence, causal=causal, selection="gumbel", implementation="dense"),
             f"conv{suffix} no output projection": partial(sequence, causal=causal, use_output_projection=False),
-            f"conv{suffix} reference": partial(sequence, causal=causal, implementation="reference"),
-            f"conv{suffix} dense": partial(sequence, causal=causal, implementation="dense"),
+            f"conv{suffix} reference": partial(sequence, **reference),
         }
-    causal = {"causal": True, "implementation": "chunked"}
     mixers |= {
-        "simple dense": partial(simple, implementation="dense"),
-        "simple causal chunked": partial(simple, **causal),
-        "local causal chunked": partial(local, **causal),
         "local causal wide window alone": partial(wide, causal=True, global_connectivity=False),
-        "local causal window alone dense": partial(
-            local, causal=True, global_connectivity=False, implementation="dense"
-        ),
-        "conv causal chunked": partial(sequence, **causal),
         "conv causal even kernel": partial(sequence, kernel_size=4, causal=True),
-        "conv causal window alone dense": partial(
-            sequence, causal=True, global_connectivity=False, implementation="dense"
-        ),
         "conv 2-D": grid,
         "conv 2-D 1 head": partial(grid, num_heads=1),
         "conv 2-D one key per feature": partial(grid, num_heads=WIDTH),
@@ -96,18 +82,13 @@ def build_mixers() -> dict[str, Callable[[], AFTMixer]]:
         "conv 2-D window alone": partial(grid, global_connectivity=False),
         "conv 2-D gumbel": partial(grid, selection="gumbel"),
         "conv 2-D gumbel window alone": partial(grid, selection="gumbel", global_connectivity=False),
-        "conv 2-D gumbel convolution": partial(grid, selection="gumbel", implementation="convolution"),
         "conv 2-D no query": partial(grid, use_query=False),
         "conv 2-D reference": partial(grid, implementation="reference"),
-        "conv 2-D dense": partial(grid, implementation="dense"),
-        "conv 2-D convolution": partial(grid, implementation="convolution"),
-        "conv 2-D convolution larger than the grid": partial(grid, kernel_size=25, implementation="convolution"),
         "alibi causal": alibi,
         "alibi causal 1 head": partial(alibi, num_heads=1),
         "alibi causal 8 heads": partial(alibi, num_heads=8),
         "alibi causal no query": partial(alibi, use_query=False),
         "alibi causal reference": partial(alibi, implementation="reference"),
-        "alibi causal chunked": partial(alibi, implementation="chunked"),
     }
     return mixers
 
@@ -117,13 +98,7 @@ SEQUENCE = [name for name in MIXERS if "2-D" not in name]
 # One of each type and kind of position bias, where what is tested does not depend on the form of the sums.
 TYPICAL = ["full", "full causal", "full causal table", "local", "local causal", "local causal window alone", "simple"]
 TYPICAL += ["simple causal", "conv", "conv causal", "conv causal naive", "conv causal gumbel", "conv 2-D"]
-TYPICAL += [
-    "conv 2-D window alone",
-    "conv 2-D convolution",
-    "conv 2-D gumbel",
-    "alibi causal",
-    "conv causal reference",
-]
+TYPICAL += ["conv 2-D window alone", "conv 2-D gumbel", "alibi causal", "conv causal reference"]
 
 
 def build_mixer(name: str) -> AFTMixer:
@@ -153,9 +128,6 @@ def fixture_of(names: Iterable[str]) -> Callable:
 
 
 mixer = fixture_of(MIXERS)
-causal_mixer = fixture_of(name for name in MIXERS if "causal" in name)
-sequence_mixer = fixture_of(SEQUENCE)  # without a grid
 grid_mixer = fixture_of(name for name in MIXERS if "2-D" in name)
-windowed_mixer = fixture_of(name for name in SEQUENCE if "window alone" in name)
 typical_mixer = fixture_of(TYPICAL)
 typical_sequence_mixer = fixture_of(name for name in TYPICAL if name in SEQUENCE)

@@ -5,6 +5,7 @@ Only where modules do what their classes say: those with hooks, of other classes
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -109,15 +110,26 @@ GELU: Function = nn.functional.gelu, lambda gradient, x: (torch.ops.aten.gelu_ba
 PRODUCT: Function = torch.mul, lambda gradient, a, b: (gradient * b, gradient * a)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast makes of float32 on a device; None where there is no autocast."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def full_precision(device_type: str) -> AbstractContextManager:
+    """Without autocast. Where there is none, nothing is entered: a step of decoding is little more than its calls."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
 def _project(linear: nn.Linear, function: Function, *arguments: torch.Tensor) -> torch.Tensor:
     """linear(function(*arguments)), for whose gradients the arguments are kept."""
     parameters, device = [linear.weight, linear.bias], arguments[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        # As autocast does it, which leaves float64 as it is.
+    dtype = autocast_dtype(device)
+    if dtype is not None:  # autocast leaves float64 as it is
         cast = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in (*parameters, *arguments)]
         parameters, arguments = cast[:2], cast[2:]
-    with torch.autocast(device, enabled=False):
+    with full_precision(device):
         return _LinearOfFunction.apply(function, *parameters, *arguments)
 
 
@@ -126,7 +138,15 @@ class _LinearOfFunction(torch.autograd.Function):
     def forward(ctx: Any, function: Function, weight, bias, *arguments) -> torch.Tensor:
         ctx.function = function
         ctx.save_for_backward(weight, bias, *arguments)
-        return nn.functional.linear(function[0](*arguments), weight, bias)
+        x = function[0](*arguments)
+        # Not a view, as `linear` returns it: outputs may be changed in place.
+        output = x.new_empty(*x.shape[:-1], len(weight))
+        rows, columns = x.reshape(-1, x.shape[-1]), weight.mT
+        if bias is None:
+            torch.mm(rows, columns, out=output.view(len(rows), len(weight)))
+        else:
+            torch.addmm(bias, rows, columns, out=output.view(len(rows), len(weight)))
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:

@@ -1,12 +1,10 @@
 """What the five AFT mixers share: projections, the gate of the query, and the problem that goes to a backend."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .activations_aft import gated_projection
+from .activations_aft import full_precision, gated_projection
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .documents_aft import Documents
@@ -141,7 +139,10 @@ class AFTMixer(nn.Module):
 
         Raises:
             ValueError: shapes that do not fit each other, or a sequence longer than a learned table.
+            NotImplementedError: under `torch.jit.trace`.
         """
+        if torch.jit.is_tracing():
+            raise NotImplementedError("torch.jit.trace fixes all sizes: use torch.compile or torch.export for an AFT")
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
@@ -249,13 +250,6 @@ class AFTMixer(nn.Module):
         return f"num_heads={self.num_heads}, causal={self.causal}, implementation={self.implementation!r}"
 
 
-def full_precision(device_type: str) -> AbstractContextManager:
-    """Without autocast. Where there is none, nothing is entered: a step of decoding is little more than its calls."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
 def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The padding mask and the pair mask."""
     if attention_mask is None:
@@ -272,4 +266,4 @@ def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> tor
     return weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights
 
 
-__all__ = ["AFTMixer", "full_precision"]
+__all__ = ["AFTMixer"]

@@ -91,21 +91,19 @@ class Mixing:
             masks.append(self.padding_mask.unsqueeze(1))
         if self.pair_mask is not None:
             masks.append(self.pair_mask)
-        in_order = True
+        in_order = count == self.length
         if self.positions is not None:
-            queries = keys = self.positions
+            queries, keys, in_order = self.positions, self.positions, False
         elif self.documents is not None:
             masks.append(self.documents.pairs())
             queries = keys = self.documents.positions()
+            in_order = False
         elif self.padding_mask is not None and self.biases.ordered:
-            keys = real_tokens_first(self.padding_mask)
+            keys, in_order = real_tokens_first(self.padding_mask), False
             queries = keys if count == self.length else queries.expand(len(keys), -1)
-        else:
-            in_order = count == self.length
         visible = None
         for mask in masks:
             visible = mask if visible is None else visible & mask
-        in_order = in_order and queries is not keys
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
         return bias, None if visible is None else visible.unsqueeze(1)
 
@@ -117,6 +115,8 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
         problem: what to compute.
         implementation: one of `MIXING_IMPLEMENTATIONS`. A backend that does not support the problem is passed over.
     """
+    if problem.length == 0:
+        return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
     if implementation == "reference":
         return reference_mixing(problem)
     if problem.documents is not None:
@@ -141,7 +141,7 @@ def mix_layer(
     """
     for backend in _backends(x.device, implementation):
         output = backend.layer(x, projections, biases, causal)
-        if output is not None:
+        if output is not None or backend.name == implementation:
             return output
     return None
 

@@ -109,10 +109,10 @@ def _mix_causal(problem: "Mixing") -> torch.Tensor:
 
 def _tables(biases: PositionBias, causal: bool, batch: int, length: int, width: int) -> Tables | None:
     """How these biases become tables; None where they need none, or none that has room."""
+    if biases.hides_outside:  # what is hidden from some queries only may be NaN
+        return None
     if isinstance(biases, GridKernel):
         heads, window = len(biases.kernels), biases.kernels.shape[-1]
-        if biases.hides_outside:
-            return GridTables(grid_size=biases.grid_size)
         features, with_gradients = batch * (width // heads + 1), torch.is_grad_enabled()
         return choose_tables(biases.grid_size, window, heads, features, with_gradients=with_gradients)
     if isinstance(biases, (Window, LagKernel)):

@@ -27,6 +27,7 @@ from .scaled_sums_aft import (
     delayed,
     fold,
     join_heads,
+    may_look_at,
     pad_positions,
     power_of_two_from,
     prefix_sums,
@@ -129,7 +130,7 @@ def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     if isinstance(biases, SelectedPosition) and not biases.hides_outside:
         return selected_position_mixing(key, value, biases)
     biases = getattr(biases, "kernel", biases)
-    if isinstance(biases, GridKernel) and not biases.hides_outside and _table_is_too_large(len(key), length):
+    if isinstance(biases, GridKernel) and not biases.hides_outside and _convolves(biases, length):
         return convolution_mixing(key, value, biases)
     if isinstance(biases, (Window, LagKernel)) and not is_short(biases.reach, length):
         return banded_mixing(key, value, biases, chunk_size=power_of_two_from(max(biases.reach, CHUNK_SIZE)))
@@ -142,9 +143,14 @@ def is_short(reach: int, length: int) -> bool:
     return not torch.compiler.is_exporting() and length <= FEW_CHUNKS * power_of_two_from(max(reach, CHUNK_SIZE))
 
 
-def _table_is_too_large(heads: int, length: int) -> bool:
-    # An exported program serves all sizes, of which some have no room for a table.
-    return torch.compiler.is_exporting() or heads * length * length > LARGEST_GRID_TABLE
+def _convolves(biases: GridKernel, length: int) -> bool:
+    """Whether there is no room for a table, and a convolution is precise or values may not be looked at."""
+    if torch.compiler.is_exporting():  # a program of all sizes
+        return True
+    if len(biases.kernels) * length * length <= LARGEST_GRID_TABLE:
+        return False
+    kernels = biases.kernels.detach()
+    return not (may_look_at(kernels) and kernels.amax().clamp_min(0.0) - kernels.amin() > LARGEST_SPAN)
 
 
 def chunk_size(reach: int, length: int) -> int:

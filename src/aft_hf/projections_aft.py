@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .activations_aft import is_linear, is_untouched
+from .activations_aft import autocast_dtype, is_linear, is_untouched
 
 
 # The numbers that a backend may project by itself. For gradients, features of bfloat16 are summed in float32.
@@ -35,14 +35,14 @@ class Projections(NamedTuple):
         if not self._are_plain(x.shape[-1]):
             return False
         dtypes = {x.dtype, *(p.dtype for layer in layers for p in layer.parameters())}
-        if torch.is_autocast_enabled("cpu"):  # which leaves float64 as it is
+        if autocast_dtype(x.device.type) is not None:  # which leaves float64 as it is
             return self.dtype(x) == torch.bfloat16 and dtypes <= {torch.float32, torch.bfloat16}
         return len(dtypes) == 1 and x.dtype in DTYPES
 
     @staticmethod
     def dtype(x: torch.Tensor) -> torch.dtype:
         """The dtype of what a linear layer makes of x."""
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        return autocast_dtype(x.device.type) or x.dtype
 
     def _are_plain(self, width: int) -> bool:
         layers = self.of_input()
@@ -51,6 +51,7 @@ class Projections(NamedTuple):
         if not (gated and ends and all(map(is_linear, layers))):
             return False
         key_shape, *others = (tuple(layer.weight.shape) for layer in layers)
+        others += [tuple(self.output.weight.shape)] if is_linear(self.output) else []
         usual = key_shape in ((width, width), (self.num_heads, width)) and set(others) == {(width, width)}
         biases = [layer.bias for layer in layers]
         whole = all(b is not None and b.shape == y.weight.shape[:1] for b, y in zip(biases, layers))

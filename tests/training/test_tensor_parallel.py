@@ -89,7 +89,9 @@ def test_two_processes_share_mlps_and_the_mixers_whose_position_biases_serve_all
         assert found["mixer"] < 0.7 if mixers else found["mixer"] == 1
 
 
-@pytest.mark.parametrize(("aft_type", "tied"), [("simple", False), ("simple", True), ("local", False), ("full", False)])
+@pytest.mark.parametrize(
+    ("aft_type", "tied"), [("simple", False), ("simple", True), ("local", False), ("full", False)]
+)
 def test_two_processes_have_the_outputs_and_the_gradients_of_one(tmp_path, aft_type, tied):
     config = AFTConfig(
         aft_type=aft_type,

@@ -1,0 +1,1440 @@
+"""The contract of every backend: Eq. 2 for each structure of w, dtype, mask and shape, in values and gradients.
+
+A backend is tested once it is in `mixing_aft.BACKENDS`, a structure of w once it has a line in `STRUCTURES`. Results
+are compared with `reference_mixing` in float64, of the same inputs as they are rounded to the dtype under test. The
+allowed errors follow from the dtype and from the number of terms (`tolerance`). The second half states the other
+promises one by one: causality in floating point, hidden NaN, differentiation in every mode, memory, packed documents.
+"""
+
+import copy
+import math
+import warnings
+from functools import cache, partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.documents_aft import Documents
+from aft_hf.mixing_aft import BACKENDS, Mixing, mix, reference_mixing
+
+
+WIDTH = 8
+LONGEST = 400  # positions that learned tables cover
+GRIDS = {1: (1, 1), 2: (2, 1), 9: (3, 3), 12: (3, 4), 31: (1, 31), 33: (11, 3), 35: (5, 7), 65: (5, 13), 129: (3, 43)}
+HALF = (torch.bfloat16, torch.float16)
+
+full = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=4)
+full_table = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=None)
+local = partial(AFTLocal, WIDTH, LONGEST, 3, position_bias_dim=4)
+local_wide = partial(AFTLocal, WIDTH, LONGEST, 40, position_bias_dim=4)  # wider than a chunk
+local_table = partial(AFTLocal, WIDTH, LONGEST, 5, position_bias_dim=None)
+sequence = partial(AFTConv, WIDTH, num_heads=2, kernel_size=5, spatial_dims=1)
+grid = partial(AFTConv, WIDTH, num_heads=2, kernel_size=3)
+CAUSAL, ALONE, NAIVE = {"causal": True}, {"global_connectivity": False}, {"reparameterized": False}
+SELECTED = {"selection": "gumbel", **NAIVE}
+
+# All structures that w can have. "causal" and "2-D" in a name mean just that; "negative" shifts all biases below 0.
+STRUCTURES = {
+    "full": full,
+    "full, 2 heads": partial(full, num_heads=2),
+    "full, table, 4 heads": partial(full_table, num_heads=4),
+    "full causal": partial(full, **CAUSAL),
+    "full causal, 2 heads": partial(full, num_heads=2, **CAUSAL),
+    "full causal, table": partial(full_table, **CAUSAL),
+    "local": local,
+    "local, wide": local_wide,
+    "local, table, 2 heads": partial(local_table, num_heads=2),
+    "local, window alone": partial(local, **ALONE),
+    "local causal": partial(local, **CAUSAL),
+    "local causal, 2 heads": partial(local, num_heads=2, **CAUSAL),
+    "local causal, wide": partial(local_wide, **CAUSAL),
+    "local causal, table": partial(local_table, **CAUSAL),
+    "local causal, window alone": partial(local, **CAUSAL, **ALONE),
+    "local causal, wide, window alone": partial(local_wide, **CAUSAL, **ALONE),
+    "simple": partial(AFTSimple, WIDTH),
+    "simple causal": partial(AFTSimple, WIDTH, **CAUSAL),
+    "simple causal, 2 heads": partial(AFTSimple, WIDTH, num_heads=2, **CAUSAL),
+    "conv": sequence,
+    "conv, wide": partial(sequence, kernel_size=81),
+    "conv, window alone": partial(sequence, **ALONE),
+    "conv, selected": partial(sequence, **SELECTED),
+    "conv, selected, negative": partial(sequence, **SELECTED),
+    "conv causal": partial(sequence, **CAUSAL),
+    "conv causal, even kernel": partial(sequence, kernel_size=4, **CAUSAL, **NAIVE),
+    "conv causal, wide": partial(sequence, kernel_size=41, **CAUSAL),
+    "conv causal, window alone": partial(sequence, **CAUSAL, **ALONE),
+    "conv causal, selected": partial(sequence, **CAUSAL, **SELECTED),
+    "conv causal, selected, negative": partial(sequence, **CAUSAL, **SELECTED),
+    "conv 2-D": grid,
+    "conv 2-D, 1 head": partial(grid, num_heads=1),
+    "conv 2-D, naive": partial(grid, **NAIVE),
+    "conv 2-D, larger than the grid": partial(grid, kernel_size=27),
+    "conv 2-D, one key per feature": partial(grid, num_heads=WIDTH),
+    "conv 2-D, window alone": partial(grid, **ALONE),
+    "conv 2-D, selected": partial(grid, **SELECTED),
+    "conv 2-D, selected, negative": partial(grid, **SELECTED),
+    "conv 2-D, selected, window alone": partial(grid, **SELECTED, **ALONE),
+    "alibi causal": partial(AFTAlibi, WIDTH, num_heads=2),
+    "alibi causal, 1 head": partial(AFTAlibi, WIDTH, num_heads=1),
+    "alibi causal, 8 heads": partial(AFTAlibi, WIDTH, num_heads=8),
+}
+ON_GRIDS = [name for name in STRUCTURES if "2-D" in name]
+SEQUENCES = [name for name in STRUCTURES if name not in ON_GRIDS]
+CAUSAL_ONES = [name for name in STRUCTURES if "causal" in name]
+LEARNED = [name for name in STRUCTURES if not name.startswith(("simple", "alibi"))]
+# One of each structure, for what does not depend on its sizes.
+TYPICAL = ["full", "full causal", "local", "local causal", "local causal, window alone", "simple", "simple causal"]
+TYPICAL += ["conv", "conv causal", "conv causal, selected", "conv 2-D", "conv 2-D, window alone", "conv 2-D, selected"]
+TYPICAL += ["alibi causal"]
+TYPICAL_SEQUENCES = [name for name in TYPICAL if name in SEQUENCES]
+
+
+class Backend(NamedTuple):
+    name: str
+    device: str
+
+
+# Every backend of every device that is here, by the name under which a user asks for it.
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+NAMED = [Backend(x.name, device) for device in DEVICES for x in BACKENDS.get(device, BACKENDS[None])]
+AUTO = [Backend("auto", device) for device in DEVICES]
+
+
+@pytest.fixture(params=NAMED, ids=" ".join)
+def backend(request) -> Backend:
+    return request.param
+
+
+@pytest.fixture(params=[*NAMED, Backend("reference", "cpu")], ids=" ".join)
+def backend_or_reference(request) -> Backend:
+    return request.param
+
+
+@pytest.fixture(params=[*AUTO, *NAMED], ids=" ".join)
+def backend_or_auto(request) -> Backend:
+    return request.param
+
+
+structures = partial(pytest.mark.parametrize, "structure")
+
+
+def build(structure: str, backend: Backend, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
+    """A mixer of that structure with position biases that matter, in evaluation mode."""
+    torch.manual_seed(0)
+    mixer = STRUCTURES[structure](implementation=backend.name, **options).eval()
+    for parameter in learned(mixer).values():
+        nn.init.normal_(parameter)
+        if "negative" in structure:
+            parameter.data.sub_(4.0)
+    return mixer.to(backend.device, dtype)
+
+
+def learned(mixer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of w."""
+    return {name: x for name, x in mixer.named_parameters() if name.startswith(("position_bias", "kernel"))}
+
+
+def grid_of(mixer: nn.Module, length: int) -> tuple[int, int] | None:
+    return GRIDS[length] if getattr(mixer, "spatial_dims", 1) == 2 else None
+
+
+def with_grid(mixer: nn.Module, length: int) -> dict:
+    size = grid_of(mixer, length)
+    return {} if size is None else {"grid_size": size}
+
+
+def keys_are_inputs(mixer: nn.Module) -> nn.Module:
+    """Project keys by the identity (as far as there are keys)."""
+    with torch.no_grad():
+        mixer.k_proj.weight.copy_(torch.eye(*mixer.k_proj.weight.shape))
+        mixer.k_proj.bias.zero_()
+    return mixer
+
+
+# ------------------------------------------------------------------------------------------------------ allowed errors
+
+
+def tolerance(dtype: torch.dtype, terms: int, largest_logit: float = 8.0) -> float:
+    """The relative error that sums of `terms` numbers may have, each of them exp(K + w) times something.
+
+    Sums run in float32 at least. K + w is rounded to eps |K + w|, which is a relative error of its exponential; to
+    this come a few operations per term, the shift by the largest logit among them. Rounding errors are independent,
+    so those of n terms add up as sqrt(n). A factor of 8 is left for the order of the operations.
+    """
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    return 8 * (math.sqrt(terms) + largest_logit) * torch.finfo(working).eps
+
+
+def storage_error(dtype: torch.dtype) -> float:
+    """The relative error of a result that is stored in half precision, on top of `tolerance`."""
+    return torch.finfo(dtype).eps if dtype in HALF else 0.0
+
+
+def assert_within(found: torch.Tensor, exact: torch.Tensor, allowed: float, what: str) -> None:
+    found = found.detach().double().cpu()
+    assert found.shape == exact.shape, what
+    assert found.isfinite().all(), f"{what} is not finite"
+    error = (found - exact).abs().max().item() if exact.numel() else 0.0
+    assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_as_exact(found: dict, rounded: dict, exact: dict, factor: float, dtype: torch.dtype) -> None:
+    """The error in norm is at most `factor` times that of `rounded`, the reference in the same dtype."""
+    for name, expected in exact.items():
+        norm = expected.norm()
+        errors = [((x[name].detach().double().cpu() - expected).norm() / norm).item() for x in (found, rounded)]
+        allowed = factor * errors[1] + torch.finfo(dtype).eps
+        assert errors[0] <= allowed, f"{name}: error {errors[0]:.3g}, reference {errors[1]:.3g}"
+
+
+# ------------------------------------------------------------------------------------------------ problems and results
+
+
+def padding_mask(side: str, batch: int, length: int) -> torch.Tensor:
+    """(B, T): the last row is not padded, the others are by different numbers of tokens."""
+    places, mask = torch.arange(length), torch.ones(batch, length, dtype=torch.bool)
+    for row in range(max(batch - 1, 1)):
+        count = (row + 1) * length // 4
+        if side == "holes":
+            mask[row] = torch.rand(length) < 0.6
+            mask[row, 0], mask[row, 1] = row == 0, True
+        else:
+            mask[row] = places >= count if side == "left" else places < length - count
+    return mask
+
+
+def pair_mask(batch: int, length: int) -> torch.Tensor:
+    mask = torch.rand(batch, length, length) < 0.5
+    mask[:, length // 2] = False  # a query that sees nothing
+    return mask
+
+
+def document_starts(batch: int, length: int) -> torch.Tensor:
+    starts = torch.rand(batch, length) < 0.12
+    starts[:, 0] = True
+    return starts
+
+
+# What queries see, as fields of `Mixing` for B rows of T tokens.
+SEEN = {
+    "everything": lambda batch, length: {},
+    "left padding": lambda batch, length: {"padding_mask": padding_mask("left", batch, length)},
+    "right padding": lambda batch, length: {"padding_mask": padding_mask("right", batch, length)},
+    "holes": lambda batch, length: {"padding_mask": padding_mask("holes", batch, length)},
+    "a pair mask": lambda batch, length: {"pair_mask": pair_mask(1, length)},
+    "a pair mask per row": lambda batch, length: {"pair_mask": pair_mask(batch, length)},
+    "both masks": lambda batch, length: {
+        "padding_mask": padding_mask("right", batch, length),
+        "pair_mask": pair_mask(batch, length),
+    },
+    "fewer queries": lambda batch, length: {"num_queries": length - 5},
+    "documents": lambda batch, length: {"documents": Documents(document_starts(batch, length))},
+    "documents and padding": lambda batch, length: {
+        "documents": Documents(document_starts(batch, length)),
+        "padding_mask": padding_mask("right", batch, length),
+    },
+    "other positions": lambda batch, length: {"positions": torch.randperm(2 * length)[:length].unsqueeze(0)},
+}
+OF_SEQUENCES = ("documents", "documents and padding", "other positions")
+
+
+def one_key(place: int, size: float):
+    def keys(*shape: int) -> torch.Tensor:
+        key = torch.randn(shape)
+        key[:, place] = size
+        return key
+
+    return keys
+
+
+def ramp(first: float, last: float):
+    return lambda *shape: torch.randn(shape) + torch.linspace(first, last, shape[1])[:, None]
+
+
+# Keys (B, T, h k).
+KEYS = {
+    "moderate": lambda *shape: torch.randn(shape),
+    "x 30": lambda *shape: 30 * torch.randn(shape),
+    "x 90": lambda *shape: 90 * torch.randn(shape),
+    "up to 1e4": lambda *shape: 1e4 * (2 * torch.rand(shape) - 1),
+    "all 1e4": lambda *shape: torch.full(shape, 1e4),
+    "all -1e4": lambda *shape: torch.full(shape, -1e4),
+    "a rising ramp": ramp(0.0, 3000.0),
+    "a falling ramp": ramp(3000.0, 0.0),
+    "one huge, late": one_key(-3, 1e4),
+    "one huge, early": one_key(1, 1e4),
+    "one hidden by its size": one_key(4, -1e4),
+}
+
+
+class Case(NamedTuple):
+    """A problem in the dtype under test, and its exact results."""
+
+    mixer: nn.Module
+    key: torch.Tensor
+    value: torch.Tensor
+    weight: torch.Tensor  # the gradient of the outputs, 0 where these are of padding
+    fields: dict
+    exact: dict[str, torch.Tensor]
+
+
+def results(mixer, key, value, weight, fields, implementation: str) -> dict[str, torch.Tensor]:
+    """Outputs and gradients by name; outputs of padding are left out."""
+    key, value = (x.detach().clone().requires_grad_() for x in (key, value))
+    biases = mixer.biases(value, grid_of(mixer, key.shape[1]))
+    problem = Mixing(key, value, mixer.num_heads, biases, mixer.causal, **fields)
+    output = reference_mixing(problem) if implementation == "reference" else mix(problem, implementation)
+    assert output.dtype == value.dtype
+    inputs = {"key": key, "value": value, **learned(mixer)}
+    gradients = torch.autograd.grad(output, list(inputs.values()), weight, materialize_grads=True)
+    gradients = {f"gradient of {name}": x for name, x in zip(inputs, gradients)}
+    return {"output": output * weight.ne(0)} | gradients
+
+
+@cache
+def case(structure, dtype, batch, length, seen="everything", keys="moderate", scale=None) -> Case:
+    mixer = build(structure, Backend("reference", "cpu"), dtype)
+    if scale is not None:
+        scale_biases(mixer, length, scale)
+    torch.manual_seed(1)
+    key = KEYS[keys](batch, length, mixer.k_proj.out_features).to(dtype)
+    value = torch.randn(batch, length, WIDTH).to(dtype)
+    fields = SEEN[seen](batch, length)
+    queries = fields.get("num_queries", length)
+    # All of one sign, so that gradients of values do not cancel.
+    weight = torch.linspace(0.2, 1, batch * queries * WIDTH).view(batch, queries, WIDTH).to(dtype)
+    if "padding_mask" in fields:
+        weight = weight * fields["padding_mask"][:, :queries, None]
+    double = copy.deepcopy(mixer).double()
+    exact = results(double, key.double(), value.double(), weight.double(), fields, "reference")
+    return Case(mixer, key, value, weight, fields, {name: x.detach() for name, x in exact.items()})
+
+
+def to_device(x, device: str):
+    if isinstance(x, Documents):
+        return Documents(x.starts.to(device))
+    return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
+def assert_exact(given: Case, backend: Backend) -> None:
+    """Each result within its `tolerance`, relative to its largest entry, or to what cancels in it if that is more."""
+    mixer, dtype = copy.deepcopy(given.mixer).to(backend.device), given.key.dtype
+    tensors = (x.to(backend.device) for x in (given.key, given.value, given.weight))
+    fields = {name: to_device(x, backend.device) for name, x in given.fields.items()}
+    found = results(mixer, *tensors, fields, backend.name)
+    batch, length, width = given.value.shape
+    with torch.no_grad():
+        bias = copy.deepcopy(given.mixer).double().position_bias(length, **with_grid(mixer, length))
+    finite = bias.masked_fill(bias.isinf(), 0.0).abs().max().item()
+    allowed = tolerance(dtype, batch * length * width // mixer.num_heads, given.key.abs().max().item() + finite)
+    # The gradient of a logit is that of V_t' times V_t' - Y_t: a sum over features where these share the key, and over
+    # rows and features where these share w. That bounds what cancels in it.
+    largest_value, value_gradient = given.value.abs().max().item(), given.exact["gradient of value"].abs()
+    of_key = 2 * largest_value * value_gradient.max().item() * width / given.key.shape[-1]
+    of_bias = 2 * largest_value * value_gradient.sum((0, 2)).max().item()
+    for name, exact in given.exact.items():
+        summed = {"output": largest_value, "gradient of key": of_key, "gradient of value": 0.0}.get(name)
+        if summed is None:  # a gradient of biases may be multiplied by another factor
+            summed = of_bias * max(x.abs().max().item() for x in learned(mixer).values())
+        largest = exact.abs().max().item() if exact.numel() else 0.0
+        assert_within(found[name], exact, storage_error(dtype) * largest + allowed * max(largest, summed), name)
+
+
+# ------------------------------------------------------------- every structure x dtype x mask x shape: the whole of it
+
+
+@structures(STRUCTURES)
+@pytest.mark.parametrize(("batch", "length"), ((1, 1), (3, 2), (1, 31), (3, 33), (1, 65), (2, 129)))
+def test_a_backend_equals_the_reference(structure, batch, length, backend):
+    assert_exact(case(structure, torch.float32, batch, length), backend)
+
+
+@structures(STRUCTURES)
+@pytest.mark.parametrize(("batch", "length"), ((1, 2), (2, 65)))
+def test_a_backend_equals_the_reference_in_float64(structure, batch, length, backend):
+    assert_exact(case(structure, torch.float64, batch, length), backend)
+
+
+@structures(["local", "local, wide", "local, window alone", "conv, wide", "local causal, wide", "full causal"])
+def test_a_backend_equals_the_reference_on_a_long_sequence(structure, backend):
+    assert_exact(case(structure, torch.float32, 1, 390), backend)
+
+
+@structures(STRUCTURES)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_backend_sums_half_precision_in_float32(structure, dtype, backend):
+    assert_exact(case(structure, dtype, 2, 65), backend)
+
+
+@pytest.mark.parametrize(
+    ("structure", "seen"),
+    [(x, seen) for x in STRUCTURES for seen in list(SEEN)[1:] if x in SEQUENCES or seen not in OF_SEQUENCES],
+)
+def test_a_backend_equals_the_reference_where_queries_do_not_see_everything(structure, seen, backend):
+    assert_exact(case(structure, torch.float32, 3, 35, seen), backend)
+
+
+@structures(TYPICAL_SEQUENCES)
+@pytest.mark.parametrize("seen", ("left padding", "a pair mask per row", "documents"))
+def test_a_backend_sums_half_precision_in_float32_where_queries_do_not_see_everything(structure, seen, backend):
+    assert_exact(case(structure, torch.bfloat16, 3, 35, seen), backend)
+
+
+# ----------------------------------------------------------------------------------------------- large keys and biases
+
+
+@pytest.mark.parametrize(
+    ("structure", "keys"),
+    [(x, keys) for x in STRUCTURES for keys in KEYS if x in TYPICAL or keys == "up to 1e4"],
+)
+def test_large_keys_are_finite_and_right(structure, keys, backend):
+    assert_exact(case(structure, torch.float32, 2, 65, keys=keys), backend)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize(("keys", "dtype"), (("x 90", torch.bfloat16), ("up to 1e4", torch.float16)), ids=str)
+def test_large_keys_in_half_precision_are_finite_and_right(structure, keys, dtype, backend):
+    assert_exact(case(structure, dtype, 2, 65, keys=keys), backend)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("seen", ("a pair mask per row", "holes"))
+@pytest.mark.parametrize("keys", ("one huge, late", "x 90"))
+def test_large_keys_among_hidden_ones_are_finite_and_right(structure, seen, keys, backend):
+    assert_exact(case(structure, torch.float32, 3, 35, seen, keys), backend)
+
+
+def scale_biases(mixer: nn.Module, length: int, size: float) -> None:
+    """Let the position biases be up to `size` in size."""
+    with torch.no_grad():
+        bias = mixer.float().position_bias(length, **with_grid(mixer, length))
+        factor = size / bias.masked_fill(bias.isinf(), 0.0).abs().max()
+        parameters = learned(mixer)
+        if "position_bias_query" in parameters:
+            factor = factor.abs().sqrt()  # of two factors each
+        if "kernel_scale" in parameters:
+            parameters.pop("kernel")  # which is standardized
+        for parameter in parameters.values():
+            parameter.mul_(factor)
+
+
+@pytest.mark.parametrize(
+    ("structure", "size", "keys"),
+    [(x, size, "moderate") for x in LEARNED for size in (50.0, 150.0)]
+    + [(x, 150.0, "x 90") for x in TYPICAL if x in LEARNED],
+)
+def test_position_biases_that_span_100_and_300_are_right_in_value_and_gradient(structure, size, keys, backend):
+    assert_exact(case(structure, torch.float32, 2, 65, keys=keys, scale=size), backend)
+
+
+def test_a_decay_over_a_long_sequence_is_right_where_keys_make_up_for_it(backend):
+    mixer = STRUCTURES["alibi causal, 1 head"](implementation=backend.name).to(backend.device)
+    slope = 2.0**-8
+    # exp(K + w) is about the same for all tokens, and between the first and the last one both change by 256 in size.
+    key = (-slope * torch.arange(2**16 // 64)).repeat_interleave(1)[None, :, None] + torch.randn(1, 2**10, WIDTH)
+    value = torch.randn(1, 2**10, WIDTH)
+    options = (torch.ones_like(value), {})
+    found = results(mixer, *(x.to(backend.device) for x in (key, value, options[0])), {}, backend.name)
+    double = copy.deepcopy(mixer).cpu().double()
+    exact = results(double, key.double(), value.double(), options[0].double(), {}, "reference")
+    assert_within(found["output"], exact["output"], tolerance(torch.float32, 2**10) * 4, "output")
+
+
+# ----------------------------------------------------------------------------------------------------------- causality
+
+
+def at_most(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-5) -> None:
+    """Within `relative` of the largest entry."""
+    assert_within(found, expected.detach().double().cpu(), relative * expected.abs().max().item(), "output")
+
+
+LATER = {"1e4 larger": 1e4, "-1e4": -1e4, "NaN": math.nan, "infinity": math.inf, "-infinity": -math.inf}
+
+
+@structures(CAUSAL_ONES)
+@pytest.mark.parametrize("later", LATER)
+def test_later_tokens_do_not_change_earlier_outputs(structure, later, backend):
+    mixer = keys_are_inputs(build(structure, backend))
+    x = torch.randn(2, 130, WIDTH, device=backend.device)
+    with torch.no_grad():
+        expected = mixer(x)
+        for last in (0, 31, 74, 127):
+            changed = x.clone()
+            changed[:, last + 1 :] += LATER[later]
+            at_most(mixer(changed)[:, : last + 1], expected[:, : last + 1])
+
+
+@structures(CAUSAL_ONES)
+def test_later_tokens_do_not_change_earlier_gradients(structure, backend):
+    mixer = keys_are_inputs(build(structure, backend))
+    x = torch.randn(2, 130, WIDTH, device=backend.device)
+    for last in (0, 32, 74):
+        gradients = []
+        for larger in (0.0, 1e4):
+            y = x.clone()
+            y[:, last + 1 :] += larger
+            y.requires_grad_()
+            gradients.append(torch.autograd.grad(mixer(y)[:, : last + 1].sum(), y)[0])
+        at_most(gradients[1][:, : last + 1], gradients[0][:, : last + 1])
+        assert gradients[1][:, last + 1 :].eq(0).all()
+
+
+@structures([name for name in CAUSAL_ONES if "window alone" in name])
+@pytest.mark.parametrize("size", (1e4, math.nan))
+def test_tokens_that_left_the_window_do_not_change_later_outputs(structure, size, backend):
+    mixer = keys_are_inputs(build(structure, backend))
+    x = torch.randn(2, 130, WIDTH, device=backend.device)
+    with torch.no_grad():
+        expected = mixer(x)
+        for hidden in (0, 5, 20):
+            y, first = x.clone(), hidden + mixer.window
+            y[:, hidden] = size
+            at_most(mixer(y)[:, first:], expected[:, first:])
+
+
+@structures([name for name in STRUCTURES if "window alone" in name and name not in CAUSAL_ONES])
+@pytest.mark.parametrize("size", (1e4, math.nan))
+def test_tokens_beyond_the_window_do_not_change_outputs(structure, size, backend):
+    mixer = keys_are_inputs(build(structure, backend))
+    x = torch.randn(2, 129, WIDTH, device=backend.device)
+    options = with_grid(mixer, 129)
+    with torch.no_grad():
+        expected, y = mixer(x, **options), x.clone()
+        y[:, 60] = size
+        far = mixer.position_bias(129, **options)[:, :, 60].isinf().all(0).cpu()
+        assert far.any()
+        at_most(mixer(y, **options)[:, far], expected[:, far])
+
+
+# ------------------------------------------------------------------------------------------------------ what is hidden
+
+
+@pytest.mark.parametrize(
+    ("structure", "side"),
+    [(x, side) for x in STRUCTURES for side in ("left", "right", "holes") if x in TYPICAL or side == "left"],
+)
+def test_padding_of_any_size_reaches_no_real_token(structure, side, backend_or_reference):
+    mixer = keys_are_inputs(build(structure, backend_or_reference))
+    device, options = backend_or_reference.device, with_grid(mixer, 35)
+    x, mask = torch.randn(3, 35, WIDTH).to(device), padding_mask(side, 3, 35).to(device)
+    with torch.no_grad():
+        expected = mixer(x.masked_fill(~mask.unsqueeze(-1), 0.0), attention_mask=mask, **options)[mask]
+        for size in (math.nan, math.inf):
+            hostile = x.masked_fill(~mask.unsqueeze(-1), size)
+            at_most(mixer(hostile, attention_mask=mask, **options)[mask], expected)
+    hostile = x.masked_fill(~mask.unsqueeze(-1), 1e4).requires_grad_()
+    output = mixer(hostile, attention_mask=mask, **options)[mask]
+    at_most(output, expected)
+    gradient = torch.autograd.grad(output.sum(), hostile)[0]
+    assert gradient.isfinite().all() and gradient[~mask].eq(0).all()
+
+
+@structures(STRUCTURES)
+@pytest.mark.parametrize("rows", (1, 3))
+def test_nan_behind_a_pair_mask_reaches_no_query_that_does_not_see_it(structure, rows, backend_or_reference):
+    mixer = build(structure, backend_or_reference)
+    device, options = backend_or_reference.device, with_grid(mixer, 35)
+    x, mask = torch.randn(3, 35, WIDTH).to(device), pair_mask(rows, 35).to(device)
+    mask[:, 10:20, 30] = False
+    mask[:, 20:, 30] = True
+    sees = mask[:, :, 30].expand(3, -1)
+    hostile = x.clone()
+    hostile[:, 30] = math.nan
+    found, expected = (mixer(x, y, y, attention_mask=mask, **options) for y in (hostile, x))
+    at_most(found[~sees], expected[~sees])
+
+
+@structures(STRUCTURES)
+@pytest.mark.parametrize("masked", ("padding", "pairs"))
+def test_a_query_that_sees_nothing_gives_0_and_finite_gradients(structure, masked, backend_or_reference):
+    mixer = build(structure, backend_or_reference)
+    mixer.o_proj = nn.Identity()
+    device = backend_or_reference.device
+    x = torch.randn(2, 33, WIDTH, device=device, requires_grad=True)
+    mask = torch.ones(2, 33, dtype=torch.bool) if masked == "padding" else pair_mask(2, 33)
+    mask[1] = False
+    output = mixer(x, attention_mask=mask.to(device), **with_grid(mixer, 33))
+    assert output[1].eq(0).all() and output[0].ne(0).any()
+    inputs = [x, *mixer.parameters()]
+    assert all(g.isfinite().all() for g in torch.autograd.grad(output.sum(), inputs, materialize_grads=True))
+
+
+@structures(STRUCTURES)
+def test_nan_in_one_row_does_not_reach_another(structure, backend):
+    mixer, x = build(structure, backend), torch.randn(3, 35, WIDTH, device=backend.device)
+    options = with_grid(mixer, 35)
+    expected = mixer(x, **options)
+    x[1, 20] = math.nan
+    output = mixer(x, **options)
+    at_most(output[[0, 2]], expected[[0, 2]])
+    assert output[1, 20].isnan().any()
+
+
+# -------------------------------------------------------------------------------------------------------- whole mixers
+
+
+def mixer_results(mixer, x: torch.Tensor, autocast: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of the input and of all parameters, by name."""
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        output = mixer(x, **with_grid(mixer, x.shape[1]))
+    weight = torch.linspace(0.2, 1, output.numel(), device=x.device).view_as(output).to(output.dtype)
+    inputs = {"the input": x, **dict(mixer.named_parameters())}
+    gradients = torch.autograd.grad(output, list(inputs.values()), weight, materialize_grads=True)
+    return {"output": output.detach()} | {f"gradient of {name}": x for name, x in zip(inputs, gradients)}
+
+
+def by_reference(
+    mixer, x: torch.Tensor, dtype: torch.dtype = torch.float64, autocast: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """What `mixer_results` gives by the reference in another dtype, on the CPU, in float64."""
+    reference = copy.deepcopy(mixer).cpu().to(dtype)
+    reference.implementation = "reference"
+    return {name: y.double() for name, y in mixer_results(reference, x.cpu().to(dtype), autocast).items()}
+
+
+def without_what_cancels(exact: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the gradients that are 0 but for rounding, as that of a bias of all keys is: they have no precision."""
+    largest = max(x.abs().max().item() for x in exact.values())
+    return {name: x for name, x in exact.items() if x.numel() and x.abs().max().item() > 1e-9 * largest}
+
+
+def assert_mixer_exact(mixer, x: torch.Tensor) -> None:
+    """Gradients that cancel, as that of the key's bias does, are as exact as the terms that cancel in them."""
+    found, exact = mixer_results(mixer, x), by_reference(mixer, x)
+    largest = max(g.abs().max().item() for name, g in exact.items() if name != "output")
+    allowed = tolerance(x.dtype, x[..., 0].numel() * x.shape[-1])
+    for name, expected in exact.items():
+        own = expected.abs().max().item()
+        assert_within(found[name], expected, allowed * (own if name == "output" else max(own, largest)), name)
+
+
+OPTIONS = {
+    "": {},
+    "no query": {"use_query": False},
+    "no output projection": {"use_output_projection": False},
+    "neither": {"use_query": False, "use_output_projection": False},
+    "relu, no biases": {"query_activation": "relu", "qkv_bias": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("structure", "options", "dtype"),
+    [(x, name, torch.float32) for x in STRUCTURES for name in OPTIONS if not name or x in TYPICAL]
+    + [(x, "", torch.float64) for x in TYPICAL],
+    ids=lambda value: str(value) or "as it is",
+)
+def test_a_whole_mixer_is_eq_2(structure, options, dtype, backend_or_auto):
+    mixer = build(structure, backend_or_auto, dtype, **OPTIONS[options])
+    assert_mixer_exact(mixer, torch.randn(2, 33, WIDTH, dtype=dtype, device=backend_or_auto.device))
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize(("batch", "length"), ((1, 1), (3, 2), (1, 129)))
+def test_a_whole_mixer_is_eq_2_for_any_shape(structure, batch, length, backend):
+    mixer = build(structure, backend)
+    x = torch.randn(batch, length, WIDTH, device=backend.device)
+    assert_mixer_exact(mixer, x)
+    with torch.no_grad():
+        found = mixer(x, **with_grid(mixer, length))
+    at_most(found, by_reference(mixer, x)["output"])
+
+
+@pytest.mark.parametrize("width", (1, 37, 64))
+def test_any_width_is_eq_2(width, backend):
+    for build_mixer in (partial(AFTFull, width, 40), partial(AFTSimple, width), partial(AFTConv, width, 1, 5)):
+        mixer = build_mixer(implementation=backend.name).to(backend.device)
+        assert_mixer_exact(mixer, torch.randn(2, 9, width, device=backend.device))
+
+
+@pytest.mark.parametrize(
+    ("structure", "dtype"),
+    [(x, torch.bfloat16) for x in STRUCTURES] + [(x, torch.float16) for x in TYPICAL],
+    ids=str,
+)
+def test_a_whole_mixer_in_half_precision_is_as_exact_as_the_reference_in_half_precision(structure, dtype, backend):
+    mixer = build(structure, backend, dtype)
+    x = torch.randn(2, 33, WIDTH, device=backend.device).to(dtype)
+    found, rounded, exact = mixer_results(mixer, x), by_reference(mixer, x, dtype), by_reference(mixer, x)
+    assert found["output"].dtype == dtype
+    assert_as_exact(found, rounded, without_what_cancels(exact), 2.0, dtype)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_inputs_times_90_in_half_precision_stay_finite(structure, dtype, backend):
+    mixer = build(structure, backend, dtype)
+    x = (90 * torch.randn(2, 35, WIDTH, device=backend.device)).to(dtype).requires_grad_()
+    output = mixer(x, **with_grid(mixer, 35))
+    assert output.isfinite().all()
+    assert torch.autograd.grad(output.float().mean(), x)[0].isfinite().all()
+
+
+@structures(TYPICAL)
+def test_a_row_equals_the_row_alone(structure, backend):
+    mixer, x = build(structure, backend), torch.randn(3, 65, WIDTH, device=backend.device)
+    options = with_grid(mixer, 65)
+    output = mixer(x, **options)
+    for i in range(3):
+        at_most(output[i : i + 1], mixer(x[i : i + 1], **options), tolerance(x.dtype, 65))
+
+
+@structures(TYPICAL_SEQUENCES)
+@pytest.mark.parametrize("side", ("left", "right", "holes"))
+def test_a_padded_row_equals_the_row_alone(structure, side, backend_or_reference):
+    mixer = build(structure, backend_or_reference)
+    device = backend_or_reference.device
+    x, mask = torch.randn(3, 35, WIDTH, device=device), padding_mask(side, 3, 35).to(device)
+    output = mixer(x, attention_mask=mask)
+    for row, real, found in zip(x, mask, output):
+        at_most(found[real], mixer(row[real].unsqueeze(0))[0], tolerance(x.dtype, 35))
+
+
+@structures(TYPICAL)
+def test_inputs_and_gradients_need_not_be_contiguous(structure, backend):
+    mixer = build(structure, backend)
+    options = with_grid(mixer, 35)
+    x = torch.randn(35, WIDTH, 2, device=backend.device).permute(2, 0, 1).requires_grad_()
+    output = mixer(x, **options)
+    at_most(output, mixer(x.contiguous(), **options), tolerance(x.dtype, 35))
+    strided = torch.randn(WIDTH, 35, 2, device=backend.device).permute(2, 1, 0)
+    for gradient in (torch.ones((), device=backend.device).expand(2, 35, WIDTH), strided):
+        found = torch.autograd.grad(output, x, gradient, retain_graph=True)[0]
+        expected = torch.autograd.grad(mixer(x, **options), x, gradient.contiguous())[0]
+        at_most(found, expected, tolerance(x.dtype, 35 * WIDTH))
+
+
+TRAINED = ("q_proj", "k_proj", "v_proj", "o_proj", "position_bias", "kernel", "o_proj.bias")
+
+
+@structures(["full", "local causal", "conv causal", "conv 2-D"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_only_what_is_trained_gets_a_gradient(structure, trained, backend):
+    mixer, x = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device)
+    expected = mixer_results(mixer, x)
+    for name, parameter in mixer.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    output = mixer(x, **with_grid(mixer, 35))
+    if not output.requires_grad:  # this type has no such parameters
+        assert not any(name.startswith(trained) for name, _ in mixer.named_parameters())
+        return
+    output.backward(torch.linspace(0.2, 1, output.numel(), device=x.device).view_as(output))
+    for name, parameter in mixer.named_parameters():
+        assert (parameter.grad is not None) == name.startswith(trained)
+        if parameter.grad is not None:
+            wanted = expected[f"gradient of {name}"]
+            scale = max(wanted.abs().max().item(), expected["gradient of v_proj.weight"].abs().max().item())
+            assert_within(parameter.grad, wanted.double().cpu(), scale * tolerance(x.dtype, 70 * WIDTH), name)
+
+
+@structures(TYPICAL)
+def test_nothing_is_kept_where_no_gradient_is_needed(structure, backend):
+    mixer, kept = build(structure, backend).requires_grad_(False), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x), lambda x: x):
+        assert not mixer(torch.randn(2, 35, WIDTH, device=backend.device), **with_grid(mixer, 35)).requires_grad
+    assert not kept
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@structures(["full", "simple causal", "local causal", "conv 2-D"])
+@pytest.mark.parametrize("name", ("q_proj", "k_proj", "v_proj", "o_proj", "query_activation"))
+@pytest.mark.parametrize("training", (False, True))
+def test_hooks_and_other_classes_of_projections_are_called(structure, name, training, backend):
+    mixer, x, seen = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device), []
+    with torch.set_grad_enabled(training):
+        plain = mixer(x, **with_grid(mixer, 35))
+        hook = mixer.get_submodule(name).register_forward_hook(lambda *args: seen.append(args))
+        at_most(mixer(x, **with_grid(mixer, 35)), plain, tolerance(x.dtype, 35 * WIDTH))
+        assert len(seen) == 1
+        hook.remove()
+        if name != "query_activation":
+            layer = mixer.get_submodule(name)
+            layer.__class__ = Doubled
+            assert not torch.allclose(mixer(x, **with_grid(mixer, 35)), plain, rtol=1e-3)
+
+
+def test_projections_may_be_of_other_sizes_and_layouts(backend):
+    x = torch.randn(2, 35, WIDTH, device=backend.device)
+    mixers = [build("full", backend) for _ in range(4)]
+    mixers[0].o_proj = nn.Linear(WIDTH, 2 * WIDTH).to(backend.device)
+    mixers[1].q_proj = nn.Linear(WIDTH, 1).to(backend.device)
+    mixers[2].v_proj.bias = nn.Parameter(torch.ones(1, device=backend.device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse layouts are in beta
+        weight = mixers[3].k_proj.weight.detach().to_sparse_csr()
+    mixers[3].k_proj.weight = nn.Parameter(weight, requires_grad=False)
+    for mixer in mixers:
+        with torch.no_grad():
+            found = mixer(x)
+            mixer.v_proj.register_forward_hook(lambda *args: None)
+            at_most(found, mixer(x), tolerance(x.dtype, 35 * WIDTH))
+
+
+@pytest.mark.parametrize("structure", ("full", "simple causal", "conv 2-D"))
+@pytest.mark.parametrize("name", ("k_proj", "v_proj", "q_proj"))
+def test_a_bias_that_cancels_is_added_before_anything_is_rounded(structure, name, backend):
+    mixer = build(structure, backend)
+    x = torch.randn(2, 33, WIDTH, device=backend.device)
+    x[..., 0] = 1.0
+    with torch.no_grad():
+        mixer.get_submodule(name).weight[:, 0] = 300.0
+        mixer.get_submodule(name).bias.fill_(-300.0)
+    mixer, x = mixer.bfloat16(), x.bfloat16()
+    with torch.no_grad():
+        found = {"output": mixer(x, **with_grid(mixer, 33))}
+    exact, rounded = ({"output": by_reference(mixer, x, dtype)["output"]} for dtype in (torch.float64, x.dtype))
+    assert_as_exact(found, rounded, exact, 2.0, x.dtype)
+
+
+# ------------------------------------------------------------------------------ gradients where values share an offset
+
+OFFSET = [name for name in TYPICAL if "selected" not in name]
+SIZES = ((torch.bfloat16, 10.0), (torch.bfloat16, 100.0), (torch.float16, 100.0))
+offsets = pytest.mark.parametrize(("dtype", "offset"), SIZES, ids=str)
+
+
+@structures(OFFSET)
+@offsets
+def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, offset, dtype, backend):
+    mixer = build(structure, backend, dtype)
+    torch.manual_seed(1)
+    key = torch.randn(2, 65, mixer.k_proj.out_features).to(dtype)
+    value = (offset + torch.randn(2, 65, WIDTH)).to(dtype)
+    weight = torch.randn(2, 65, WIDTH).to(dtype)
+    tensors = [x.to(backend.device) for x in (key, value, weight)]
+    found = results(mixer, *tensors, {}, backend.name)
+    double = copy.deepcopy(mixer).cpu().double()
+    rounded = results(copy.deepcopy(mixer).cpu(), key, value, weight, {}, "reference")
+    exact = results(double, key.double(), value.double(), weight.double(), {}, "reference")
+    assert_as_exact(found, rounded, without_what_cancels(exact), 2.0, dtype)
+
+
+@structures(OFFSET)
+@offsets
+@pytest.mark.parametrize("autocast", (False, True), ids=("", "autocast"))
+def test_gradients_of_a_mixer_are_as_exact_as_the_reference_s_where_values_share_an_offset(
+    structure, offset, dtype, autocast, backend
+):
+    mixer = build(structure, backend)
+    with torch.no_grad():
+        mixer.v_proj.bias.add_(offset)
+    torch.manual_seed(1)
+    x = torch.randn(3, 65, WIDTH).to(backend.device)
+    if autocast:
+        found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
+    else:
+        mixer, x = mixer.to(dtype), x.to(dtype)
+        found, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
+    assert_as_exact(found, rounded, without_what_cancels(by_reference(mixer, x)), 1.25, dtype)
+
+
+# ---------------------------------------------------------------------------------------- outputs are ordinary tensors
+
+
+def add_input(mixer, x):
+    y = mixer(x)
+    y += x
+    return y
+
+
+def multiply(mixer, x):
+    return mixer(x).mul_(2)
+
+
+def inplace_dropout(mixer, x):
+    torch.manual_seed(2)
+    return nn.Sequential(mixer, nn.Dropout(0.5, inplace=True))(x)
+
+
+def inplace_hook(mixer, x):
+    hook = mixer.register_forward_hook(lambda module, args, output: output.add_(args[0]))
+    output = mixer(x)
+    hook.remove()
+    return output
+
+
+def dropout(mixer, x):
+    torch.manual_seed(2)
+    return nn.functional.dropout(mixer(x), 0.5)
+
+
+IN_PLACE = {
+    "y += x": (add_input, lambda mixer, x: mixer(x) + x),
+    "y.mul_(2)": (multiply, lambda mixer, x: mixer(x) * 2),
+    "dropout": (inplace_dropout, dropout),
+    "a hook": (inplace_hook, lambda mixer, x: mixer(x) + x),
+}
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("options", ("", "neither"))
+def test_the_output_may_be_changed_in_place(structure, change, options, backend):
+    mixer = build(structure, backend, **OPTIONS[options])
+    for batch in (1, 2):
+        x = torch.randn(batch, 9, WIDTH, device=backend.device, requires_grad=True)
+        inputs, found = [x, *mixer.parameters()], []
+        for function in IN_PLACE[change]:
+            output = function(mixer, x)
+            found.append((output, *torch.autograd.grad(output.square().sum(), inputs, materialize_grads=True)))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@structures(["full", "full causal", "local causal", "conv 2-D"])
+@pytest.mark.parametrize("options", ("", "neither"))
+def test_a_gradient_that_others_share_is_not_changed(structure, options, backend):
+    mixer = build(structure, backend, **OPTIONS[options])
+    for shape in ((1, 1), (1, 9), (3, 1)):
+        x = torch.randn(*shape, WIDTH, device=backend.device, requires_grad=True)
+        given = torch.randn(shape[0], WIDTH, shape[1], device=backend.device).mT
+        before, output = given.clone(), mixer(x)
+        first, second = (torch.autograd.grad(output, x, given, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(given, before) and torch.equal(first, second)
+
+
+@structures(TYPICAL)
+def test_changing_an_input_before_the_backward_pass_is_an_error(structure, backend):
+    mixer = build(structure, backend)
+    x = torch.randn(2, 35, WIDTH, device=backend.device)
+    for changed in (x, mixer.o_proj.weight):
+        output = mixer(x, **with_grid(mixer, 35))
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_an_activation_checkpoint_gives_the_same(structure, use_reentrant, backend):
+    mixer = build(structure, backend).train()
+    x = torch.randn(2, 35, WIDTH, device=backend.device, requires_grad=True)
+    run = partial(mixer, **with_grid(mixer, 35))
+    found = []
+    for call in (run, partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=use_reentrant)):
+        torch.manual_seed(0)
+        output = call(x)
+        output.square().sum().backward()
+        found.append((output.detach(), x.grad.clone()))
+        x.grad = None
+    torch.testing.assert_close(*found)
+
+
+# ----------------------------------------------------------------------------------------- differentiation and tracing
+
+
+def doubles(structure, backend, length=5, batch=1):
+    """A mixer and its reference in float64, and an input of both that requires gradients."""
+    mixer = build(structure, backend, torch.float64)
+    reference = copy.deepcopy(mixer)
+    reference.implementation = "reference"
+    x = torch.randn(batch, length, WIDTH, dtype=torch.float64, device=backend.device, requires_grad=True)
+    options = with_grid(mixer, length)
+    return partial(mixer, **options), partial(reference, **options), x
+
+
+@structures(TYPICAL)
+def test_vectorized_jacobians_are_those_of_the_reference(structure, backend):
+    mixer, reference, x = doubles(structure, backend, 9)
+    jacobian = partial(torch.autograd.functional.jacobian, vectorize=True)
+    torch.testing.assert_close(jacobian(mixer, x), torch.autograd.functional.jacobian(reference, x))
+
+
+@structures(TYPICAL)
+def test_batched_gradients_are_the_gradients_one_by_one(structure, backend):
+    mixer, x = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device, requires_grad=True)
+    output, inputs = mixer(x, **with_grid(mixer, 35)), [x, *mixer.parameters()]
+    given = torch.randn(3, *output.shape, device=backend.device)
+    options = {"retain_graph": True, "materialize_grads": True}
+    batched = torch.autograd.grad(output, inputs, given, is_grads_batched=True, **options)
+    for i in range(3):
+        expected = list(torch.autograd.grad(output, inputs, given[i], **options))
+        torch.testing.assert_close([x[i] for x in batched], expected, rtol=1e-4, atol=1e-4)
+
+
+@structures(TYPICAL)
+def test_gradients_of_gradients_are_right(structure, backend):
+    mixer, _, x = doubles(structure, backend, 9)
+    assert torch.autograd.gradcheck(mixer, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(mixer, x, fast_mode=True)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("masked", ("padding", "pairs"))
+def test_gradients_of_gradients_are_right_with_masks(structure, masked, backend):
+    mixer, _, x = doubles(structure, backend, 9, batch=2)
+    mask = padding_mask("right", 2, 9) if masked == "padding" else pair_mask(2, 9)
+    mixer = partial(mixer, attention_mask=mask.to(backend.device))
+    assert torch.autograd.gradcheck(mixer, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(mixer, x, fast_mode=True)
+
+
+@structures(TYPICAL)
+def test_gradients_of_gradients_of_parameters_are_those_of_the_reference(structure, backend):
+    def second(mixer, parameters):
+        (first,) = torch.autograd.grad(mixer(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, *parameters], materialize_grads=True)
+
+    mixer, reference, x = doubles(structure, backend, 9)
+    torch.testing.assert_close(*(second(m, list(m.func.parameters())) for m in (mixer, reference)))
+
+
+@structures(TYPICAL)
+def test_forward_mode_is_that_of_the_reference(structure, backend):
+    mixer, reference, x = doubles(structure, backend, 9)
+    x = x.detach()
+    tangent = torch.randn_like(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of decompositions that PyTorch compiles at the first call
+        torch.testing.assert_close(*(torch.func.jvp(m, (x,), (tangent,)) for m in (mixer, reference)))
+
+
+@structures(["full causal, table", "local", "local causal", "conv causal", "conv 2-D", "conv, selected"])
+def test_forward_mode_by_parameters_is_that_of_the_reference(structure, backend):
+    mixer, reference, x = doubles(structure, backend, 9)
+    x = x.detach()
+    for name in (*learned(mixer.func), "v_proj.bias"):
+        value = mixer.func.get_parameter(name).detach()
+        tangent = torch.randn_like(value)
+        found = []
+        for m in (mixer, reference):
+
+            def run(value, m=m, name=name):
+                return torch.func.functional_call(m.func, {name: value}, (x,), m.keywords)
+
+            found.append(torch.func.jvp(run, (value,), (tangent,))[1])
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("structure", "mapped"),
+    [
+        (x, mapped)
+        for x in STRUCTURES
+        for mapped in ("inputs", "padding", "pairs")
+        if x in TYPICAL or mapped == "inputs"
+    ],
+)
+def test_vmap_is_a_loop(structure, mapped, backend):
+    mixer, device = build(structure, backend), backend.device
+    x = torch.randn(3, 2, 35, WIDTH, device=device)
+    options = with_grid(mixer, 35)
+    if mapped == "inputs":
+        found, expected = torch.func.vmap(partial(mixer, **options))(x), [mixer(y, **options) for y in x]
+    else:
+        masks = [padding_mask("left", 2, 35) if mapped == "padding" else pair_mask(2, 35) for _ in range(3)]
+        masks = torch.stack(masks).to(device)
+        run = partial(mixer, x[0], **options)
+        found = torch.func.vmap(lambda mask: run(attention_mask=mask))(masks)
+        expected = [run(attention_mask=mask) for mask in masks]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@structures(TYPICAL)
+def test_vmap_of_gradients_gives_those_of_each_row(structure, backend):
+    mixer, x = build(structure, backend), torch.randn(3, 9, WIDTH, device=backend.device)
+    parameters, options = dict(mixer.named_parameters()), with_grid(mixer, 9)
+
+    def loss(parameters, row):
+        return torch.func.functional_call(mixer, parameters, row.unsqueeze(0), options).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, row in enumerate(x):
+        expected = torch.autograd.grad(loss(parameters, row), list(parameters.values()), materialize_grads=True)
+        torch.testing.assert_close([found[name][i] for name in parameters], list(expected), rtol=1e-4, atol=1e-4)
+
+
+@structures(STRUCTURES)
+def test_meta_tensors_work_with_gradients(structure, backend):
+    mixer = build(structure, backend).to("meta")
+    for mask in (None, padding_mask("left", 2, 35), pair_mask(2, 35)):
+        x = torch.empty(2, 35, WIDTH, device="meta", requires_grad=True)
+        output = mixer(x, attention_mask=mask if mask is None else mask.to("meta"), **with_grid(mixer, 35))
+        output.sum().backward()
+        assert output.shape == x.grad.shape == x.shape and output.is_meta
+
+
+@structures(TYPICAL)
+def test_the_default_device_does_not_matter(structure, backend):
+    mixer, x = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device)
+    expected, weight = mixer_results(mixer, x), torch.linspace(0.2, 1, x.numel(), device=x.device).view_as(x)
+    torch.set_default_device("meta")
+    try:
+        x.requires_grad_()
+        output = mixer(x, **with_grid(mixer, 35))
+        output.backward(weight)
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(output, expected["output"])
+    torch.testing.assert_close(x.grad, expected["gradient of the input"])
+
+
+@structures(TYPICAL)
+def test_a_dynamically_quantized_mixer_works(structure, backend):
+    if backend.device != "cpu":
+        pytest.skip("quantize_dynamic is for CPUs")
+    mixer, x = build(structure, backend), torch.randn(2, 35, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        quantized = torch.ao.quantization.quantize_dynamic(mixer, {nn.Linear}, dtype=torch.qint8)
+    options = with_grid(mixer, 35)
+    torch.testing.assert_close(quantized.position_bias(35, **options), mixer.position_bias(35, **options))
+    for with_gradients in (False, True):
+        with torch.set_grad_enabled(with_gradients):
+            # Three layers of inputs and weights in steps of 1/127 of their range, of WIDTH terms each
+            at_most(quantized(x, **options), mixer(x, **options), 6 * WIDTH / 127)
+
+
+class OnGrid(nn.Module):
+    """A mixer with the size of its grid, as what is traced takes tensors alone."""
+
+    def __init__(self, mixer: nn.Module, options: dict):
+        super().__init__()
+        self.mixer, self.options = mixer, options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixer(x, **self.options)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("with_gradients", (False, True))
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_mixer_serves_other_inputs_or_tracing_is_a_clear_error(structure, with_gradients, backend):
+    mixer = build(structure, backend)
+    x, options = torch.randn(2, 35, WIDTH, device=backend.device), with_grid(mixer, 35)
+    with torch.set_grad_enabled(with_gradients):
+        try:
+            traced = torch.jit.trace(OnGrid(mixer, options), x, check_trace=False)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            assert "torch.jit.trace" in str(error)
+            return
+        for y in (2 * x, 100 * x):
+            torch.testing.assert_close(traced(y), mixer(y, **options), rtol=1e-4, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------- float64, autocast
+
+
+@structures(STRUCTURES)
+@pytest.mark.parametrize("options", ("", "neither"))
+def test_float64_stays_float64_under_autocast(structure, options, backend):
+    mixer = build(structure, backend, torch.float64, **OPTIONS[options])
+    x = torch.randn(2, 33, WIDTH, dtype=torch.float64, device=backend.device)
+    expected = mixer(x, **with_grid(mixer, 33))
+    for dtype in HALF:
+        for with_gradients in (False, True):
+            with torch.set_grad_enabled(with_gradients), torch.autocast(backend.device, dtype):
+                found = mixer(x, **with_grid(mixer, 33))
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_autocast_gives_its_dtype_and_gradients_in_those_of_the_parameters(structure, dtype, backend):
+    mixer = build(structure, backend)
+    x = torch.randn(2, 33, WIDTH, device=backend.device)
+    with torch.no_grad(), torch.autocast(backend.device, dtype):
+        assert mixer(x, **with_grid(mixer, 33)).dtype == dtype
+    found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
+    assert found["output"].dtype == dtype
+    assert all(y.dtype == torch.float32 for name, y in found.items() if name != "output")
+    assert_as_exact(found, rounded, without_what_cancels(by_reference(mixer, x)), 2.0, dtype)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_the_backward_pass_may_run_under_autocast(structure, dtype, backend):
+    mixer = build(structure, backend)
+    x = torch.randn(2, 33, WIDTH, device=backend.device, requires_grad=True)
+    with torch.autocast(backend.device, dtype):
+        loss = mixer(x, **with_grid(mixer, 33)).float().square().mean()
+        gradients = torch.autograd.grad(loss, [x, *mixer.parameters()], materialize_grads=True)
+    assert all(gradient.isfinite().all() and gradient.dtype == torch.float32 for gradient in gradients)
+
+
+@structures(["alibi causal", "alibi causal, 8 heads"])
+def test_alibi_in_float64_is_good_to_1e_12(structure, backend):
+    mixer = build(structure, backend, torch.float64)
+    mixer.q_proj, mixer.o_proj = None, nn.Identity()
+    x, heads = torch.randn(1, 130, WIDTH, dtype=torch.float64, device=backend.device), mixer.num_heads
+    key, value = (p(x)[0].unflatten(-1, (heads, -1)) for p in (mixer.k_proj, mixer.v_proj))  # (T, h, c)
+    expected = torch.empty_like(value)
+    for i in range(heads):
+        slope = 2.0 ** (-8 * (i + 1) / heads)
+        for t in range(130):
+            lags = torch.arange(t, -1, -1, dtype=torch.float64, device=backend.device)
+            weights = torch.softmax(key[: t + 1, i] - slope * lags[:, None], 0)
+            expected[t, i] = (weights * value[: t + 1, i]).sum(0)
+    torch.testing.assert_close(mixer(x)[0], expected.flatten(1), rtol=1e-12, atol=1e-12)
+
+
+@structures(STRUCTURES)
+def test_the_position_bias_of_a_float64_mixer_is_float64(structure):
+    for dtype, expected in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)):
+        mixer = build(structure, Backend("auto", "cpu"), dtype)
+        assert mixer.position_bias(9, **with_grid(mixer, 9)).dtype == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- Eq. 10
+
+
+SELECTIONS = [name for name in STRUCTURES if "selected" in name]
+
+
+@structures(SELECTIONS)
+def test_a_selection_at_inference_is_w_at_its_largest_entry_and_0_elsewhere(structure, backend):
+    mixer = build(structure, backend)
+    kernel = mixer.kernel.detach()
+    flat = kernel.flatten(1)
+    expected = torch.zeros_like(flat).scatter(1, flat.argmax(-1, keepdim=True), flat.amax(-1, keepdim=True))
+    torch.testing.assert_close(mixer.kernel_bias().detach(), expected.view_as(kernel))
+    assert_mixer_exact(mixer, torch.randn(2, 35, WIDTH, device=backend.device))
+
+
+@structures(SELECTIONS)
+def test_a_selection_in_training_is_w_times_a_sample_of_the_gumbel_softmax(structure, backend):
+    mixer = build(structure, backend).train()
+    torch.manual_seed(3)
+    sample = nn.functional.gumbel_softmax(mixer.kernel.flatten(1), tau=mixer.gumbel_temperature).view_as(mixer.kernel)
+    torch.manual_seed(3)
+    torch.testing.assert_close(mixer.kernel_bias(), mixer.kernel * sample)
+    x, noise = torch.randn(2, 35, WIDTH, device=backend.device), torch.get_rng_state()
+    found = mixer_results(mixer, x)
+    torch.set_rng_state(noise)
+    reference = copy.deepcopy(mixer).cpu()
+    reference.implementation = "reference"
+    expected = mixer_results(reference, x.cpu())
+    largest = max(y.abs().max().item() for y in expected.values())
+    assert expected["gradient of kernel"].ne(0).any()
+    for name, y in expected.items():
+        assert_within(found[name], y.double(), tolerance(x.dtype, 35 * 2 * WIDTH) * largest, name)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("selected", range(5))
+def test_every_place_of_a_kernel_can_be_selected_with_w_of_either_sign(causal, selected, backend):
+    mixer = build("conv causal, selected" if causal else "conv, selected", backend)
+    for size in (2.0, -2.0, 90.0, -90.0):
+        with torch.no_grad():
+            mixer.kernel.fill_(-200.0)
+            mixer.kernel[:, selected] = size
+        assert mixer.kernel_bias().detach().flatten(1).sum(1).eq(size).all()
+        for length in (1, 2, 9):
+            assert_mixer_exact(mixer, torch.randn(2, length, WIDTH, device=backend.device))
+
+
+# -------------------------------------------------------------------------------------------------- the memory promise
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor, in numbers, that any operation gives while the mode is on."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for x in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return output
+
+
+def memory(mixer, x: torch.Tensor, **options) -> tuple[int, int]:
+    """The largest tensor of a forward and backward pass, and all that is kept between the two, in numbers."""
+    kept = {}
+
+    def keep(y):
+        kept[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes() // y.element_size()
+        return y
+
+    x = x.detach().clone().requires_grad_()
+    with LargestTensor() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+            loss = mixer(x, **options).sum()
+        loss.backward()
+    return largest.numbers, sum(kept.values())
+
+
+LINEAR = {
+    "simple": partial(AFTSimple, 16),
+    "simple causal": partial(AFTSimple, 16, causal=True),
+    "local": partial(AFTLocal, 16, 2048, 5, position_bias_dim=4),
+    "local, window alone": partial(AFTLocal, 16, 2048, 5, position_bias_dim=4, **ALONE),
+    "local causal": partial(AFTLocal, 16, 2048, 32, position_bias_dim=4, causal=True),
+    "local causal, window alone": partial(AFTLocal, 16, 2048, 8, position_bias_dim=4, causal=True, **ALONE),
+    "conv": partial(AFTConv, 16, 2, 11, spatial_dims=1),
+    "conv causal": partial(AFTConv, 16, 2, 11, spatial_dims=1, causal=True),
+    "conv causal, window alone": partial(AFTConv, 16, 2, 11, spatial_dims=1, causal=True, **ALONE),
+    "conv causal, selected": partial(AFTConv, 16, 2, 11, spatial_dims=1, causal=True, selection="gumbel"),
+    "alibi": partial(AFTAlibi, 16, 2),
+}
+
+
+def masks_of(kind: str, length: int) -> dict:
+    if kind == "padding":
+        return {"attention_mask": torch.arange(length).expand(2, length) >= 7}
+    if kind == "documents":
+        torch.manual_seed(4)
+        starts = torch.rand(2, length) < 8 / length
+        starts[:, 0] = True
+        return {"documents": Documents(starts)}
+    return {}
+
+
+@structures(LINEAR)
+@pytest.mark.parametrize("seen", ("everything", "padding", "documents"))
+def test_linear_types_make_no_table_of_all_pairs(structure, seen, backend):
+    mixer = LINEAR[structure](implementation=backend.name).to(backend.device).eval()
+    options = {name: to_device(x, backend.device) for name, x in masks_of(seen, 2048).items()}
+    largest, kept = memory(mixer, torch.randn(2, 2048, 16, device=backend.device), **options)
+    # Of 65,536 numbers are the activations, of 4,194,304 is a table.
+    assert largest < 2048 * 2048 // 4
+    assert kept < 2048 * 2048
+
+
+@structures(LINEAR)
+def test_twice_the_length_takes_about_twice_the_memory_in_training(structure, backend):
+    mixer = LINEAR[structure](implementation=backend.name).to(backend.device)
+    once, twice = (memory(mixer, torch.randn(2, n, 16, device=backend.device)) for n in (1024, 2048))
+    assert all(b <= 2.2 * a for a, b in zip(once, twice))
+
+
+FULL = {
+    "full": partial(AFTFull, max_positions=256, position_bias_dim=4),
+    "full, 2 heads": partial(AFTFull, max_positions=256, position_bias_dim=4, num_heads=2),
+    "full causal": partial(AFTFull, max_positions=256, position_bias_dim=4, causal=True),
+    "local": partial(AFTLocal, max_positions=256, window_size=32, position_bias_dim=4),
+    "conv": partial(AFTConv, num_heads=2, kernel_size=11, spatial_dims=1),
+    "conv 2-D": partial(AFTConv, num_heads=2, kernel_size=11),
+}
+
+
+# Where terms are summed again one by one, some queries are taken at a time, in memory of a constant size.
+WORKSPACE = 2**24
+
+
+def all_pairs(structure: str, backend: Backend, width: int, masked: bool, hostile: bool) -> tuple[int, int, int]:
+    """`memory` of a mixer, and the numbers of a table of all pairs."""
+    batch, length = 2, 256
+    mixer = keys_are_inputs(FULL[structure](width, implementation=backend.name)).to(backend.device)
+    mask = torch.rand(batch, length, length, device=backend.device) < 0.5
+    mask[:, :, 7] = False
+    key = torch.zeros(batch, length, width, device=backend.device)
+    key[:, 7] = 1e4 * hostile
+    x = torch.randn(batch, length, width, device=backend.device)
+    largest, kept = memory(mixer, x, key=key, value=key, **({"attention_mask": mask} if masked else {}))
+    return largest, kept, mixer.num_heads * length * length * (batch if masked else 1)
+
+
+@structures(FULL)
+@pytest.mark.parametrize("seen", ("everything", "a pair mask per row", "a key 1e4 larger"))
+def test_no_tensor_of_t_x_t_x_d_is_made_or_kept(structure, seen, backend):
+    masked, hostile = seen == "a pair mask per row", seen == "a key 1e4 larger"
+    largest, kept, table = all_pairs(structure, backend, 64, masked, hostile)
+    assert largest <= max(table, 6 * 2 * 256 * 64)
+    assert kept <= 2 * 256 * 256 * 64 // 4
+
+
+def test_no_tensor_of_t_x_t_x_d_is_made_or_kept_for_keys_dwarfed_by_hidden_ones(backend):
+    width = 160
+    assert 2 * 256 * 256 * width > WORKSPACE
+    largest, kept, _ = all_pairs("full", backend, width, masked=True, hostile=True)
+    assert largest <= WORKSPACE
+    assert kept <= 2 * 256 * 256 * width // 4
+
+
+# ---------------------------------------------------------------------------------------------------- packed documents
+
+
+LENGTHS = ((17, 1, 5, 2, 40), (65,))
+
+
+def packed_positions() -> torch.Tensor:
+    """(2, 65), positions that start again at 0 with each document."""
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
+
+
+@pytest.mark.parametrize(
+    ("structure", "dtype"),
+    [(x, torch.float32) for x in SEQUENCES] + [(x, torch.float64) for x in ("full", "local causal", "conv")],
+    ids=str,
+)
+def test_packed_documents_equal_the_documents_one_by_one(structure, dtype, backend_or_reference):
+    mixer, device = build(structure, backend_or_reference, dtype), backend_or_reference.device
+    x = torch.randn(2, 65, WIDTH, dtype=dtype, device=device, requires_grad=True)
+    packed = mixer(x, documents=Documents.from_position_ids(packed_positions().to(device), 2))
+    alone = torch.stack(
+        [torch.cat([mixer(y[None])[0] for y in row.split(lengths)]) for row, lengths in zip(x, LENGTHS)]
+    )
+    inputs = [x, *mixer.parameters()]
+    allowed = tolerance(dtype, 2 * 65 * WIDTH)
+    at_most(packed, alone, allowed)
+    weight = torch.linspace(0.2, 1, packed.numel(), dtype=dtype, device=device).view_as(packed)
+    found, expected = (torch.autograd.grad(y, inputs, weight, materialize_grads=True) for y in (packed, alone))
+    largest = max(g.abs().max().item() for g in expected)
+    for a, b in zip(found, expected):
+        assert_within(a, b.double().cpu(), allowed * largest, "gradient")
+
+
+@structures(SEQUENCES)
+@pytest.mark.parametrize("size", (1e4, math.nan))
+def test_a_document_does_not_reach_another(structure, size, backend_or_reference):
+    mixer, device = keys_are_inputs(build(structure, backend_or_reference)), backend_or_reference.device
+    x = torch.randn(2, 65, WIDTH, device=device)
+    documents = Documents.from_position_ids(packed_positions().to(device), 2)
+    with torch.no_grad():
+        expected = mixer(x, documents=documents)
+        x[0, 19] = size  # in the third document, of the places 18 .. 22
+        found = mixer(x, documents=documents)
+    for places in (slice(0, 18), slice(23, 65)):
+        at_most(found[0, places], expected[0, places])
+    at_most(found[1], expected[1])
+
+
+def test_padding_within_packed_rows_reaches_no_real_token(backend_or_reference):
+    device = backend_or_reference.device
+    mask = torch.ones(2, 65, dtype=torch.bool, device=device)
+    mask[0, 60:] = False
+    documents = Documents.from_position_ids(packed_positions().to(device), 2)
+    for structure in TYPICAL_SEQUENCES:
+        mixer, x = build(structure, backend_or_reference), torch.randn(2, 65, WIDTH, device=device)
+        with torch.no_grad():
+            expected = mixer(x.masked_fill(~mask.unsqueeze(-1), 0.0), attention_mask=mask, documents=documents)
+            x[0, 60:] = math.nan
+            found = mixer(x, attention_mask=mask, documents=documents)
+        at_most(found[mask], expected[mask])
+
+
+@structures(TYPICAL_SEQUENCES)
+def test_documents_may_be_longer_in_sum_than_a_learned_table(structure, backend):
+    mixer = build(structure, backend)
+    lengths = [LONGEST, 7, LONGEST // 2]
+    x = torch.randn(1, sum(lengths), WIDTH, device=backend.device)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(backend.device)
+    found = mixer(x, documents=Documents.from_position_ids(positions, 1))
+    expected = torch.cat([mixer(y) for y in x.split(lengths, 1)], 1)
+    at_most(found, expected, tolerance(x.dtype, LONGEST))
+
+
+@structures(TYPICAL_SEQUENCES)
+def test_documents_of_a_traced_program_are_those_of_an_eager_one(structure, backend):
+    """Where their number may not be read, as under vmap, a table of all pairs describes them."""
+    mixer, device = build(structure, backend), backend.device
+    x, documents = torch.randn(3, 2, 65, WIDTH, device=device), Documents.from_position_ids(packed_positions(), 2)
+    documents = to_device(documents, device)
+    found = torch.func.vmap(lambda y: mixer(y, documents=documents))(x)
+    torch.testing.assert_close(found, torch.stack([mixer(y, documents=documents) for y in x]), rtol=1e-4, atol=1e-5)
+
+
+@structures(TYPICAL)
+def test_a_batch_without_rows_is_a_batch_without_rows(structure, backend):
+    mixer = build(structure, backend)
+    assert mixer(torch.randn(0, 9, WIDTH, device=backend.device)).shape == (0, 9, WIDTH)
