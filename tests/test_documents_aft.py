@@ -64,7 +64,7 @@ def test_each_document_becomes_a_row_and_comes_back_to_its_place(documents):
     x = torch.arange(16.0).view(2, 8, 1)
     expected = [part.flatten().tolist() for row, lengths in zip(x, LENGTHS) for part in row.split(lengths)]
     found, copy = [], torch.full_like(x, -1.0)
-    for rows in documents.rows():
+    for rows in documents.rows:
         taken = rows.take(x, fill=torch.inf)
         assert taken.shape[1] < 2 * min(rows.lengths)  # as much padding as there are tokens, at most
         found += [row[row.isfinite()].tolist() for row in taken]
@@ -76,7 +76,7 @@ def test_each_document_becomes_a_row_and_comes_back_to_its_place(documents):
 def test_gradients_go_through_rows(documents):
     x = torch.randn(2, 8, 3, requires_grad=True)
     output = torch.zeros(2, 8, 3)
-    for rows in documents.rows():
+    for rows in documents.rows:
         output = rows.put(output, 2 * rows.take(x, fill=0.0))
     weight = torch.randn(2, 8, 3)
     assert torch.autograd.grad(output, x, weight)[0].equal(2 * weight)

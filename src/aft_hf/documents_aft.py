@@ -4,8 +4,8 @@ A document never sees another one. So a packed row is computed as the batch of i
 length together; with at most twice the tokens this is exact for every type and as fast as the type is.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -63,16 +63,19 @@ class Documents:
         places = torch.arange(self.starts.shape[1], device=self.starts.device)
         return places - torch.where(self.starts, places, 0).cummax(1).values
 
-    def rows(self) -> Iterator["DocumentRows"]:
-        """All documents as rows, in batches of those whose lengths have the same next power of two."""
+    @cached_property
+    def rows(self) -> list["DocumentRows"]:
+        """All documents as rows, in batches of those whose lengths have the same next power of two.
+
+        Made once for all layers: the host has to know the lengths.
+        """
         first = self.starts.flatten().nonzero().squeeze(1)
         lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
         by_size: dict[int, list[int]] = {}
         for document, length in enumerate(lengths.tolist()):
             by_size.setdefault(power_of_two_from(length), []).append(document)
-        for documents in by_size.values():
-            chosen = torch.tensor(documents, device=first.device)
-            yield DocumentRows(first[chosen], lengths[chosen])
+        chosen = (torch.tensor(documents, device=first.device) for documents in by_size.values())
+        return [DocumentRows(first[documents], lengths[documents]) for documents in chosen]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,17 +92,18 @@ class DocumentRows:
 
     def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
         """(B, T, c) -> (N, longest, c), with `fill` behind each document."""
-        index, inside = self._places()
+        index, inside = self._places
         taken = x.flatten(0, 1)[index]
         return taken if inside is None else taken.masked_fill(~inside.unsqueeze(-1), fill)
 
     def put(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """A copy of (B, T, c) with (N, longest, c) in the places of these documents."""
-        index, inside = self._places()
+        index, inside = self._places
         if inside is not None:
             index, rows = index[inside], rows[inside]
         return x.flatten(0, 1).index_put((index,), rows).view_as(x)
 
+    @cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The place of each token of each row, (N, longest), and whether it belongs to the document."""
         longest = int(self.lengths.max())

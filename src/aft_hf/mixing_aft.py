@@ -157,9 +157,8 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     """Each document as a row of its own; those of about the same length together."""
     if problem.padding_mask is not None:
         problem = _hide(problem)
-    documents = problem.documents
     context = torch.zeros_like(problem.value)
-    for rows in documents.rows():
+    for rows in problem.documents.rows:
         part = replace(
             problem,
             key=rows.take(problem.key, -math.inf),
