@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .activations_aft import differentiable_gradients, runs_as_written
+from .mixing_cpu_lost_aft import SMALLEST_EXPONENT, Lost, LostQueries
 from .scaled_sums_aft import EMPTY, working_dtype
 
 
@@ -27,12 +28,9 @@ MOST_CHUNKS = 128
 # The largest size of keys for which exponentials need no reference.
 MODERATE = 20.0
 
-# A reference lies this far below the largest key. What is left of float32's range above it, exp(88 - 40), is for sums
+# A reference lies this far below the largest key. What is left of float32's range above it, exp(88 - 60), is for sums
 # over tokens, biases and values; the range below it for keys that are smaller than the largest.
-HEADROOM = 40.0
-
-# exp(x) is taken for x from here on, and as if x were this below: subnormal results take several times longer.
-SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
+HEADROOM = 60.0
 
 # In denominators from exp(x) on, that is nothing: 64 terms of exp(-87) add less than float32 resolves.
 LOST_EXPONENT = -65.0
@@ -43,9 +41,6 @@ LARGEST_BIAS = 20.0
 # exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
 # bound on denominators is then higher.
 BIAS_MARGIN = 7.0
-
-# Numbers in a piece of what is computed again.
-PIECE_SIZE = 2**17
 
 
 def causal_mixing(
@@ -80,7 +75,7 @@ def causal_mixing(
     options = _Options(slopes, num_heads, chunk_size, global_connectivity)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (key, value, tables)):
         return _CausalMixing.apply(options, differentiable, key, value, tables)
-    return _CausalSums(key, value, tables, options).forward(for_backward=False).context
+    return CausalSums(key, value, tables, options).forward(for_backward=False).context
 
 
 class _Options(NamedTuple):
@@ -91,11 +86,11 @@ class _Options(NamedTuple):
 
 
 class _CausalMixing(torch.autograd.Function):
-    """`_CausalSums` to autograd."""
+    """`CausalSums` to autograd."""
 
     @staticmethod
     def forward(ctx: Any, options: _Options, differentiable: Callable, key, value, tables) -> torch.Tensor:
-        result = _CausalSums(key, value, tables, options).forward(for_backward=True)
+        result = CausalSums(key, value, tables, options).forward(for_backward=True)
         ctx.options, ctx.differentiable = options, differentiable
         ctx.save_for_backward(key, value, tables, *result.tensors())
         return result.context.to(value.dtype)
@@ -110,16 +105,8 @@ class _CausalMixing(torch.autograd.Function):
                 output = ctx.differentiable(*inputs)
                 return None, None, *differentiable_gradients(output, inputs, needed, gradient)
         with torch.autocast("cpu", enabled=False):
-            sums = _CausalSums(key, value, tables, ctx.options)
+            sums = CausalSums(key, value, tables, ctx.options)
             return None, None, *sums.backward(_Result.of_tensors(result), gradient, needed[2])
-
-
-class _Lost(NamedTuple):
-    """Queries of one feature (or head) whose sums are not precise, and their softmax."""
-
-    index: torch.Tensor  # (N,) in the flat (B, T, h k)
-    log_sum: torch.Tensor  # (N,) log of the denominator, inf where there is nothing to see
-    far_inverse: torch.Tensor  # (N,) what lies further back: its share of the weights over its denominator
 
 
 class _Result(NamedTuple):
@@ -127,17 +114,17 @@ class _Result(NamedTuple):
 
     context: torch.Tensor  # (B, T, d), in float32 at least where there is a backward pass
     inverse: torch.Tensor | None  # (B, T, h k), reciprocals of the denominators, 0 for lost queries
-    lost: _Lost
+    lost: Lost
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.context, self.inverse, *self.lost
 
     @classmethod
     def of_tensors(cls, tensors: list[torch.Tensor | None]) -> "_Result":
-        return cls(*tensors[:2], _Lost(*tensors[2:]))
+        return cls(*tensors[:2], Lost(*tensors[2:]))
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Some rows of the batch. Tensors are as (h, R, ...), and h is 1 where one table serves all heads."""
 
     slice: slice
@@ -153,8 +140,12 @@ class _Rows(NamedTuple):
         visible = self.key != -math.inf
         return visible.byte().argmax(2, keepdim=True).masked_fill_(~visible.any(2, keepdim=True), self.key.shape[2])
 
+    def references_of_far(self, segment: "Segment", before: int) -> torch.Tensor | None:
+        """What the running sums that chunks of a segment see are relative to: (h, R, n, k), None for 0."""
+        return None if self.seen is None else _at(self.seen, segment.start - 1 - before, segment.chunks)
 
-class _Segment(NamedTuple):
+
+class Segment(NamedTuple):
     """Consecutive chunks of C positions in a sequence, of which the last one may be cut short."""
 
     start: int
@@ -175,7 +166,7 @@ class _Segment(NamedTuple):
         return tables[:, self.start : self.stop] if tables.shape[1] > 1 else tables
 
 
-class _CausalSums:
+class CausalSums:
     """The sums of `causal_mixing` and their gradients.
 
     Features, exp(K) V and exp(K), lie apart in G = 2 groups where they are equally wide, and side by side (G = 1)
@@ -192,7 +183,8 @@ class _CausalSums:
         self.groups, self.width = 2 if per_feature else 1, value.shape[-1] // self.heads
         self.before = 0 if tables is None else 1  # chunks before its own that a table reaches
         self.biases = _Biases(self)
-        self.fall = None if self.slopes is None else self._slope_of_features() * self.chunk_size  # (k,), per chunk
+        self.lost = LostQueries(self)
+        self.fall = None if self.slopes is None else self.slope_of_features() * self.chunk_size  # (k,), per chunk
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -200,13 +192,14 @@ class _CausalSums:
         # What the backward pass subtracts is not rounded.
         context = torch.empty_like(self.value, dtype=self.dtype if for_backward else None)
         inverse = torch.empty_like(self.key, dtype=self.dtype) if for_backward else None
-        lost = [self._no_lost()]
+        none = torch.empty(0, dtype=torch.float64)
+        lost = [Lost(none.long(), none, none.to(self.dtype))]
         for rows, segments in self._blocks():
             here = [None if x is None else self._by_head(x)[:, rows.slice] for x in (context, inverse)]
             lost += self._forward_rows(rows, segments, *here)
-        return _Result(context, inverse, _Lost(*map(torch.cat, zip(*lost))))
+        return _Result(context, inverse, Lost(*map(torch.cat, zip(*lost))))
 
-    def _forward_rows(self, rows: _Rows, segments: list[_Segment], context, inverse) -> Iterator[_Lost]:
+    def _forward_rows(self, rows: Rows, segments: list[Segment], context, inverse) -> Iterator[Lost]:
         """Some rows from left to right."""
         carry = None  # the running sum at the last chunk that lies further back than those of a segment
         for segment in segments:
@@ -222,16 +215,16 @@ class _CausalSums:
             torch.reciprocal(denominator, out=reciprocal)
             exact = context[:, :, here] if context.dtype == self.dtype else numerator
             torch.mul(numerator, reciprocal, out=exact)
-            lost = self._find_lost(rows, segment, reciprocal, exact, far)
-            if lost is not None:
-                places, softmax_of_far = lost
-                redone, average = self._redo(*softmax_of_far)
+            found = self.lost.find(rows, segment, reciprocal, exact, far)
+            if found is not None:
+                places, index = found
+                redone, average = self.lost.redo(index, self.lost.far(rows, segment, places, far))
                 exact.unflatten(-1, (rows.key.shape[-1], -1))[places] = average
                 yield redone
             if exact is numerator:
                 context[:, :, here] = exact
 
-    def _sums(self, rows: _Rows, segment: _Segment, features, far) -> torch.Tensor:
+    def _sums(self, rows: Rows, segment: Segment, features, far) -> torch.Tensor:
         """What each query of a segment sums over, relative to the references of `seen`: (G, h, R, n, C, W / G).
 
         The features are overwritten.
@@ -269,14 +262,20 @@ class _CausalSums:
             torch.empty_like(x, dtype=self.dtype if any_lost else x.dtype) for x in (self.key, self.value)
         )
         of_tables = self.biases.zeros() if tables_needed else None
-        of_far = self._gradient_of_far(result, gradient) if any_lost and self.global_connectivity else None
+        of_far = (
+            self.lost.gradient_of_far(result.lost, result.context, gradient)
+            if any_lost and self.global_connectivity
+            else None
+        )
         for rows, segments in self._blocks():
             whole = result.context, result.inverse, gradient, key_gradient, value_gradient
             here = [None if x is None else self._by_head(x)[:, rows.slice] for x in whole]
             self._backward_rows(rows, segments, *here, of_tables, of_far)
         tables_gradient = self.biases.gradient(of_tables) if tables_needed else None
         if any_lost:
-            self._add_gradients_of_lost(result, gradient, key_gradient, value_gradient, tables_gradient)
+            self.lost.add_gradients(
+                result.lost, result.context, gradient, key_gradient, value_gradient, tables_gradient
+            )
         tables_gradient = None if tables_gradient is None else tables_gradient.to(self.tables.dtype)
         return key_gradient.to(self.key.dtype), value_gradient.to(self.value.dtype), tables_gradient
 
@@ -307,7 +306,7 @@ class _CausalSums:
             parts = (_tokens(x)[:, :, :, :count] for x in (of_features, features[:, :, :, self.before :]))
             self._gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
 
-    def _gradient_of_features(self, rows: _Rows, segment: _Segment, of_sums, later, features, of_tables):
+    def _gradient_of_features(self, rows: Rows, segment: Segment, of_sums, later, features, of_tables):
         """The transpose of `_sums`; adds to the gradients of the tables. `of_sums` is overwritten."""
         start, chunks = segment.start, segment.chunks
         if self.tables is None:
@@ -326,7 +325,7 @@ class _CausalSums:
             _add_products(segment.of(of_tables[1]), features[:, :, :, :-1], previous[:, :, :, :-1])
         return of_features if later is None else of_features.add_(later.unsqueeze(-2))
 
-    def _later_sums(self, rows: _Rows, segment: _Segment, of_sums, ahead, carry, extra):
+    def _later_sums(self, rows: Rows, segment: Segment, of_sums, ahead, carry, extra):
         """The gradients of the running sums at each chunk of a segment, (G, h, R, n, W / G), and the totals of the
         first chunks, which the segment before needs.
         """
@@ -364,175 +363,20 @@ class _CausalSums:
             from_values = from_values.sum(-1, keepdim=True)
         torch.addcmul(from_values, of_weights, weights, out=key_gradient)
 
-    # ------------------------------------------------------------------------------------------------ lost queries
-
-    def _find_lost(self, rows: _Rows, segment: _Segment, inverse, context, far):
-        """The queries of a segment that are not precise: their places in (h, R, T, k), and what `_redo` needs.
-
-        Clears them in `inverse` and `context`. None, after one look at all numbers, where there are none.
-        """
-        most = math.exp(-self.biases.lost_exponent(rows.seen is None))
-        suspicious = ~((inverse.amax(-1) <= most) & context.sum(-1).isfinite())  # (h, R, T)
-        if not suspicious.any():
-            return None
-        head, row, token = tokens = suspicious.nonzero(as_tuple=True)
-        chunk = token // segment.size
-        inverses = inverse[tokens]  # (N, k)
-        contexts = context[tokens].unflatten(-1, (inverse.shape[-1], -1))  # (N, k, c / k)
-        lost = ~((inverses <= most) & contexts.isfinite().all(-1))
-        if far is not None:
-            # Where what lies further back is NaN, so is the result.
-            numerator, denominator = self._far_parts(far)
-            lost &= ~(denominator.isnan() | numerator.isnan().all(-1))[head, row, chunk]
-        inverse[tokens] = inverses.masked_fill_(lost, 0)
-        context[tokens] = contexts.masked_fill_(lost.unsqueeze(-1), 0).flatten(-2)
-        if self.global_connectivity:
-            first = rows.first_visible()
-            if first is not None:
-                lost &= (token + segment.positions.start).unsqueeze(-1) >= first[head, row, 0]
-        place, feature = lost.nonzero(as_tuple=True)
-        if len(place) == 0:
-            return None
-        head, row, token, chunk = (x[place] for x in (head, row, token, chunk))
-        position = token + segment.positions.start
-        index = ((row + rows.slice.start) * self.length + position) * self.key.shape[-1]
-        index += head * inverse.shape[-1] + feature
-        far_of_lost = None
-        if far is not None:
-            place = head, row, chunk, feature
-            reference = 0.0
-            if rows.seen is not None:
-                reference = _at(rows.seen, segment.start - 1 - self.before, segment.chunks)[place].double()
-            if self.slopes is not None:
-                distance = position % segment.size + segment.size  # to the start of the chunk before
-                reference = reference - self._slope_of_features().double()[feature] * distance
-            far_of_lost = numerator[place].double(), denominator[place].double(), reference
-        return (head, row, token, feature), (index, far_of_lost)
-
-    def _redo(self, index: torch.Tensor, far: tuple | None) -> tuple[_Lost, torch.Tensor]:
-        """The softmax of each lost query over the keys of its window and one more for all that is further back.
-
-        Returns what the backward pass needs and the averages (N, c / k).
-        """
-        pieces = []
-        for piece in self._pieces(index):
-            logits, tokens = self._logits(index[piece])
-            values = self._values(tokens)
-            if far is not None:
-                numerator, denominator, reference = (x[piece] if isinstance(x, torch.Tensor) else x for x in far)
-                empty = denominator == 0
-                average = (numerator / denominator.masked_fill(empty, 1).unsqueeze(-1)).unsqueeze(1)
-                logits = torch.cat([logits, (denominator.log() + reference).unsqueeze(-1)], -1)
-                values = torch.cat([values, average.to(self.dtype)], 1)
-            weights, log_sum = _softmax(logits, self.dtype)
-            # What is hidden has no influence, NaN included.
-            values.masked_fill_((logits == -math.inf).unsqueeze(-1), 0.0)
-            average = torch.bmm(weights.unsqueeze(1), values).squeeze(1)
-            share = weights[:, -1] / denominator.masked_fill(empty, 1) if far is not None else log_sum.new_zeros(1)
-            pieces.append((index[piece], log_sum, share.to(self.dtype).expand_as(log_sum), average))
-        *lost, average = map(torch.cat, zip(*pieces))
-        return _Lost(*lost), average
-
-    def _gradient_of_far(self, result: _Result, gradient: torch.Tensor) -> torch.Tensor:
-        """What lost queries add to the gradients of the running sums: (G, h, B, n, W / G)."""
-        index, share = result.lost.index, result.lost.far_inverse.unsqueeze(-1)
-        width = self.key.shape[-1]
-        chunks = -(-self.length // self.chunk_size)
-        row, position = index // width // self.length, index // width % self.length
-        place = position // self.chunk_size - 1 - self.before
-        reached = place >= 0
-        target = ((row * chunks + place) * width + index % width)[reached]
-        of_numerator = (share * self._at_queries(gradient, index).to(self.dtype))[reached]
-        of_denominator = -(of_numerator * self._at_queries(result.context, index)[reached]).sum(-1)
-        total = of_numerator.new_zeros(self.value.shape[0] * chunks * width, of_numerator.shape[-1] + 1)
-        total.index_add_(0, target, torch.cat([of_numerator, of_denominator.unsqueeze(-1)], -1))
-        total = total.view(-1, chunks, self.heads, width // self.heads, total.shape[-1]).permute(2, 0, 1, 3, 4)
-        if self.groups == 2:  # (h, B, n, c, 2)
-            return torch.stack(total.unbind(-1))
-        return total.squeeze(3).unsqueeze(0)
-
-    def _add_gradients_of_lost(self, result: _Result, gradient, key_gradient, value_gradient, tables_gradient) -> None:
-        """What lost queries add to the gradients of the keys, values and biases of their windows."""
-        lost = result.lost
-        of_keys = key_gradient.view(-1)
-        of_values = value_gradient.view(len(of_keys), -1)
-        for piece in self._pieces(lost.index):
-            index = lost.index[piece]
-            logits, tokens = self._logits(index)
-            weights = _exp(logits - lost.log_sum[piece].unsqueeze(-1), self.dtype)  # (N, S)
-            of_context = self._at_queries(gradient, index).to(self.dtype).unsqueeze(1)  # (N, 1, c / k)
-            difference = self._values(tokens) - self._at_queries(result.context, index).unsqueeze(1)
-            of_logits = weights * (of_context * difference).sum(-1).masked_fill_(logits == -math.inf, 0.0)
-            of_keys.index_add_(0, tokens.flatten(), of_logits.flatten())
-            of_weighted = weights.unsqueeze(-1) * of_context
-            of_values.index_add_(0, tokens.flatten(), of_weighted.flatten(0, 1))
-            if tables_gradient is not None:
-                rows = tables_gradient.view(-1, tables_gradient.shape[-1])
-                rows.index_add_(0, self._table_rows(index), of_logits)
-
-    def _logits(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K + w for the window of queries, -inf where they see nothing, and where the keys are: (N, S) in the flat
-        (B, T, h k).
-        """
-        size, width = self.chunk_size, self.key.shape[-1]
-        position = (index // width % self.length).unsqueeze(-1)
-        span = (1 + self.before) * size
-        lag = position % size + self.before * size - torch.arange(span, device=index.device)  # (N, S)
-        visible = (lag >= 0) & (lag <= position)
-        tokens = index.unsqueeze(-1) - lag.masked_fill(~visible, 0) * width
-        keys = self.key.view(-1).index_select(0, tokens.flatten()).view_as(tokens).double()
-        if self.tables is not None:
-            biases = self.tables.reshape(-1, span).index_select(0, self._table_rows(index)).double()
-            visible &= biases != -math.inf
-            keys += biases
-        elif self.slopes is not None:
-            keys -= self.slopes.double()[self._head(index)].unsqueeze(-1) * lag
-        return keys.masked_fill_(~visible, -math.inf), tokens
-
-    def _head(self, index: torch.Tensor) -> torch.Tensor:
-        width = self.key.shape[-1]
-        return index % width // (width // self.num_heads)
-
-    def _table_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """The rows of the flat tables, (h n C, 2 C), for queries."""
-        size, chunks = self.chunk_size, self.tables.shape[1]
-        position = index // self.key.shape[-1] % self.length
-        chunk = position // size if chunks > 1 else 0
-        return (self._head(index) * chunks + chunk) * size + position % size
-
-    def _values(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(N, S, c / k)"""
-        return self._at_queries(self.value, tokens.flatten()).view(*tokens.shape, -1).to(self.dtype)
-
-    def _at_queries(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The features of (B, T, d) that share a place in the flat (B, T, h k): (N, c / k)."""
-        if self.groups == 2:
-            return x.view(-1).index_select(0, index).unsqueeze(-1)
-        return x.view(self.key.numel(), -1).index_select(0, index)
-
-    def _pieces(self, index: torch.Tensor) -> Iterator[slice]:
-        numbers = (1 + self.before) * self.chunk_size * self.value.shape[-1] // self.key.shape[-1]
-        step = max(1, PIECE_SIZE // numbers)
-        return (slice(i, i + step) for i in range(0, len(index), step))
-
-    def _no_lost(self) -> _Lost:
-        none = self.value.new_empty(0, dtype=torch.float64)
-        return _Lost(none.long(), none, none.to(self.dtype))
-
     # -------------------------------------------------------------------------------------------- building blocks
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, h c) as (h, B, T, c)."""
         return x.view(*x.shape[:2], self.heads, -1).permute(2, 0, 1, 3)
 
-    def _blocks(self) -> Iterator[tuple[_Rows, list[_Segment]]]:
+    def _blocks(self) -> Iterator[tuple[Rows, list[Segment]]]:
         """Rows that are taken at once, and the segments into which they are cut."""
         batch, size = self.value.shape[0], self.chunk_size
         position_size = (self.key.shape[-1] + self.value.shape[-1]) * self.dtype.itemsize
         at_once = min(batch, max(1, BLOCK_SIZE // max(1, self.length * position_size)))
         total = -(-self.length // size)
         chunks = max(1, min(MOST_CHUNKS, BLOCK_SIZE // (at_once * size * position_size)))
-        segments = [_Segment(i, min(chunks, total - i), size, self.length) for i in range(0, total, chunks)]
+        segments = [Segment(i, min(chunks, total - i), size, self.length) for i in range(0, total, chunks)]
         key, value = self._by_head(self.key), self._by_head(self.value)
         own, seen = self._references()
         for row in range(0, batch, at_once):
@@ -542,7 +386,7 @@ class _CausalSums:
             references = [None, None] if moderate else [x[:, here] - HEADROOM for x in (own, seen)]
             if own is seen:
                 references[0] = references[1]
-            yield _Rows(here, key[:, here], value[:, here], *references), segments
+            yield Rows(here, key[:, here], value[:, here], *references), segments
 
     def _references(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest keys of each chunk, and of all that its queries see: (h, B, n, k). EMPTY where all is hidden.
@@ -571,7 +415,7 @@ class _CausalSums:
         seen = seen.round_()
         return seen, seen
 
-    def _features(self, rows: _Rows, segment: _Segment) -> torch.Tensor:
+    def _features(self, rows: Rows, segment: Segment) -> torch.Tensor:
         """exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach there, relative to the
         references of their chunks, 0 where there is no token: (G, h, R, chunks, C, W / G).
         """
@@ -594,7 +438,7 @@ class _CausalSums:
         if self.slopes is not None:
             # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
-            weights *= torch.exp(place[:, None] * self._slope_of_features())  # (C, k)
+            weights *= torch.exp(place[:, None] * self.slope_of_features())  # (C, k)
         weighted, copy = self._parts(features)
         if self.groups == 1:
             copy.copy_(weights)
@@ -607,12 +451,12 @@ class _CausalSums:
         """(G, ..., W / G) as the part of the numerators (..., c) and that of the denominators (..., k)."""
         return features.unbind() if self.groups == 2 else features[0].tensor_split((self.width,), -1)
 
-    def _far_parts(self, far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def far_parts(self, far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Running sums as numerators (h, R, n, k, c / k) and denominators (h, R, n, k)."""
         numerator, denominator = self._parts(far)
         return numerator.unflatten(-1, (denominator.shape[-1], -1)), denominator
 
-    def _running_sums(self, rows: _Rows, segment: _Segment, features, carry) -> torch.Tensor:
+    def _running_sums(self, rows: Rows, segment: Segment, features, carry) -> torch.Tensor:
         """The sums over all that lies further back than a segment's first chunk, then each of the other chunks, and
         than the chunk that follows: (G, h, R, n + 1, W / G), relative to the last chunk that is summed.
         """
@@ -641,7 +485,7 @@ class _CausalSums:
         fallen = self.fall * (start - later_start)
         return fallen.view(1, 1, 1, -1) if exponent is None else exponent.add_(fallen)
 
-    def _slope_of_features(self) -> torch.Tensor:
+    def slope_of_features(self) -> torch.Tensor:
         slopes = self.slopes.to(self.dtype)
         return slopes.repeat_interleave(self.key.shape[-1] // self.num_heads)
 
@@ -649,7 +493,7 @@ class _CausalSums:
 class _Biases:
     """exp(w), 0 where a key comes after the query: (h, n or 1, C, C) for a chunk itself and for the chunk before."""
 
-    def __init__(self, sums: _CausalSums):
+    def __init__(self, sums: CausalSums):
         size, dtype, tables = sums.chunk_size, sums.dtype, sums.tables
         self.far_weight, self.wide = None, False
         if tables is None:
@@ -755,18 +599,3 @@ def _add_products(of_tables: torch.Tensor, features: torch.Tensor, of_sums: torc
         for x, of_x in zip(features[:, head].flatten(0, 1), of_sums[:, head].flatten(0, 1)):
             products.baddbmm_(x, of_x.mT)
         of_table += products if len(of_table) > 1 else products.sum(0)
-
-
-def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax over the last dimension, and the log of its denominator: 0 and inf where all is -inf."""
-    maximum = logits.amax(-1, keepdim=True)
-    weights = _exp(logits - maximum.masked_fill(maximum == -math.inf, 0.0), dtype)
-    total = weights.sum(-1, keepdim=True)
-    log_sum = (maximum + total.log()).masked_fill_(total == 0, math.inf).squeeze(-1)
-    return weights / total.masked_fill_(total == 0, 1.0), log_sum
-
-
-def _exp(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """exp(x) from float64, 0 where it is too small for a normal number, without the time that this takes elsewhere."""
-    smallest = SMALLEST_EXPONENT[dtype]
-    return torch.threshold_(exponents.to(dtype).clamp_(min=smallest).exp_(), 2 * math.exp(smallest), 0.0)
