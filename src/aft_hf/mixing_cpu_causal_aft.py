@@ -38,6 +38,9 @@ LOST_EXPONENT = -65.0
 # Position biases above this are taken relative to the largest one of their query.
 LARGEST_BIAS = 20.0
 
+# Sums over a window alone have few terms, so references lie this much lower there, and biases are this much smaller.
+WINDOW_MARGIN = 10.0
+
 # exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
 # bound on denominators is then higher.
 BIAS_MARGIN = 7.0
@@ -176,6 +179,7 @@ class CausalSums:
     def __init__(self, key, value, tables: torch.Tensor | None, options: _Options):
         self.key, self.value, self.tables = key.contiguous(), value.contiguous(), tables
         self.slopes, self.num_heads, self.chunk_size, self.global_connectivity = options
+        self.headroom = HEADROOM if self.global_connectivity else HEADROOM + WINDOW_MARGIN
         self.dtype, self.length = working_dtype(value), value.shape[1]
         per_feature = key.shape == value.shape
         # One product serves all heads where they have no tables of their own.
@@ -215,7 +219,7 @@ class CausalSums:
             torch.reciprocal(denominator, out=reciprocal)
             exact = context[:, :, here] if context.dtype == self.dtype else numerator
             torch.mul(numerator, reciprocal, out=exact)
-            found = self.lost.find(rows, segment, reciprocal, exact, far)
+            found = self.lost.find(rows, segment, reciprocal, exact, far, for_backward=inverse is not None)
             if found is not None:
                 places, index = found
                 redone, average = self.lost.redo(index, self.lost.far(rows, segment, places, far))
@@ -383,7 +387,7 @@ class CausalSums:
             here = slice(row, row + at_once)
             highest = seen[:, here]
             moderate = ((highest.abs() <= MODERATE) | (highest == EMPTY)).all()
-            references = [None, None] if moderate else [x[:, here] - HEADROOM for x in (own, seen)]
+            references = [None, None] if moderate else [x[:, here] - self.headroom for x in (own, seen)]
             if own is seen:
                 references[0] = references[1]
             yield Rows(here, key[:, here], value[:, here], *references), segments
@@ -495,7 +499,7 @@ class _Biases:
 
     def __init__(self, sums: CausalSums):
         size, dtype, tables = sums.chunk_size, sums.dtype, sums.tables
-        self.far_weight, self.wide = None, False
+        self.far_weight, self.wide, self.headroom = None, False, sums.headroom
         if tables is None:
             self.own = torch.ones(1, 1, size, size, dtype=dtype, device=sums.value.device).tril()
             return
@@ -506,7 +510,7 @@ class _Biases:
         largest = bias.amax(-1, keepdim=True)  # (h, n or 1, C, 1)
         if sums.global_connectivity:
             largest.clamp_(min=0.0)
-        if not float(largest.abs().amax()) <= LARGEST_BIAS:
+        if not float(largest.abs().amax()) <= LARGEST_BIAS - (sums.headroom - HEADROOM):
             largest.nan_to_num_(0.0, 0.0, 0.0)
             bias -= largest
             self.far_weight = self._exp(-largest) if sums.global_connectivity else None
@@ -541,7 +545,7 @@ class _Biases:
         """The exponent of the smallest denominator that is precise."""
         if not self.wide:
             return LOST_EXPONENT
-        return LOST_EXPONENT + BIAS_MARGIN + (MODERATE if moderate else HEADROOM)
+        return LOST_EXPONENT + BIAS_MARGIN + (MODERATE if moderate else self.headroom)
 
 
 def _tokens(features: torch.Tensor) -> torch.Tensor:

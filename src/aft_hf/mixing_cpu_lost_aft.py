@@ -87,34 +87,33 @@ class LostQueries:
 
     # ---------------------------------------------------------------------------------------------------- search
 
-    def find(self, rows: "Rows", segment: "Segment", inverse, context, far) -> tuple[Places, torch.Tensor] | None:
-        """The lost queries of a segment, by place and by index. Clears them in `inverse` and `context`.
+    def find(self, rows: "Rows", segment: "Segment", inverse, context, far, for_backward: bool):
+        """The lost queries of a segment, as `Places` and by index, those left out that see nothing: their context is
+        set to 0. Clears `inverse` for the backward pass.
 
         None, after one look at all numbers, where there are none.
         """
         most = math.exp(-self.sums.biases.lost_exponent(rows.seen is None))
-        if float(inverse.amax()) <= most and math.isfinite(float(context.sum())):
+        finite = math.isfinite(float(context.sum()))
+        if finite and float(inverse.amax()) <= most:
             return None
+        lost = inverse > most  # (h, R, T, k)
         by_feature = context.unflatten(-1, (inverse.shape[-1], -1))  # (h, R, T, k, c / k)
-        lost = inverse > most
-        by_feature.masked_fill_(lost.unsqueeze(-1), 0.0)
-        if not math.isfinite(float(context.sum())):
-            overflowed = ~by_feature.isfinite().all(-1)
-            by_feature.masked_fill_(overflowed.unsqueeze(-1), 0.0)
-            lost |= overflowed
-        inverse.masked_fill_(lost, 0.0)
-        places = Places(*lost.nonzero(as_tuple=True))
-        if far is not None:
+        if not finite:
+            lost |= ~by_feature.isfinite().all(-1)
+        places = Places(*torch.unravel_index(lost.reshape(-1).nonzero().squeeze(-1), lost.shape))
+        if far is not None and not finite:
             # Where what lies further back is NaN, so is the result.
             numerator, denominator = self.sums.far_parts(far)
             here = places.head, places.row, places.token // self.size, places.feature
-            unknown = denominator[here].isnan() | numerator[here].isnan().all(-1)
-            inverse[places.at(unknown)], by_feature[places.at(unknown)] = math.nan, math.nan
-            places = places.at(~unknown)
+            places = places.at(~(denominator[here].isnan() | numerator[here].isnan().all(-1)))
+        if for_backward:
+            inverse[places] = 0
         position = places.token + segment.positions.start
         first = rows.first_visible() if self.sums.global_connectivity else None
         if first is not None:
-            visible = position >= first[places.head, places.row, 0, 0 if first.shape[-1] == 1 else places.feature]
+            by_feature[places] = 0
+            visible = position >= first[places.head, places.row, 0, places.feature]
             places, position = places.at(visible), position[visible]
         if len(position) == 0:
             return None
