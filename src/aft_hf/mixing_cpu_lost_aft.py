@@ -11,18 +11,12 @@ The lost queries of a chunk and feature see the same window, so keys and values 
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment
 
-if TYPE_CHECKING:
-    from .mixing_cpu_causal_aft import CausalSums
-    from .mixing_cpu_chunks_aft import Rows, Segment
-
-
-# exp(x) is taken for x from here on, and is 0 below: subnormal results take several times longer.
-SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
 # Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
 LARGEST_BIAS = 20.0
@@ -62,7 +56,7 @@ class Places(NamedTuple):
 class LostQueries:
     """Lost queries of `sums`. Tensors are indexed in the flat (B, T, h k), where k = c or k = 1 for keys per head."""
 
-    def __init__(self, sums: "CausalSums"):
+    def __init__(self, sums: Chunks):
         self.sums, self.dtype = sums, sums.dtype
         self.key, self.value = sums.key, sums.value
         self.size, self.span = sums.chunk_size, (1 + sums.before) * sums.chunk_size
@@ -87,7 +81,7 @@ class LostQueries:
 
     # ---------------------------------------------------------------------------------------------------- search
 
-    def find(self, rows: "Rows", segment: "Segment", inverse, context, far, for_backward: bool):
+    def find(self, rows: Rows, segment: Segment, inverse, context, far, for_backward: bool):
         """The lost queries of a segment, as `Places` and by index, those left out that see nothing: their context is
         set to 0. Clears `inverse` for the backward pass.
 
@@ -120,7 +114,7 @@ class LostQueries:
         index = ((places.row + rows.slice.start) * self.length + position) * self.width
         return places, index.add_(places.head * inverse.shape[-1]).add_(places.feature)
 
-    def far(self, rows: "Rows", segment: "Segment", places: Places, far: torch.Tensor | None) -> Far | None:
+    def far(self, rows: Rows, segment: Segment, places: Places, far: torch.Tensor | None) -> Far | None:
         """What lost queries of a segment see of its running sums."""
         if far is None:
             return None
