@@ -94,13 +94,18 @@ class LostQueries:
         lost = inverse > most  # (h, R, T, k)
         by_feature = context.unflatten(-1, (inverse.shape[-1], -1))  # (h, R, T, k, c / k)
         if not finite:
-            lost |= ~by_feature.isfinite().all(-1)
+            # Most often these are quotients 0 / 0 of the same queries.
+            by_feature.masked_fill_(lost.unsqueeze(-1), 0.0)
+            if not math.isfinite(float(context.sum())):
+                lost |= ~by_feature.isfinite().all(-1)
         places = Places(*torch.unravel_index(lost.reshape(-1).nonzero().squeeze(-1), lost.shape))
         if far is not None and not finite:
             # Where what lies further back is NaN, so is the result.
             numerator, denominator = self.sums.far_parts(far)
             here = places.head, places.row, places.token // self.size, places.feature
-            places = places.at(~(denominator[here].isnan() | numerator[here].isnan().all(-1)))
+            unknown = denominator[here].isnan() | numerator[here].isnan().all(-1)
+            by_feature[places.at(unknown)] = math.nan
+            places = places.at(~unknown)
         if for_backward:
             inverse[places] = 0
         position = places.token + segment.positions.start
