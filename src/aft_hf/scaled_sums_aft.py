@@ -28,16 +28,16 @@ FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
 # terms that it should hold.
 LOST = -60.0
 
-# With values up to this size, the largest key of a product may count exp(TOP), for a larger range of the others.
+# With values up to this size and biases of a small span, the largest key of a product counts exp(TOP), which leaves
+# the others a larger range.
 TOP = 40.0
 LARGEST_VALUE = 1e12
+SMALL_SPAN = 20.0
 
-# Lost queries are summed by products with smaller keys, so many times over, while they are more than this share.
+# With biases of a small span, lost queries are summed by products with smaller keys, so many times over, while they
+# are more than this share.
 LEVELS = 4
 FEW_LOST = 1 / 256
-
-# Biases of a larger span than this may let a lost query see the largest keys.
-LARGEST_LEVEL_SPAN = 20.0
 
 # Where values may not be looked at, how far a bias may lie below the largest one of its row of a table; those farther
 # below are raised to this.
@@ -166,36 +166,41 @@ def block_sums(
     exact = may_look_at(key, value, bias) and min(x.numel() for x in (key, value, bias)) > 0
     if masked and not exact:
         return _sums_of_logits(key, value, bias)
+    if exact:
+        return _checked_sums(key, value, bias, masked)
+    bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
+    return _table_sums(key, value, torch.exp((bias - bias_maximum).clamp_min(-LARGEST_SPAN)), bias_maximum)
+
+
+def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, masked: bool) -> ScaledSums:
+    """`block_sums` with a look at the denominators, and sums for lost queries."""
     bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     relative = bias - bias_maximum
-    if not exact:
-        return _table_sums(key, value, torch.exp(relative.clamp_min(-LARGEST_SPAN)), bias_maximum)
     table = floored_exp(relative)
-    clean_key, clean_value, unknown, top = key, value, None, 0.0
-    if masked and float(key.detach().amax()) < math.inf and float(value.detach().abs().amax()) <= LARGEST_VALUE:
-        top = TOP
-    elif masked:
-        unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)  # (..., T', B, 1)
-        if unknown.any():  # in a product, NaN and infinities of hidden positions would reach every query
+    clean_key, clean_value, unknown, top, span = key, value, None, 0.0, math.inf
+    if masked:
+        span = -float(relative.detach().masked_fill(bias == -math.inf, 0.0).amin())
+        if not (float(key.detach().amax()) < math.inf and float(value.detach().abs().amax()) <= LARGEST_VALUE):
+            unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)  # (..., T', B, 1)
+            # In a product, NaN and infinities of hidden positions would reach every query.
             clean_key, clean_value = key.masked_fill(unknown, -math.inf), value.masked_fill(unknown, 0.0)
-        else:
-            unknown = None
+        elif span <= SMALL_SPAN:
+            top = TOP
     sums = _table_sums(clean_key, clean_value, table, bias_maximum, top)
     if unknown is None and float(sums.denominator.detach().amin()) >= math.exp(LOST):
         return sums
-    sees_nothing = bias_maximum.unsqueeze(-1) <= EMPTY
-    lost = (sums.denominator.detach() < math.exp(LOST)) & ~sees_nothing
-    span = -float(relative.detach().masked_fill(bias == -math.inf, 0.0).amin())
-    for _ in range(LEVELS):
-        if span > LARGEST_LEVEL_SPAN or float(lost.mean(dtype=key.dtype)) < FEW_LOST:
+    lost = (sums.denominator.detach() < math.exp(LOST)) & ~(bias_maximum.unsqueeze(-1) <= EMPTY)
+    for _ in range(LEVELS if span <= SMALL_SPAN else 0):
+        if float(lost.mean(dtype=key.dtype)) < FEW_LOST:
             break
-        # Any key that is larger than this would have kept the query from being lost.
+        # A lost query sees no key that is larger than this: it would not be lost.
         hidden = clean_key.detach() > clean_key.detach().amax(-3, keepdim=True) + (LOST - top + span)
         clean_key, clean_value = clean_key.masked_fill(hidden, -math.inf), clean_value.masked_fill(hidden, 0.0)
         again = _table_sums(clean_key, clean_value, table, bias_maximum, top)
         sums = ScaledSums(*(torch.where(lost, x, y) for x, y in zip(again, sums)))
         lost = lost & (again.denominator.detach() < math.exp(LOST))
-    lost = lost & ~((sums.denominator == 0) & (sums.maximum <= EMPTY))
+    # Where no key is left, a query sees nothing.
+    lost = lost & ~((clean_key.detach().amax(-3, keepdim=True) == -math.inf) & (sums.denominator.detach() == 0))
     if unknown is not None:
         lost = lost | (_product((bias > -math.inf).to(key.dtype), unknown.to(key.dtype)) > 0)
     return _with_lost_queries(sums, lost, key, value, bias) if lost.any() else sums
