@@ -1,11 +1,10 @@
 """Causal mixing on a CPU in linear time, forward and backward, for keys and position biases of any size.
 
-Positions are cut into chunks. A query sums over its own chunk and the chunk before by products with exp(w), and over
-everything further back by one running sum. Exponentials are taken relative to a reference: 0 where keys are moderate,
-otherwise the largest key so far, chunk by chunk and feature by feature. A few queries may still see nothing but keys
-far below that reference, for instance the first tokens of a chunk in which a much larger key comes later. They are
-found by their denominators and computed again in float64, each as one softmax over its own window, so large keys cost
-little more time than moderate ones, and no query depends on what comes after it.
+The sequence is cut into chunks. Each query sums over its own chunk and the chunk before by products with tables of
+exp(w), and over everything further back by a running sum. Exponentials are relative to a reference: 0 where keys are
+moderate, otherwise the largest key so far, for each chunk and feature (`mixing_cpu_chunks_aft.py`). Queries that see
+only keys far below their reference are found by their denominators and computed again, each by a softmax of its own
+(`mixing_cpu_lost_aft.py`), so no query depends on what comes after it.
 """
 
 from collections.abc import Callable, Iterator
