@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-import aft_hf.mixing_cpu_causal_aft as mixing_cpu_causal_aft
+import aft_hf.mixing_cpu_chunks_aft as mixing_cpu_chunks_aft
 from aft_hf.mixing_cpu_causal_aft import causal_mixing
 
 
@@ -135,8 +135,8 @@ def test_any_length_in_any_number_of_blocks(structure, length, size, monkeypatch
     inputs, actual, expected = make(structure, length, batch=3)
     inputs[0] *= size
     inputs, exact = to(inputs, torch.float32)
-    for block_size in (mixing_cpu_causal_aft.BLOCK_SIZE, 4000, 1):
-        monkeypatch.setattr(mixing_cpu_causal_aft, "BLOCK_SIZE", block_size)
+    for block_size in (mixing_cpu_chunks_aft.BLOCK_SIZE, 4000, 1):
+        monkeypatch.setattr(mixing_cpu_chunks_aft, "BLOCK_SIZE", block_size)
         assert_near(results(actual, inputs), results(expected, exact), torch.float32)
 
 

@@ -3,13 +3,11 @@ values of any size.
 
 Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. Where all of them are
 moderate, exp(K) is summed as it is. Otherwise it is taken relative to the maximum over the positions of a row
-(b, feature). The denominators show afterwards which queries are lost because what they see is dwarfed by what they do
-not see, or hardly see, and these are done again. That happens
+(b, feature). A query that sees none of the largest keys, or sees them at small biases only, may then lose terms.
 
-- in a causal table, where a larger key is still to come. There the second half of the queries is done with all keys,
-  the second quarter with the first half of the keys, and so on, and lost queries are first done again without the keys
-  behind them;
-- with biases whose span is beyond float32's range. Such queries end in a softmax of their own.
+- In a causal table few queries do so, because they are done in pieces: the last third with all keys, the last third of
+  the others with the keys before the first piece, and so on. The first few have a softmax.
+- The denominators show which queries are lost nonetheless. These have a softmax of their own.
 """
 
 import math
@@ -17,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,14 +29,9 @@ LARGEST_VALUE = 1e12
 # The largest exponent of a sum's terms, K + w. It leaves room for values, and for gradients, which are divided by it.
 LARGEST_EXPONENT = 40.0
 
-# Causal queries are done in halves of halves, of which none is shorter than this, where the first so many keys of rows
-# are by this much smaller than the largest one, on average: then queries would be lost.
-SHORTEST_HALF = 32
-GROWTH = 60.0
-
-# Lost queries are done again by a product, a few times over, but for this many in a row of the batch or less.
-FEW_LOST = 2
-LEVELS = 3
+# The first so many queries of a causal table, where the running maximum of the keys grows fastest, have a softmax; all
+# pieces begin at multiples of this.
+FIRST = 16
 
 # Numbers in a block of keys of which the weights are written.
 WEIGHTS_BLOCK = 2**17
@@ -87,6 +79,10 @@ class Block:
         for start, end, table in self._pieces():
             queries = slice(start, end)
             seen = self.keys[..., :end], self.values[..., :end]
+            if table is None:
+                context[..., queries] = _first_average(*seen, self._visible_bias[:, :end, :end])
+                inverse[..., queries] = 1.0
+                continue
             _average(*seen, self.tables, table, self._size, context[..., queries], inverse[..., queries])
         if not self.moderate and not float(inverse.amin()) > 0:
             self._restore_lost(context, inverse)
@@ -103,8 +99,11 @@ class Block:
         """From the gradient of `average` to those of keys and values, written into `of_keys` and `of_values`, and to
         that of the biases, if needed.
         """
-        of_table = None
+        of_table = of_first = None
         for start, end, table in self._pieces():
+            if table is None:
+                of_first = self._add_first_gradients(end, of_context, of_keys, of_values, bias_needed)
+                continue
             of_queries = (x[..., start:end] for x in (of_context, context, inverse))
             upstream = *of_queries, self.keys[..., :end], self.values[..., :end], table, self._size
             if end == self.keys.shape[-1]:
@@ -115,10 +114,13 @@ class Block:
                 self._add_gradients(upstream, start, of_keys, of_values, of_table)
         of_bias = None
         if not self.moderate and not float(inverse.amin()) > 0:
-            of_bias = self._add_lost_gradients(of_context, context, inverse, of_keys, of_values, of_table)
+            of_bias = self._add_lost_gradients(of_context, context, inverse, of_keys, of_values, bias_needed)
         if not bias_needed:
             return None
         through_table = self.tables.bias_gradient(of_table, self.table, self.bias)
+        if of_first is not None:
+            end = of_first.shape[-1]
+            through_table[:, :end, :end] += of_first
         return through_table if of_bias is None else through_table + of_bias
 
     @cached_property
@@ -127,21 +129,35 @@ class Block:
             return Size.MODERATE
         return Size.BOUNDED if float(self.keys.amax()) < torch.inf and are_bounded(self.values) else Size.ANY
 
-    def _pieces(self) -> Iterator[tuple[int, int, Table]]:
-        """Queries from start to end that see keys up to the end, and their part of the table; the last ones first."""
+    def _pieces(self) -> Iterator[tuple[int, int, Table | None]]:
+        """Queries from start to end that see keys up to the end, the last ones first, and their part of the table, or
+        None for a softmax.
+        """
         end = self.keys.shape[-1]
-        while self._halved and end >= 2 * SHORTEST_HALF:
-            yield end // 2, end, self.table.part(end // 2, end)
-            end //= 2
-        yield 0, end, self.table.part(0, end) if self.tables.causal else self.table
+        if not self.tables.causal or self.moderate:
+            yield 0, end, self.table
+            return
+        while end > FIRST:
+            start = max(2 * end // 3 // FIRST, 1) * FIRST
+            yield start, end, self.table.part(start, end)
+            end = start
+        by_softmax = end < self.keys.shape[-1] and self._first_are_finite
+        yield 0, end, None if by_softmax else self.table.part(0, end)
 
     @cached_property
-    def _halved(self) -> bool:
-        if not self.tables.causal or self.moderate:
-            return False
-        keys = self.keys.to(working_dtype(self.keys))
-        first, largest = keys[..., :SHORTEST_HALF].amax(-1), keys.amax(-1)
-        return not float((largest - first).mean()) < GROWTH
+    def _first_are_finite(self) -> bool:
+        return all(bool(x[..., :FIRST].isfinite().all()) for x in (self.keys, self.values))
+
+    def _add_first_gradients(self, end: int, of_context, of_keys, of_values, bias_needed) -> torch.Tensor | None:
+        """Add the gradients of the first queries to those of keys and values, and return that of their biases."""
+        seen = self.keys[..., :end], self.values[..., :end], self._visible_bias[:, :end, :end]
+        seen = [x.detach().requires_grad_() for x in seen]
+        with torch.enable_grad():
+            found = _first_average(*seen)
+        of_seen_keys, of_seen_values, of_bias = torch.autograd.grad(found, seen, of_context[..., :end].to(found.dtype))
+        of_keys[..., :end] += of_seen_keys
+        of_values[..., :end] += of_seen_values
+        return of_bias if bias_needed else None
 
     @staticmethod
     def _add_gradients(upstream: tuple, start: int, of_keys, of_values, of_table) -> None:
@@ -159,28 +175,18 @@ class Block:
     def _restore_lost(self, context: torch.Tensor, inverse: torch.Tensor) -> None:
         """Write the averages of lost queries."""
         lost, undefined = self._lost(inverse)
-        context.masked_fill_(undefined, torch.nan)
-        levels, lost = self._levels(lost)
-        for level in levels:
-            context[..., level.start : level.start + level.context.shape[-1]] += level.context
+        if undefined is not None:
+            context.masked_fill_(undefined, torch.nan)
         for place, query in self._few_at_once(lost):
             found = _softmax_average(*self._seen(place, query))
             self._of_keys(context)[(*place, slice(None), query)] = found.to(context.dtype)
 
-    def _add_lost_gradients(self, of_context, context, inverse, of_keys, of_values, of_table) -> torch.Tensor | None:
-        """Add the part of lost queries to the gradients of keys, values and table, and return that of the biases, if
-        there is any that does not come through the table.
-        """
+    def _add_lost_gradients(
+        self, of_context, context, inverse, of_keys, of_values, bias_needed
+    ) -> torch.Tensor | None:
+        """Add the part of lost queries to the gradients of keys and values, and return that of the biases."""
         lost, _ = self._lost(inverse)
-        levels, lost = self._levels(lost)
-        for level in levels:
-            queries = slice(level.start, level.start + level.context.shape[-1])
-            upstream = of_context[..., queries], context[..., queries], level.inverse, level.keys, level.values
-            part = self.table.part(queries.start, queries.stop)
-            self._add_gradients((*upstream, part, self._size), level.start, of_keys, of_values, of_table)
-        if not lost.any():
-            return None
-        of_bias = None if of_table is None else torch.zeros_like(self.bias)
+        of_bias = torch.zeros_like(self.bias) if bias_needed else None
         dtype = context.dtype
         sums = [torch.zeros_like(x, dtype=dtype) for x in (self.keys, self.values)]  # rounded once
         for place, query in self._few_at_once(lost):
@@ -198,13 +204,13 @@ class Block:
         of_values += sums[1]
         return of_bias
 
-    def _lost(self, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lost(self, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Which queries have to be done again, (G, k, B, T), and which of those that were lost see something that is
         not finite, so that their average is not defined. Those that see nothing are neither.
         """
         lost, keys, values = inverse == 0, self.keys, self.values
         if self._size == Size.BOUNDED and float(keys.amin()) > -torch.inf:
-            return lost, torch.zeros_like(lost[..., :1])
+            return lost, None
         finite = values.isfinite().unflatten(1, (keys.shape[1], -1)).all(2) & (keys < torch.inf)
         visible = keys > -torch.inf
         if self.tables.causal:
@@ -212,31 +218,6 @@ class Block:
         else:
             defined, sighted = finite.all(-1, keepdim=True), visible.any(-1, keepdim=True)
         return lost & defined & sighted, lost & ~defined
-
-    def _levels(self, lost: torch.Tensor) -> tuple[list["_Level"], torch.Tensor]:
-        """Products for lost queries of causal tables, and the queries that are still lost after them.
-
-        No lost query of a row sees the keys behind the last of them. Without these, the maximum falls by exp(80) or
-        more where biases are moderate, and with every level the number of lost queries.
-        """
-        levels: list[_Level] = []
-        for start, end, _ in self._pieces() if self.tables.causal else ():
-            for _ in range(LEVELS):
-                stop = start + _count_to_last(lost[..., start:end])
-                if stop == start:
-                    break
-                here = lost[..., start:stop]
-                position = torch.arange(stop, device=here.device, dtype=torch.float32)
-                behind = position > (here * position[start:]).amax(-1, keepdim=True)
-                keys = self.keys[..., :stop].masked_fill(behind, -torch.inf)
-                values = self.values[..., :stop].masked_fill(behind, 0.0)
-                dtype = self.table.entries.dtype
-                context, inverse = (torch.empty_like(x[..., start:], dtype=dtype) for x in (values, keys))
-                _average(keys, values, self.tables, self.table.part(start, stop), self._size, context, inverse)
-                levels.append(_Level(start, keys, values, context.mul_(here), inverse.mul_(here)))
-                lost = lost.clone()
-                lost[..., start:stop] &= inverse == 0
-        return levels, lost
 
     def _few_at_once(self, lost: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
         """The indices of lost queries: (group, feature of the keys, row of the batch) and query."""
@@ -264,16 +245,6 @@ class Block:
         return keys.to(dtype), values.to(dtype), bias.to(dtype)
 
 
-class _Level(NamedTuple):
-    """A product for lost queries, from `start` on."""
-
-    start: int
-    keys: torch.Tensor  # without those behind the last lost query of a row
-    values: torch.Tensor
-    context: torch.Tensor  # 0 but for queries that are found
-    inverse: torch.Tensor
-
-
 def _average(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -287,16 +258,17 @@ def _average(
     sums = tables.product(_summands(keys, values, table, size), table)
     denominator, numerator = sums.tensor_split((keys.shape[1],), 1)
     if size > Size.MODERATE:
-        nn.functional.threshold_(denominator, _smallest_denominator(table, working_dtype(keys)), torch.inf)
+        nn.functional.threshold_(denominator, _smallest_denominator(table), torch.inf)
     torch.reciprocal(denominator, out=inverse)
     torch.mul(numerator, inverse, out=context)
 
 
-def _smallest_denominator(table: Table, dtype: torch.dtype) -> float:
+def _smallest_denominator(table: Table) -> float:
     """Below this, a query is lost: next to a larger denominator, terms that were left out because of their key are
     less than a hundredth of a rounding error each.
     """
-    return math.exp(FLOOR[dtype] + table.top + 5.0) / torch.finfo(dtype).eps
+    dtype = table.entries.dtype
+    return math.exp(FLOOR[working_dtype(table.entries)] + table.top + 5.0) / torch.finfo(dtype).eps
 
 
 def _gradients(
@@ -385,7 +357,10 @@ def _softmax_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tenso
     return (values @ torch.softmax(logits, -1).unsqueeze(-1)).squeeze(-1)
 
 
-def _count_to_last(lost: torch.Tensor) -> int:
-    """How many positions of (G, k, B, T) it takes to have all lost queries but a few."""
-    from_here_on = lost.flatten(0, -2).to(torch.float32).mean(0).flip(0).cumsum(0)
-    return int((from_here_on > FEW_LOST).sum())
+def _first_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Eq. 2 for few queries from keys (G, k, B, T), values (G, c, B, T) and biases (G or 1, T, T)."""
+    dtype = working_dtype(keys)
+    keys, values, bias = keys.to(dtype), values.to(dtype), bias.to(dtype)
+    weights = torch.softmax(keys.unsqueeze(-2) + bias[:, None, None], -1)  # (G, k, B, T, T)
+    weights = weights.unsqueeze(2)  # (G, k, 1, B, T, T)
+    return (weights @ values.unflatten(1, (keys.shape[1], -1)).unsqueeze(-1)).squeeze(-1).flatten(1, 2)

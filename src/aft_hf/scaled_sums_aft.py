@@ -20,8 +20,24 @@ from torch.utils.checkpoint import checkpoint
 # The maximum of positions that are all hidden: finite, so that differences of two such maxima are.
 EMPTY = -1e30
 
-# Below this, relative to the largest key and the largest bias, a denominator may have lost terms that it should hold.
-LOST = math.exp(-60.0)
+# exp of less than this counts as 0. The exponential of smaller numbers, and of -inf, takes CPUs 10 times longer, and
+# products with denormal numbers 100 times.
+FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
+
+# The logarithm of the smallest denominator, relative to the largest key and the largest bias, that cannot have lost
+# terms that it should hold.
+LOST = -60.0
+
+# With values up to this size and biases of a small span, the largest key of a product counts exp(TOP), which leaves
+# the others a larger range.
+TOP = 40.0
+LARGEST_VALUE = 1e12
+SMALL_SPAN = 20.0
+
+# With biases of a small span, lost queries are summed by products with smaller keys, so many times over, while they
+# are more than this share.
+LEVELS = 4
+FEW_LOST = 1 / 256
 
 # Where values may not be looked at, how far a bias may lie below the largest one of its row of a table; those farther
 # below are raised to this.
@@ -53,6 +69,12 @@ def may_look_at(*tensors: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
     return all(x.device.type == "cpu" and type(x) in (torch.Tensor, nn.Parameter) for x in tensors)
+
+
+def floored_exp(x: torch.Tensor) -> torch.Tensor:
+    """exp(x), and 0 where x is below `FLOOR`."""
+    floor = FLOOR[x.dtype]
+    return nn.functional.threshold(torch.exp(x.clamp_min(floor)), math.exp(floor + 0.01), 0.0)
 
 
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -97,7 +119,7 @@ class ScaledSums(NamedTuple):
     def merge(self, other: "ScaledSums") -> "ScaledSums":
         """The sums over both sets of positions."""
         maximum = torch.maximum(self.maximum, other.maximum)
-        scale, other_scale = torch.exp(self.maximum - maximum), torch.exp(other.maximum - maximum)
+        scale, other_scale = floored_exp(self.maximum - maximum), floored_exp(other.maximum - maximum)
         return ScaledSums(
             self.numerator * scale + other.numerator * other_scale,
             self.denominator * scale + other.denominator * other_scale,
@@ -125,7 +147,8 @@ def block_sums(
 
     The largest key and the largest bias of a row are subtracted. A query that sees neither, since -inf hides them, or
     that sees large keys only at small biases, loses terms that it should hold. Where values may be looked at, these
-    queries are found by their denominators and summed again from their own logits. Elsewhere biases that are more than
+    queries are found by their denominators and summed again: as long as they are many by a product without the keys
+    that are too large for them to be seen, in the end from their own logits. Elsewhere biases that are more than
     `LARGEST_SPAN` below the largest one of their row count as that much below.
 
     Args:
@@ -140,36 +163,63 @@ def block_sums(
         # One query, one maximum over K + w: exact for biases of any span, as those of a long decay are.
         return _shared_sums(key + bias.mT.unsqueeze(-1).to(key.dtype), value)
     bias = bias.to(key.dtype)
-    exact = may_look_at(key, value, bias)
+    exact = may_look_at(key, value, bias) and min(x.numel() for x in (key, value, bias)) > 0
     if masked and not exact:
         return _sums_of_logits(key, value, bias)
-    clean_key, clean_value, unknown = key, value, None
-    if masked:
-        unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)  # (..., T', B, 1)
-        if unknown.any():  # in a product, NaN and infinities of hidden positions would reach every query
-            clean_key, clean_value = key.masked_fill(unknown, -math.inf), value.masked_fill(unknown, 0.0)
-        else:
-            unknown = None
-    key_maximum = clean_key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
+    if exact:
+        return _checked_sums(key, value, bias, masked)
     bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
-    weights = torch.exp(clean_key - key_maximum)
+    return _table_sums(key, value, torch.exp((bias - bias_maximum).clamp_min(-LARGEST_SPAN)), bias_maximum)
+
+
+def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, masked: bool) -> ScaledSums:
+    """`block_sums` with a look at the denominators, and sums for lost queries."""
+    bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     relative = bias - bias_maximum
-    table = torch.exp(relative if exact else relative.clamp_min(-LARGEST_SPAN))
-    maximum = key_maximum + bias_maximum.unsqueeze(-1)
-    sums = ScaledSums(_product(table, weights * clean_value), _product(table, weights), maximum)
-    if not exact:
+    table = floored_exp(relative)
+    clean_key, clean_value, unknown, top, span = key, value, None, 0.0, math.inf
+    if masked:
+        span = -float(relative.detach().masked_fill(bias == -math.inf, 0.0).amin())
+        if not (float(key.detach().amax()) < math.inf and float(value.detach().abs().amax()) <= LARGEST_VALUE):
+            unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)  # (..., T', B, 1)
+            # In a product, NaN and infinities of hidden positions would reach every query.
+            clean_key, clean_value = key.masked_fill(unknown, -math.inf), value.masked_fill(unknown, 0.0)
+        elif span <= SMALL_SPAN:
+            top = TOP
+    sums = _table_sums(clean_key, clean_value, table, bias_maximum, top)
+    if unknown is None and float(sums.denominator.detach().amin()) >= math.exp(LOST):
         return sums
-    lost = sums.denominator.detach() < LOST
-    lost = lost & ~((key_maximum <= EMPTY) | (bias_maximum <= EMPTY).unsqueeze(-1))  # where there is nothing to see
+    lost = (sums.denominator.detach() < math.exp(LOST)) & ~(bias_maximum.unsqueeze(-1) <= EMPTY)
+    for _ in range(LEVELS if span <= SMALL_SPAN else 0):
+        if float(lost.mean(dtype=key.dtype)) < FEW_LOST:
+            break
+        # A lost query sees no key that is larger than this: it would not be lost.
+        hidden = clean_key.detach() > clean_key.detach().amax(-3, keepdim=True) + (LOST - top + span)
+        clean_key, clean_value = clean_key.masked_fill(hidden, -math.inf), clean_value.masked_fill(hidden, 0.0)
+        again = _table_sums(clean_key, clean_value, table, bias_maximum, top)
+        sums = ScaledSums(*(torch.where(lost, x, y) for x, y in zip(again, sums)))
+        lost = lost & (again.denominator.detach() < math.exp(LOST))
+    # Where no key is left, a query sees nothing.
+    lost = lost & ~((clean_key.detach().amax(-3, keepdim=True) == -math.inf) & (sums.denominator.detach() == 0))
     if unknown is not None:
         lost = lost | (_product((bias > -math.inf).to(key.dtype), unknown.to(key.dtype)) > 0)
     return _with_lost_queries(sums, lost, key, value, bias) if lost.any() else sums
 
 
+def _table_sums(
+    key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, bias_maximum: torch.Tensor, top: float = 0.0
+) -> ScaledSums:
+    """The products of a table (..., T, T') of exp(w - bias_maximum), with exp(top) for the largest key of a row."""
+    key_maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY) - top
+    weights = floored_exp(key - key_maximum)
+    maximum = key_maximum + bias_maximum.unsqueeze(-1)
+    return ScaledSums(_product(table, weights * value), _product(table, weights), maximum)
+
+
 def _shared_sums(key: torch.Tensor, value: torch.Tensor) -> ScaledSums:
     """The sums over all positions, (..., 1, B, c)."""
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
-    weights = torch.exp(key - maximum)
+    weights = floored_exp(key - maximum)
     return ScaledSums((weights * value).sum(-3, keepdim=True), weights.sum(-3, keepdim=True), maximum)
 
 

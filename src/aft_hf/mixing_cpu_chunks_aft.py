@@ -1,0 +1,354 @@
+"""How the chunked causal mixing on a CPU lays out its data: chunks, references, features, biases and running sums.
+
+`mixing_cpu_causal_aft.py` computes the sums and gradients with it; `mixing_cpu_lost_aft.py` computes the few queries
+for which these sums are not precise.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from .scaled_sums_aft import EMPTY, working_dtype
+
+
+# exp(x) is taken for x from here on, and as if x were this below: subnormal results take several times longer.
+SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
+
+# Bytes of the features in a block: what stays in a processor's cache, and is worth starting all passes over it.
+BLOCK_SIZE = 2**23
+
+# Chunks in a block.
+MOST_CHUNKS = 128
+
+# The largest size of keys for which exponentials need no reference.
+MODERATE = 20.0
+
+# A reference lies this far below the largest key. What is left of float32's range above it, exp(88 - 60), is for sums
+# over tokens, biases and values; the range below it for keys that are smaller than the largest.
+HEADROOM = 60.0
+
+# In denominators from exp(x) on, that is nothing: 64 terms of exp(-87) add less than float32 resolves.
+LOST_EXPONENT = -65.0
+
+# Position biases above this are taken relative to the largest one of their query.
+LARGEST_BIAS = 20.0
+
+# Sums over a window alone have few terms, so references lie this much lower there, and biases are this much smaller.
+WINDOW_MARGIN = 10.0
+
+# exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
+# bound on denominators is then higher.
+BIAS_MARGIN = 7.0
+
+
+class Options(NamedTuple):
+    slopes: torch.Tensor | None
+    num_heads: int
+    chunk_size: int
+    global_connectivity: bool
+
+
+class Rows(NamedTuple):
+    """Some rows of the batch. Tensors are as (h, R, ...), and h is 1 where one table serves all heads."""
+
+    slice: slice
+    key: torch.Tensor  # (h, R, T, k)
+    value: torch.Tensor  # (h, R, T, c)
+    own: torch.Tensor | None  # (h, R, n, k), the references of chunks; None for 0
+    seen: torch.Tensor | None  # (h, R, n, k), of what each chunk of queries sees, >= those of all these chunks
+
+    def first_visible(self) -> torch.Tensor | None:
+        """The first token that is not hidden, T where all are: (h, R, 1, k). None where no token is hidden."""
+        if float(self.key.amin()) > -math.inf:
+            return None
+        visible = self.key != -math.inf
+        return visible.byte().argmax(2, keepdim=True).masked_fill_(~visible.any(2, keepdim=True), self.key.shape[2])
+
+    def references_of_far(self, segment: "Segment", before: int) -> torch.Tensor | None:
+        """What the running sums that chunks of a segment see are relative to: (h, R, n, k), None for 0."""
+        return None if self.seen is None else at_chunks(self.seen, segment.start - 1 - before, segment.chunks)
+
+
+class Segment(NamedTuple):
+    """Consecutive chunks of C positions in a sequence, of which the last one may be cut short."""
+
+    start: int
+    chunks: int
+    size: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.chunks
+
+    @property
+    def positions(self) -> slice:
+        return slice(self.start * self.size, min(self.length, self.stop * self.size))
+
+    def of(self, tables: torch.Tensor) -> torch.Tensor:
+        """The part of (h, n, ...) for these chunks; all have one where n is 1."""
+        return tables[:, self.start : self.stop] if tables.shape[1] > 1 else tables
+
+
+class Chunks:
+    """Keys and values cut into chunks.
+
+    Features, exp(K) V and exp(K), lie apart in G = 2 groups where they are equally wide, and side by side (G = 1)
+    where the features of a head share a key: (G, h, R, chunks, C, W / G).
+    """
+
+    def __init__(self, key, value, tables: torch.Tensor | None, options: Options):
+        self.key, self.value, self.tables = key.contiguous(), value.contiguous(), tables
+        self.slopes, self.num_heads, self.chunk_size, self.global_connectivity = options
+        self.headroom = HEADROOM if self.global_connectivity else HEADROOM + WINDOW_MARGIN
+        self.dtype, self.length = working_dtype(value), value.shape[1]
+        per_feature = key.shape == value.shape
+        # One product serves all heads where they have no tables of their own.
+        self.heads = 1 if tables is None and per_feature else self.num_heads
+        self.groups, self.width = 2 if per_feature else 1, value.shape[-1] // self.heads
+        self.before = 0 if tables is None else 1  # chunks before its own that a table reaches
+        self.biases = Biases(self)
+        self.fall = None if self.slopes is None else self.slope_of_features() * self.chunk_size  # (k,), per chunk
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, h c) as (h, B, T, c)."""
+        return x.view(*x.shape[:2], self.heads, -1).permute(2, 0, 1, 3)
+
+    def blocks(self) -> Iterator[tuple[Rows, list[Segment]]]:
+        """Rows that are taken at once, and the segments into which they are cut."""
+        batch, size = self.value.shape[0], self.chunk_size
+        position_size = (self.key.shape[-1] + self.value.shape[-1]) * self.dtype.itemsize
+        at_once = min(batch, max(1, BLOCK_SIZE // max(1, self.length * position_size)))
+        total = -(-self.length // size)
+        chunks = max(1, min(MOST_CHUNKS, BLOCK_SIZE // (at_once * size * position_size)))
+        segments = [Segment(i, min(chunks, total - i), size, self.length) for i in range(0, total, chunks)]
+        key, value = self.by_head(self.key), self.by_head(self.value)
+        own = seen = None
+        lowest, highest = torch.aminmax(self.key)
+        if not -MODERATE <= float(lowest) <= float(highest) <= MODERATE:
+            own, seen = self._references()
+        for row in range(0, batch, at_once):
+            here = slice(row, row + at_once)
+            references = [None, None]
+            if seen is not None:
+                highest = seen[:, here]
+                if not ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
+                    references = [x[:, here] - self.headroom for x in (own, seen)]
+            if own is seen:
+                references[0] = references[1]
+            yield Rows(here, key[:, here], value[:, here], *references), segments
+
+    def _references(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest keys of each chunk, and of all that its queries see: (h, B, n, k). EMPTY where all is hidden.
+
+        Whole numbers, so that differences of keys and references are not rounded. Under global connectivity a chunk
+        takes the second for the first.
+        """
+        size = self.chunk_size
+        whole = self.length // size * size
+        highest = [self.key[:, :whole].unflatten(1, (-1, size)).amax(2)]
+        if whole < self.length:
+            highest.append(self.key[:, whole:].amax(1, keepdim=True))
+        # What is not finite is found by its results.
+        highest = torch.cat(highest, 1).to(self.dtype).nan_to_num_(EMPTY, EMPTY, EMPTY)
+        own = self.by_head(highest).contiguous()
+        if not self.global_connectivity:
+            own = own.round_()
+            return own, torch.cat([own[:, :, :1], torch.maximum(own[:, :, 1:], own[:, :, :-1])], 2)
+        if self.fall is not None:
+            # In units of the start of a chunk, where its last key counts more by up to a chunk's fall.
+            fallen = torch.arange(own.shape[2], dtype=self.dtype, device=own.device)[:, None] * self.fall  # (n, k)
+            own += fallen + self.fall / 2
+        seen = own.cummax(2).values
+        if self.fall is not None:
+            seen = (seen - fallen).masked_fill_(seen < EMPTY / 2, EMPTY)
+        seen = seen.round_()
+        return seen, seen
+
+    def features(self, rows: Rows, segment: Segment) -> torch.Tensor:
+        """exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach there, relative to the
+        references of their chunks, 0 where there is no token: (G, h, R, chunks, C, W / G).
+        """
+        size, here = self.chunk_size, segment.positions
+        slots = segment.chunks + self.before
+        shape = *rows.key.shape[:2], slots, size
+        width = rows.value.shape[-1] + (2 - self.groups) * rows.key.shape[-1]
+        features = rows.value.new_empty(self.groups, *shape, width, dtype=self.dtype)
+        # exp is several times slower on rows that are apart
+        weights = features[1] if self.groups == 2 else features.new_empty(*shape, rows.key.shape[-1])
+        first, start = here.start - self.before * size, max(here.start - self.before * size, 0)
+        tokens, filled = slice(start, here.stop), slice(start - first, here.stop - first)
+        flat = weights.flatten(2, 3)
+        flat[:, :, filled] = rows.key[:, :, tokens]
+        if rows.own is not None:
+            weights -= at_chunks(rows.own, segment.start - self.before, slots).unsqueeze(-2)
+            weights.clamp_(min=SMALLEST_EXPONENT[self.dtype])
+        flat[:, :, filled].exp_()
+        flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
+        if self.slopes is not None:
+            # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
+            place = torch.arange(size, device=weights.device, dtype=self.dtype)
+            weights *= torch.exp(place[:, None] * self.slope_of_features())  # (C, k)
+        weighted, copy = self.parts(features)
+        if self.groups == 1:
+            copy.copy_(weights)
+        weighted = weighted.flatten(2, 3)
+        weighted[:, :, : filled.start], weighted[:, :, filled.stop :] = 0, 0
+        torch.mul(flat[:, :, filled], rows.value[:, :, tokens], out=weighted[:, :, filled])
+        return features
+
+    def parts(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(G, ..., W / G) as the part of the numerators (..., c) and that of the denominators (..., k)."""
+        return features.unbind() if self.groups == 2 else features[0].tensor_split((self.width,), -1)
+
+    def far_parts(self, far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Running sums as numerators (h, R, n, k, c / k) and denominators (h, R, n, k)."""
+        numerator, denominator = self.parts(far)
+        return numerator.unflatten(-1, (denominator.shape[-1], -1)), denominator
+
+    def running_sums(self, rows: Rows, segment: Segment, features, carry) -> torch.Tensor:
+        """The sums over all that lies further back than a segment's first chunk, then each of the other chunks, and
+        than the chunk that follows: (G, h, R, n + 1, W / G), relative to the last chunk that is summed.
+        """
+        totals = features.new_empty(*features.shape[:3], segment.chunks + 1, features.shape[-1])
+        totals[:, :, :, 0] = 0 if carry is None else carry
+        torch.sum(features[:, :, :, : segment.chunks], -2, out=totals[:, :, :, 1:])
+        self.accumulate(totals, rows.seen, segment.start - 1 - self.before)
+        return totals
+
+    def accumulate(self, totals: torch.Tensor, seen: torch.Tensor | None, start: int, reverse: bool = False) -> None:
+        """Running sums along the chunks from `start` on, (G, h, R, n, W / G), in place, in log2(n) steps."""
+        step, count = 1, totals.shape[3]
+        while step < count:
+            earlier, later = totals[:, :, :, :-step], totals[:, :, :, step:]
+            source, target = (later, earlier) if reverse else (earlier, later)
+            target += scaled(source, self.decay(seen, start, start + step, count - step)).clone()
+            step *= 2
+
+    def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
+        """The log of what the running sums at chunks from `start` on count at those from `later_start` on:
+        (h, R, count, k), None for 0.
+        """
+        exponent = None if seen is None else difference(seen, start, seen, later_start, count)
+        if self.fall is None:
+            return exponent
+        fallen = self.fall * (start - later_start)
+        return fallen.view(1, 1, 1, -1) if exponent is None else exponent.add_(fallen)
+
+    def slope_of_features(self) -> torch.Tensor:
+        slopes = self.slopes.to(self.dtype)
+        return slopes.repeat_interleave(self.key.shape[-1] // self.num_heads)
+
+
+class Biases:
+    """exp(w), 0 where a key comes after the query: (h, n or 1, C, C) for a chunk itself and for the chunk before."""
+
+    def __init__(self, sums: Chunks):
+        size, dtype, tables = sums.chunk_size, sums.dtype, sums.tables
+        self.far_weight, self.wide, self.headroom = None, False, sums.headroom
+        if tables is None:
+            self.own = torch.ones(1, 1, size, size, dtype=dtype, device=sums.value.device).tril()
+            return
+        hidden = torch.ones(size, 2 * size, dtype=torch.bool, device=tables.device).triu(size + 1)
+        bias = tables.detach().to(dtype).masked_fill(hidden, -math.inf)
+        if bias.shape[1] > 1:
+            bias[:, 0, :, :size] = -math.inf
+        largest = bias.amax(-1, keepdim=True)  # (h, n or 1, C, 1)
+        if sums.global_connectivity:
+            largest.clamp_(min=0.0)
+        if not float(largest.abs().amax()) <= LARGEST_BIAS - (sums.headroom - HEADROOM):
+            largest.nan_to_num_(0.0, 0.0, 0.0)
+            bias -= largest
+            self.far_weight = self._exp(-largest) if sums.global_connectivity else None
+        self.previous, self.own = (x.contiguous() for x in self._exp(bias).split(size, -1))
+
+    def _exp(self, bias: torch.Tensor) -> torch.Tensor:
+        negligible = (bias < SMALLEST_EXPONENT[bias.dtype] + BIAS_MARGIN) & (bias > -math.inf)
+        if not negligible.any():
+            return torch.exp(bias)
+        self.wide = True
+        return torch.exp(bias).masked_fill_(negligible, 0)
+
+    @cached_property
+    def of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The transposed tables, for the backward pass: of each chunk of keys to itself and to the next."""
+        following = self.previous
+        if following.shape[1] > 1:
+            following = torch.cat([following[:, 1:], torch.zeros_like(following[:, :1])], 1)
+        return self.own.mT.contiguous(), following.mT.contiguous()
+
+    def zeros(self) -> list[torch.Tensor]:
+        """For gradients of exp(w), a pair of (h, n or 1, C', C)."""
+        return [x.new_zeros(*x.shape[:2], *x.shape[:1:-1]) for x in (self.own, self.previous)]
+
+    def gradient(self, of_tables: list[torch.Tensor]) -> torch.Tensor:
+        """From gradients as in `zeros` to that of w."""
+        # A pair of tokens that do not see each other may have overflowed.
+        own, previous = (torch.where(x > 0, x * of_x.mT, 0.0) for x, of_x in zip((self.own, self.previous), of_tables))
+        return torch.cat([previous, own], -1)
+
+    def lost_exponent(self, moderate: bool) -> float:
+        """The exponent of the smallest denominator that is precise."""
+        if not self.wide:
+            return LOST_EXPONENT
+        return LOST_EXPONENT + BIAS_MARGIN + (MODERATE if moderate else self.headroom)
+
+
+def tokens_of(features: torch.Tensor) -> torch.Tensor:
+    """(G, h, R, chunks, C, w) as (G, h, R, T, w)."""
+    return features.flatten(3, 4)
+
+
+def at_chunks(references: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """`count` chunks from `start` on; beyond the first and the last one, these."""
+    last = references.shape[2] - 1
+    if start >= 0 and start + count <= last + 1:
+        return references[:, :, start : start + count]
+    places = torch.arange(start, start + count, device=references.device).clamp_(0, last)
+    return references.index_select(2, places)
+
+
+def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: int, count: int) -> torch.Tensor:
+    """The log of what features relative to `own` count in sums relative to `seen`: (h, R, count, k), at most 0."""
+    return at_chunks(own, start, count) - at_chunks(seen, seen_start, count)
+
+
+def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
+    """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
+    if exponent is None:
+        return x
+    return scale(x.clone(), exponent)
+
+
+def scale(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """`scaled` in place."""
+    root = torch.exp(exponent / 2)
+    return x.mul_(root).mul_(root)
+
+
+def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+    """Tables (h or 1, n or 1, C, C) with the features of chunks (G, h, R, n, C, w)."""
+    rows, chunks, size = features.shape[2:5]
+    out = features.new_empty(features.shape) if add_to is None else add_to
+    # Rows may be apart in memory, so there is a batch of products for each row, or for each chunk if these are fewer.
+    dim, others = (0, chunks) if rows <= chunks else (1, rows)
+    tables = tables.expand(features.shape[1], chunks, size, size)
+    for head, of_chunks in enumerate(tables):
+        batches = [of_chunks] * rows if dim == 0 else [table.expand(others, size, size) for table in of_chunks]
+        for x, y in zip(features[:, head], out[:, head]):
+            for table, here, product in zip(batches, x.unbind(dim), y.unbind(dim)):
+                torch.baddbmm(product, table, here, beta=0 if add_to is None else 1, out=product)
+    return out
+
+
+def add_products(of_tables: torch.Tensor, features: torch.Tensor, of_sums: torch.Tensor) -> None:
+    """Adds the gradient of each chunk's table, summed over rows, to (h, n or 1, C', C)."""
+    chunks, size = features.shape[3:5]
+    for head, of_table in enumerate(of_tables):
+        products = features.new_zeros(chunks, size, size)
+        for x, of_x in zip(features[:, head].flatten(0, 1), of_sums[:, head].flatten(0, 1)):
+            products.baddbmm_(x, of_x.mT)
+        of_table += products if len(of_table) > 1 else products.sum(0)
