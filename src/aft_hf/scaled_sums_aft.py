@@ -28,15 +28,10 @@ FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
 # terms that it should hold.
 LOST = -60.0
 
-# With values up to this size and biases of a small span, the largest key of a product counts exp(TOP), which leaves
-# the others a larger range.
-TOP = 40.0
-LARGEST_VALUE = 1e12
+# With biases of a span up to this, lost queries are summed by products with smaller keys, up to so many times, while
+# they are more than this share.
 SMALL_SPAN = 20.0
-
-# With biases of a small span, lost queries are summed by products with smaller keys, so many times over, while they
-# are more than this share.
-LEVELS = 4
+LEVELS = 5
 FEW_LOST = 1 / 256
 
 # Where values may not be looked at, how far a bias may lie below the largest one of its row of a table; those farther
@@ -74,7 +69,8 @@ def may_look_at(*tensors: torch.Tensor) -> bool:
 def floored_exp(x: torch.Tensor) -> torch.Tensor:
     """exp(x), and 0 where x is below `FLOOR`."""
     floor = FLOOR[x.dtype]
-    return nn.functional.threshold(torch.exp(x.clamp_min(floor)), math.exp(floor + 0.01), 0.0)
+    # Autograd keeps the result and a mask; `clamp` would keep x.
+    return nn.functional.threshold(torch.exp(x.masked_fill(x < floor, floor)), math.exp(floor + 0.01), 0.0)
 
 
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -119,7 +115,7 @@ class ScaledSums(NamedTuple):
     def merge(self, other: "ScaledSums") -> "ScaledSums":
         """The sums over both sets of positions."""
         maximum = torch.maximum(self.maximum, other.maximum)
-        scale, other_scale = floored_exp(self.maximum - maximum), floored_exp(other.maximum - maximum)
+        scale, other_scale = torch.exp(self.maximum - maximum), torch.exp(other.maximum - maximum)
         return ScaledSums(
             self.numerator * scale + other.numerator * other_scale,
             self.denominator * scale + other.denominator * other_scale,
@@ -177,16 +173,14 @@ def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, ma
     bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     relative = bias - bias_maximum
     table = floored_exp(relative)
-    clean_key, clean_value, unknown, top, span = key, value, None, 0.0, math.inf
+    clean_key, clean_value, unknown, span = key, value, None, math.inf
     if masked:
         span = -float(relative.detach().masked_fill(bias == -math.inf, 0.0).amin())
-        if not (float(key.detach().amax()) < math.inf and float(value.detach().abs().amax()) <= LARGEST_VALUE):
+        if not (float(key.detach().amax()) < math.inf and float(value.detach().abs().amax()) < math.inf):
             unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)  # (..., T', B, 1)
             # In a product, NaN and infinities of hidden positions would reach every query.
             clean_key, clean_value = key.masked_fill(unknown, -math.inf), value.masked_fill(unknown, 0.0)
-        elif span <= SMALL_SPAN:
-            top = TOP
-    sums = _table_sums(clean_key, clean_value, table, bias_maximum, top)
+    sums = _table_sums(clean_key, clean_value, table, bias_maximum)
     if unknown is None and float(sums.denominator.detach().amin()) >= math.exp(LOST):
         return sums
     lost = (sums.denominator.detach() < math.exp(LOST)) & ~(bias_maximum.unsqueeze(-1) <= EMPTY)
@@ -194,9 +188,9 @@ def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, ma
         if float(lost.mean(dtype=key.dtype)) < FEW_LOST:
             break
         # A lost query sees no key that is larger than this: it would not be lost.
-        hidden = clean_key.detach() > clean_key.detach().amax(-3, keepdim=True) + (LOST - top + span)
+        hidden = clean_key.detach() > clean_key.detach().amax(-3, keepdim=True) + (LOST + span)
         clean_key, clean_value = clean_key.masked_fill(hidden, -math.inf), clean_value.masked_fill(hidden, 0.0)
-        again = _table_sums(clean_key, clean_value, table, bias_maximum, top)
+        again = _table_sums(clean_key, clean_value, table, bias_maximum)
         sums = ScaledSums(*(torch.where(lost, x, y) for x, y in zip(again, sums)))
         lost = lost & (again.denominator.detach() < math.exp(LOST))
     # Where no key is left, a query sees nothing.
@@ -206,11 +200,9 @@ def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, ma
     return _with_lost_queries(sums, lost, key, value, bias) if lost.any() else sums
 
 
-def _table_sums(
-    key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, bias_maximum: torch.Tensor, top: float = 0.0
-) -> ScaledSums:
-    """The products of a table (..., T, T') of exp(w - bias_maximum), with exp(top) for the largest key of a row."""
-    key_maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY) - top
+def _table_sums(key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, bias_maximum: torch.Tensor) -> ScaledSums:
+    """The products of a table (..., T, T') of exp(w - bias_maximum) with keys and values."""
+    key_maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - key_maximum)
     maximum = key_maximum + bias_maximum.unsqueeze(-1)
     return ScaledSums(_product(table, weights * value), _product(table, weights), maximum)
