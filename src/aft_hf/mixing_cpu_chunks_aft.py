@@ -325,6 +325,8 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
 
 def scale(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """`scaled` in place."""
+    if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
+        return x.mul_(torch.exp(exponent))
     root = torch.exp(exponent / 2)
     return x.mul_(root).mul_(root)
 

@@ -6,10 +6,12 @@ w between any positions, w of chunks of a sequence, and w of the next token. It 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from .activations_aft import full_precision, runs_as_written
 from .scaled_sums_aft import widen
 
 
@@ -155,13 +157,15 @@ class Window(Dense):
         if padding > 0:
             queries, keys = (nn.functional.pad(x, (0, 0, 0, padding)) for x in (queries, keys))
         queries, keys = (x.unflatten(1, (count, size)) for x in (queries, keys))
-        own = queries @ keys.mT
-        before = nn.functional.pad(queries[:, 1:] @ keys[:, :-1].mT, (0, 0, 0, 0, 1, 0))
-        parts = [before, own]
+        if runs_as_written(queries, keys):
+            bias = _ProductsOfNeighbours.apply(queries, keys)
+        else:
+            bias = _products_of_neighbours(queries, keys)
         if following:
-            parts.append(nn.functional.pad(queries[:, :-1] @ keys[:, 1:].mT, (0, 0, 0, 0, 0, 1)))
+            after = nn.functional.pad(queries[:, :-1] @ keys[:, 1:].mT, (0, 0, 0, 0, 0, 1))
+            bias = torch.cat([bias, after], -1)
         positions = torch.arange(size, (3 + following) * size, device=self.device)
-        return self._windowed(torch.cat(parts, -1), positions[size : 2 * size], positions)
+        return self._windowed(bias, positions[size : 2 * size], positions)
 
     def _windowed(self, bias: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = (queries[..., :, None] - keys[..., None, :]).abs().unsqueeze(-3)
@@ -294,6 +298,32 @@ class SelectedPosition(PositionBias):
         column = positions % columns + selected % size - size // 2
         inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
         return (row * columns + column).clamp(0, length - 1), inside
+
+
+def _products_of_neighbours(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """u of each chunk with v of the chunk before it, 0 for the first, and its own: (h, n, C, d') to (h, n, C, 2 C)."""
+    before = nn.functional.pad(queries[:, 1:] @ keys[:, :-1].mT, (0, 0, 0, 0, 1, 0))
+    return torch.cat([before, queries @ keys.mT], -1)
+
+
+class _ProductsOfNeighbours(torch.autograd.Function):
+    """`_products_of_neighbours` with gradients that need no copies of the factors: 4 to 6 % of a training step."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(queries, keys)
+        return _products_of_neighbours(queries, keys)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys = ctx.saved_tensors
+        before, own = gradient.tensor_split(2, -1)
+        before = before[:, 1:]
+        with full_precision(gradient.device.type):
+            of_queries, of_keys = own @ keys, own.mT @ queries
+            of_queries[:, 1:] += before @ keys[:, :-1]
+            of_keys[:, :-1] += before.mT @ queries[:, 1:]
+        return of_queries, of_keys
 
 
 def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int], key_rows: int | None = None) -> torch.Tensor:
