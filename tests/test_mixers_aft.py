@@ -12,6 +12,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from conftest import build_mixer
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
@@ -519,3 +521,34 @@ def test_left_padding_of_separate_keys_does_not_count_either(build):
     padded = torch.cat([torch.randn(1, 2, WIDTH), memory], 1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(mixer(query, padded, padded, attention_mask=mask), mixer(query, memory, memory))
+
+
+@pytest.mark.parametrize("name", ["full causal", "local causal", "conv causal", "conv 2-D"])
+def test_tangents_of_the_position_biases_alone_reach_the_output(name):
+    mixer = build_mixer(name).double()
+    x = torch.randn(2, 16, WIDTH, dtype=torch.float64)
+    parameters = {k: p.detach() for k, p in mixer.named_parameters() if k.startswith(("position_bias", "kernel"))}
+    tangents = {k: torch.randn_like(p) for k, p in parameters.items()}
+
+    def call(parameters):
+        return torch.func.functional_call(mixer, parameters, (x,))
+
+    step = 1e-6
+    moved = [call({k: p + sign * step * tangents[k] for k, p in parameters.items()}) for sign in (1, -1)]
+    with forward_ad.dual_level():
+        dual = {k: forward_ad.make_dual(p, tangents[k]) for k, p in parameters.items()}
+        tangent = forward_ad.unpack_dual(call(dual)).tangent
+    torch.testing.assert_close(tangent, (moved[0] - moved[1]) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_a_change_of_an_output_changes_nothing_else():
+    mixer = AFTSimple(WIDTH, use_query=False, use_output_projection=False)
+    y = mixer(torch.randn(1, 5, WIDTH))
+    y[:, 0] = 0
+    assert (y[:, 1:] != 0).any()
+    conv = build_mixer("conv causal")
+    x = torch.randn(1, 9, WIDTH)
+    expected = conv(x)
+    conv.kernel_bias().add_(5.0)
+    torch.testing.assert_close(conv(x), expected)

@@ -796,6 +796,17 @@ def test_a_row_of_packed_documents_may_be_longer_than_the_learned_positions():
         model(**row)
 
 
+@torch.no_grad()
+def test_position_ids_beside_a_cache_that_has_tokens_are_those_of_the_cache():
+    config = tiny_config("text", "local")
+    model, ids = build(config), inputs_of(config)["input_ids"]
+    expected = model(ids).logits[:, -1:]
+    cache = model(ids[:, :-1]).past_key_values
+    position_ids = torch.full((len(ids), 1), ids.shape[1] - 1)
+    found = model(ids[:, -1:], past_key_values=cache, position_ids=position_ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_cache_of_packed_documents_is_refused():
     config = tiny_config("text", "simple")
     model, (_, row) = build(config), packed(config, 3, 4)

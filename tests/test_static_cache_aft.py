@@ -176,3 +176,15 @@ def test_a_static_cache_longer_than_the_learned_positions_is_refused():
 def test_generate_batch_says_what_to_do_instead():
     with pytest.raises(NotImplementedError, match="padded batch"):
         build("simple").generate_batch(inputs=[[1, 2]], max_new_tokens=2)
+
+
+def test_attentions_may_be_asked_for_after_a_static_cache_is_reset():
+    model = build("alibi")
+    cache, prompts = model.aft.new_cache(40), padded_prompts()
+    with torch.no_grad():
+        expected = model(**prompts, output_attentions=True).attentions
+        model(**padded_prompts(), past_key_values=cache)
+        cache.reset()
+        found = model(**prompts, past_key_values=cache, output_attentions=True).attentions
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

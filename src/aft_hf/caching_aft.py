@@ -60,6 +60,7 @@ class AFTLayerState(CacheLayerMixin):
             setattr(self, name, None)
         self.cumulative_length: int | torch.Tensor = 0
         self.padded = False
+        self.is_empty = True
         self.is_initialized = False
 
     def _store(self, **tensors: torch.Tensor) -> None:
@@ -180,6 +181,7 @@ class AFTLayerState(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[2]
+        self.is_empty = False
         self.padded = self.padded or counts is not None
         past = self.sums()
         bias = None
@@ -273,7 +275,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def record(self, problem: Mixing) -> Mixing:
         """Add the keys of new tokens to the history, before `mix`; returns the problem of all tokens so far."""
-        if self.is_initialized and self.history is None:
+        if not self.is_empty and self.history is None:
             raise ValueError(
                 "output_attentions needs all keys, and this state has kept the sums over them: ask for attentions "
                 "from the first call on, or call with use_cache=False"
@@ -334,7 +336,7 @@ class AFTStaticLayerState(AFTLayerState):
 
     Args:
         window: how many of the last keys and values to keep.
-        max_length: the most tokens that a row may have.
+        max_length: the most tokens that a row may have; not checked, since to look at the length would be to wait.
     """
 
     is_compileable = True
@@ -359,7 +361,7 @@ class AFTStaticLayerState(AFTLayerState):
             getattr(self, name).copy_(tensor)
 
     def tokens_after(self, length: int, limit: int) -> int:
-        """The limit is compared with `max_length` where the cache is made: to look at the length would be to wait."""
+        """The new tokens alone: where the cache is made, `max_length` is compared with the limit."""
         return length
 
     def get_max_length(self) -> int:
@@ -369,6 +371,7 @@ class AFTStaticLayerState(AFTLayerState):
         """Empty the state in place."""
         if self.is_initialized:
             self.history = self.history_mask = None
+            self.is_empty = True
             for tensor in (*self._tensors().values(), self.cumulative_length):
                 tensor.zero_()
             self.keys.fill_(-torch.inf)

@@ -1,7 +1,8 @@
 """Documents that are packed into one row: where they start, and each of them as a row of its own.
 
 A document never sees another one. So a packed row is computed as the batch of its documents, those of about the same
-length together; with at most twice the tokens this is exact for every type and as fast as the type is.
+length together; with at most twice the tokens this is exact for every type and as fast as the type is. A traced
+program, which cannot depend on their number, computes a table of all pairs of tokens instead.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,11 @@ from functools import cached_property
 
 import torch
 
-from .scaled_sums_aft import power_of_two_from
+from .scaled_sums_aft import may_look_at, power_of_two_from
+
+
+# What models take about packed documents. Attention kernels need all of it, and an AFT the first or the second.
+PACKING_INPUTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +49,18 @@ class Documents:
         return not traced and self.starts.device.type != "meta"
 
     def are_rows(self) -> bool:
-        """Whether each row is one document; False where that is not known."""
-        return self.can_be_unpacked and self.starts.device.type == "cpu" and not self.starts[:, 1:].any()
+        """Whether each row is one document; False where the host may not know."""
+        return self.can_be_unpacked and not self.starts[:, 1:].any()
 
     def longest(self) -> int | None:
-        """The length of the longest document; None where that is not known without waiting for an accelerator."""
-        if not self.can_be_unpacked or self.starts.device.type != "cpu":
-            return None
-        return int(self.positions().max()) + 1
+        """The length of the longest document; None where the host may not know."""
+        return max(rows.longest for rows in self.rows) if self.can_be_unpacked else None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
+        """The same documents on another device, for the hooks of models that lie on several."""
+        if self.starts.device == torch.device(device):
+            return self
+        return Documents(self.starts.to(device, non_blocking=non_blocking))
 
     def pairs(self) -> torch.Tensor:
         """(B, T, T), whether two tokens are of one document."""
@@ -90,6 +99,11 @@ class DocumentRows:
     first: torch.Tensor
     lengths: torch.Tensor
 
+    @cached_property
+    def longest(self) -> int:
+        """The length of the rows."""
+        return int(self.lengths.max())
+
     def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
         """(B, T, c) -> (N, longest, c), with `fill` behind each document."""
         index, inside = self._places
@@ -106,8 +120,54 @@ class DocumentRows:
     @cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The place of each token of each row, (N, longest), and whether it belongs to the document."""
-        longest = int(self.lengths.max())
-        steps = torch.arange(longest, device=self.first.device)
+        steps = torch.arange(self.longest, device=self.first.device)
         inside = steps < self.lengths[:, None]
         index = torch.where(inside, self.first[:, None] + steps, self.first[:, None])
-        return index, None if len(self.lengths) * longest == int(self.lengths.sum()) else inside
+        return index, None if len(self.lengths) * self.longest == int(self.lengths.sum()) else inside
+
+
+def packed_documents(
+    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+) -> Documents | None:
+    """The documents that `position_ids` or `cu_seq_lens_q` give.
+
+    Args:
+        inputs: those of a model in `PACKING_INPUTS`.
+        mask: the attention mask of the model, if any.
+
+    Returns:
+        The documents; None where each row is one.
+
+    Raises:
+        ValueError: positions that are not those of documents, or a 3-D mask beside them.
+    """
+    position_ids, boundaries = inputs["position_ids"], inputs["cu_seq_lens_q"]
+    if boundaries is not None:
+        documents = Documents.from_cumulative_lengths(boundaries, batch_size, length)
+    elif position_ids is not None:
+        documents = _documents_of_positions(position_ids, mask, batch_size, length)
+    else:
+        return None
+    if documents.are_rows():
+        return None
+    if mask is not None and mask.dim() == 3:
+        raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")
+    return documents
+
+
+def _documents_of_positions(
+    position_ids: torch.Tensor, mask: torch.Tensor | None, batch_size: int, length: int
+) -> Documents:
+    if position_ids.shape not in ((batch_size, length), (1, length)):
+        raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
+    documents = Documents.from_position_ids(position_ids, batch_size)
+    if may_look_at(position_ids):
+        wrong = documents.positions() != position_ids
+        if mask is not None and mask.shape == wrong.shape:
+            wrong &= mask.bool()  # those of padding do not matter
+        if wrong.any():
+            raise ValueError(
+                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document: other positions "
+                "follow from the attention_mask alone"
+            )
+    return documents

@@ -89,7 +89,8 @@ class AFTMixer(nn.Module):
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
         parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none
-        return self.biases(parameter, grid_size).dense(seq_len)
+        with full_precision(parameter.device.type):
+            return self.biases(parameter, grid_size).dense(seq_len)
 
     @property
     def state_window(self) -> int | None:

@@ -219,6 +219,10 @@ class AFTConv(AFTMixer):
 
     def kernel_bias(self) -> torch.Tensor:
         """w as kernels, (h, s, s) or (h, s) in float32 at least: Eq. 8, then Eq. 10 where a position is selected."""
+        return self._kernel_bias().clone()
+
+    def _kernel_bias(self) -> torch.Tensor:
+        """The same, which may be the tensor that is kept for the next call."""
         kernels = self._kernels()
         return kernels if self.selection is None else kernels * self._selection(kernels)
 
@@ -250,7 +254,7 @@ class AFTConv(AFTMixer):
         return -(log_p.exp() * log_p).sum()
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        kernels, hides_outside = self.kernel_bias(), not self.global_connectivity
+        kernels, hides_outside = self._kernel_bias(), not self.global_connectivity
         if self.spatial_dims == 2:
             biases = GridKernel(kernels, grid_size, hides_outside)
         else:

@@ -111,6 +111,8 @@ class Mixing:
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     """Eq. 2: (B, T, d) in the dtype of the values; 0 where a query sees nothing.
 
+    The backward pass may need the result, so it should not be changed in place where gradients are computed.
+
     Args:
         problem: what to compute.
         implementation: one of `MIXING_IMPLEMENTATIONS`. A backend that does not support the problem is passed over.

@@ -41,7 +41,7 @@ class CpuBackend:
         """Whether the rows are sequences in order, and nothing but gradients is taken of the tensors."""
         if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
             return False
-        if not _is_plain(problem.key, problem.value):
+        if not _is_plain(problem.key, problem.value, *problem.biases.tensors()):
             return False
         if problem.causal and problem.biases.reach is not None:
             return True
@@ -60,7 +60,9 @@ class CpuBackend:
     @staticmethod
     def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> torch.Tensor | None:
         """A mixer of (B, T, d) by products with tables, its projections included; None for any other mixer."""
-        if (causal and biases.reach is not None) or not (_is_plain(x) and projections.can_be_replaced(x)):
+        if causal and biases.reach is not None:
+            return None
+        if not (_is_plain(x, *biases.tensors()) and projections.can_be_replaced(x)):
             return None
         tables = _tables(biases, causal, *x.shape)
         if tables is None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from .mixing_cpu_bias_aft import MODERATE
 from .scaled_sums_aft import EMPTY, working_dtype
 
 
@@ -22,9 +23,6 @@ BLOCK_SIZE = 2**23
 
 # Chunks in a block.
 MOST_CHUNKS = 128
-
-# The largest size of keys for which exponentials need no reference.
-MODERATE = 20.0
 
 # A reference lies this far below the largest key. What is left of float32's range above it, exp(88 - 60), is for sums
 # over tokens, biases and values; the range below it for keys that are smaller than the largest.

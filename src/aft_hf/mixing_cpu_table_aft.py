@@ -228,7 +228,7 @@ class _GatedAverage(torch.autograd.Function):
         *inputs, context, inverse = ctx.saved_tensors
         needed = ctx.needs_input_grad[: len(inputs)]
         with torch.autocast("cpu", enabled=False):
-            batched = not runs_as_written(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient)
+            batched = not runs_as_written(gradient)
             if batched or torch.is_grad_enabled():
                 gradients = _differentiable_gradients(inputs, needed, gradient, ctx.options[0], ctx.differentiable)
             else:

@@ -126,7 +126,7 @@ def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     """Eq. 2 by the form that fits the structure of w."""
     length = key.shape[1]
     if isinstance(biases, NoBias):
-        return block_sums(key, value).average().expand(-1, length, -1, -1)
+        return block_sums(key, value).average().repeat(1, length, 1, 1)
     if isinstance(biases, SelectedPosition) and not biases.hides_outside:
         return selected_position_mixing(key, value, biases)
     biases = getattr(biases, "kernel", biases)

@@ -27,9 +27,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .activations_aft import is_untouched, perceptron
 from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
-from .documents_aft import Documents
+from .documents_aft import PACKING_INPUTS, Documents, packed_documents
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
-from .scaled_sums_aft import may_look_at
 
 
 class AFTTextEmbeddings(nn.Module):
@@ -62,7 +61,7 @@ class AFTTextEmbeddings(nn.Module):
             longest = documents.longest()
             if longest is not None and longest > limit:
                 raise ValueError(f"a document of {longest} tokens is longer than max_position_embeddings={limit}")
-            return documents.positions().clamp_max(limit - 1)
+            return documents.positions()
         start, longest = 0, length
         if state is not None and state.is_initialized:
             start, longest = state.seen[:, None], state.tokens_after(length, limit)
@@ -298,7 +297,8 @@ class AFTModel(AFTPreTrainedModel):
                 Embedded tokens, in place of `input_ids`.
             position_ids (`torch.LongTensor` of shape `(batch_size or 1, sequence_length)`):
                 Documents that are packed into a row: positions start again at 0 with each of them, as
-                `DataCollatorWithFlattening` makes them. None sees another one. There is no cache then.
+                `DataCollatorWithFlattening` makes them. None sees another one. There is no cache then, and in a
+                compiled program none for any `position_ids`.
             cu_seq_lens_q (`torch.IntTensor` of shape `(number of documents + 1,)`):
                 The same as the boundaries of the documents in all rows one after the other, from 0 on.
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
@@ -344,7 +344,11 @@ class AFTModel(AFTPreTrainedModel):
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
-        documents = _packed_documents(kwargs, attention_mask, *inputs_embeds.shape[:2], past_key_values)
+        packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
+        continues = past_key_values is not None and past_key_values.layers[0].is_initialized
+        documents = None if continues else packed_documents(packing, attention_mask, *inputs_embeds.shape[:2])
+        if documents is not None and past_key_values is not None:
+            raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several")
         if use_cache and past_key_values is None and not pairwise and documents is None:
             past_key_values = self.new_cache()
         state, past = None, 0
@@ -393,38 +397,6 @@ class AFTModel(AFTPreTrainedModel):
             return None
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AFTConv)]
         return sum(mixer.position_bias_entropy().to(self.layernorm.weight.device) for mixer in mixers)
-
-
-def _packed_documents(
-    kwargs: dict, mask: torch.Tensor | None, batch: int, length: int, past_key_values: AFTCache | None
-) -> Documents | None:
-    """The documents that `position_ids` or `cu_seq_lens_q` give, taken out of `kwargs`; None for plain rows."""
-    position_ids, boundaries = kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_q", None)
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):  # what attention kernels need beside
-        kwargs.pop(name, None)
-    if past_key_values is not None and past_key_values.layers[0].is_initialized:
-        return None  # new tokens continue what the cache has seen
-    if boundaries is not None:
-        documents = Documents.from_cumulative_lengths(boundaries, batch, length)
-    elif position_ids is not None:
-        if position_ids.shape not in ((batch, length), (1, length)):
-            raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
-        documents = Documents.from_position_ids(position_ids, batch)
-        wrong = None if not may_look_at(position_ids) else documents.positions() != position_ids
-        if wrong is not None and (wrong if mask is None or mask.dim() == 3 else wrong & mask.bool()).any():
-            raise ValueError(
-                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document: other positions "
-                "follow from the attention_mask alone"
-            )
-    else:
-        return None
-    if documents.are_rows():
-        return None
-    if past_key_values is not None:
-        raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several of them")
-    if mask is not None and mask.dim() == 3:
-        raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")
-    return documents
 
 
 def _mask_of_new_tokens(
