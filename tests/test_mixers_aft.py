@@ -5,6 +5,7 @@
 is in `test_backend_contract_aft.py`.
 """
 
+import copy
 import math
 from functools import partial
 from itertools import product
@@ -17,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.documents_aft import Documents
 
 
 WIDTH = 8  # of the mixers of the fixtures
@@ -552,3 +554,57 @@ def test_a_change_of_an_output_changes_nothing_else():
     expected = conv(x)
     conv.kernel_bias().add_(5.0)
     torch.testing.assert_close(conv(x), expected)
+
+
+@pytest.mark.parametrize("name", ["full causal", "local causal", "simple causal", "conv causal", "alibi causal"])
+@torch.no_grad()
+def test_padding_between_real_tokens_sees_nothing_of_the_future(name):
+    mixer, x = build_mixer(name), torch.randn(2, 12, WIDTH)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :3] = mask[1, 5] = False
+    changed = x.clone()
+    changed[:, -1] += 1.0
+    y, other = mixer(x, attention_mask=mask), mixer(changed, attention_mask=mask)
+    torch.testing.assert_close(y[:, :-1], other[:, :-1])
+    reference = copy.deepcopy(mixer)
+    reference.implementation = "reference"
+    torch.testing.assert_close(y, reference(x, attention_mask=mask))
+
+
+@pytest.mark.parametrize("name", ["full causal", "local causal", "conv causal", "alibi causal"])
+@torch.no_grad()
+def test_padding_in_packed_documents_takes_no_position(name):
+    mixer, x = build_mixer(name).double(), torch.randn(2, 12, WIDTH).double()
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :3] = mask[1, 7] = False
+    documents = Documents(torch.tensor([1] + [0] * 5 + [1] + [0] * 5).bool().expand(2, -1))
+    y = mixer(x, attention_mask=mask, documents=documents)
+    for row in range(2):
+        alone = [mixer(x[row : row + 1, part][:, mask[row, part]]) for part in (slice(0, 6), slice(6, 12))]
+        torch.testing.assert_close(y[row][mask[row]], torch.cat(alone, 1)[0])
+    reference = copy.deepcopy(mixer)
+    reference.implementation = "reference"
+    torch.testing.assert_close(y, reference(x, attention_mask=mask, documents=documents))
+
+
+@pytest.mark.parametrize("size", [1e6, 1e13, 1e25])
+@pytest.mark.parametrize("name", ["simple causal", "local causal", "conv causal", "alibi causal", "full causal"])
+def test_large_values_beside_large_keys_stay_finite(name, size):
+    mixer, x = build_mixer(name), torch.randn(2, 64, WIDTH, requires_grad=True)
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(30 / mixer.k_proj(x).std())
+        mixer.v_proj.weight.mul_(size)
+    y = mixer(x)
+    (gradient,) = torch.autograd.grad((y / size).sum(), x)
+    assert y.isfinite().all() and gradient.isfinite().all()
+
+
+def test_a_key_per_head_goes_with_every_type():
+    assert AFTAlibi(8, 4, key_per_head=True)(torch.randn(2, 40, 8)).shape == (2, 40, 8)
+    assert AFTSimple(8, num_heads=2, causal=True, key_per_head=True)(torch.randn(2, 40, 8)).shape == (2, 40, 8)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_documents_may_be_none_at_all(shape):
+    documents = Documents(torch.ones(shape, dtype=torch.bool))
+    assert build_mixer("local causal")(torch.randn(*shape, WIDTH), documents=documents).shape == (*shape, WIDTH)

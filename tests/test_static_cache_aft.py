@@ -188,3 +188,11 @@ def test_attentions_may_be_asked_for_after_a_static_cache_is_reset():
         found = model(**prompts, past_key_values=cache, output_attentions=True).attentions
     for mine, theirs in zip(found, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_static_cache_that_is_filled_in_inference_mode_is_continued_without_it(model):
+    cache, prompts = model.aft.new_cache(40), padded_prompts()
+    with torch.inference_mode():
+        model(**prompts, past_key_values=cache)
+    with torch.no_grad():
+        assert model(prompts["input_ids"][:, :1], past_key_values=cache).logits.isfinite().all()

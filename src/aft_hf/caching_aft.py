@@ -19,7 +19,6 @@ from .scaled_sums_aft import (
     block_sums,
     fold,
     join_heads,
-    may_look_at,
     pad_to_power_of_two,
     triangle_sums,
     unfold,
@@ -100,8 +99,6 @@ class AFTLayerState(CacheLayerMixin):
             implementation: as for `mixing_aft.mix`, which computes the first tokens.
         """
         biases, mask = problem.biases, problem.padding_mask
-        if mask is not None and may_look_at(mask) and mask.all():
-            problem, mask = replace(problem, padding_mask=None), None
         if self._is_step(problem, implementation):
             key, value = (widen(x.view(len(x), problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
             return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(len(key), 1, -1)
@@ -346,12 +343,18 @@ class AFTStaticLayerState(AFTLayerState):
         self.max_length = max_length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self._allocate(key_states, value_states)
+            return
+        with torch.inference_mode(False):  # to be updated in any mode
+            self._allocate(key_states, value_states)
+        for tensor in (*self._tensors().values(), self.cumulative_length):
+            torch._dynamo.mark_static_address(tensor)
+
+    def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self.cumulative_length = torch.zeros((), dtype=torch.long, device=self.device)
         self.padded = True  # one program for rows with and without padding
-        if not torch.compiler.is_compiling():
-            for tensor in (*self._tensors().values(), self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self._state if getattr(self, name) is not None}

@@ -54,7 +54,7 @@ class Documents:
 
     def longest(self) -> int | None:
         """The length of the longest document; None where the host may not know."""
-        return max(rows.longest for rows in self.rows) if self.can_be_unpacked else None
+        return max((rows.longest for rows in self.rows), default=0) if self.can_be_unpacked else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """The same documents on another device, for the hooks of models that lie on several."""
@@ -67,10 +67,11 @@ class Documents:
         document = self.starts.cumsum(1)
         return document[:, :, None] == document[:, None, :]
 
-    def positions(self) -> torch.Tensor:
-        """(B, T), the position of each token in its document."""
-        places = torch.arange(self.starts.shape[1], device=self.starts.device)
-        return places - torch.where(self.starts, places, 0).cummax(1).values
+    def positions(self, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T), the position of each token in its document, where padding does not count."""
+        counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
+        before = counted.cumsum(1) - counted.long()
+        return before - torch.where(self.starts, before, 0).cummax(1).values
 
     @cached_property
     def rows(self) -> list["DocumentRows"]:

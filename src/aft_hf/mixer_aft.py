@@ -136,7 +136,8 @@ class AFTMixer(nn.Module):
             output_attentions: also return the implicit attention (Eq. 3), (B, d, T, T').
 
         Returns:
-            (B, T, d), and the attention if asked for. A query that sees nothing averages to 0.
+            (B, T, d), and the attention if asked for. A query that sees nothing, or is padding of a
+            causal mixer, averages to 0.
 
         Raises:
             ValueError: shapes that do not fit each other, or a sequence longer than a learned table.
@@ -150,7 +151,7 @@ class AFTMixer(nn.Module):
         if state is None:
             length = max(key.shape[1], query.shape[1])
             longest = length if documents is None else documents.longest()
-            _, grid_size = self._check_size(longest or 1, grid_size)
+            _, grid_size = self._check_size(1 if longest is None else longest, grid_size)
         else:
             self._check_state(query, key, attention_mask, position_ids, documents, state)
             if self.max_positions is not None:
@@ -188,6 +189,9 @@ class AFTMixer(nn.Module):
                 context = mix(problem, self.implementation)
         if context.dtype != problem.value.dtype:
             context = context.to(problem.value.dtype)
+        if self.causal and problem.padding_mask is not None and context.shape[:2] == problem.padding_mask.shape:
+            # A query of padding has no place in the order of the tokens, and must not see the future of the row.
+            context = context.masked_fill(~problem.padding_mask.unsqueeze(-1), 0.0)
         if gate is not None:
             output = gated_projection(gate, context, self.o_proj)
         elif type(self.o_proj) is nn.Identity and context.requires_grad:
@@ -252,11 +256,13 @@ class AFTMixer(nn.Module):
 
 
 def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The padding mask and the pair mask."""
+    """The padding mask, None where there is no padding, and the pair mask."""
     if attention_mask is None:
         return None, None
     mask = attention_mask.bool()
-    return (mask, None) if mask.dim() == 2 else (None, mask)
+    if mask.dim() == 3:
+        return None, mask
+    return (None if may_look_at(mask) and mask.all() else mask), None
 
 
 def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> torch.Tensor:

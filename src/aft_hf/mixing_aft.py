@@ -18,7 +18,7 @@ from .mixing_cpu_aft import CpuBackend
 from .mixing_portable_aft import PortableBackend
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
-from .scaled_sums_aft import join_heads, may_look_at, split_heads, widen
+from .scaled_sums_aft import join_heads, split_heads, widen
 
 
 # By type of device, the backends in the order in which they are asked; `None` stands for every other type.
@@ -41,7 +41,7 @@ class Mixing:
         causal: whether position t sees only t' <= t.
         num_queries: T where there are more or fewer queries than keys; None for T = T'.
         padding_mask: (B, T') boolean, False for padding. Where w depends on the order of tokens, positions count from
-            the first real token of a row.
+            the first real token of a row. What queries of padding give has no meaning.
         pair_mask: (B or 1, T, T') boolean, False where a query must not look.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
         documents: the documents that are packed into the rows; None where each row is one sequence.
@@ -96,7 +96,7 @@ class Mixing:
             queries, keys, in_order = self.positions, self.positions, False
         elif self.documents is not None:
             masks.append(self.documents.pairs())
-            queries = keys = self.documents.positions()
+            queries = keys = self.documents.positions(self.padding_mask)
             in_order = False
         elif self.padding_mask is not None and self.biases.ordered:
             keys, in_order = real_tokens_first(self.padding_mask), False
@@ -157,8 +157,7 @@ def _backends(device: torch.device, implementation: str) -> list:
 
 def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     """Each document as a row of its own; those of about the same length together."""
-    if problem.padding_mask is not None:
-        problem = _hide(problem)
+    mask = problem.padding_mask
     context = torch.zeros_like(problem.value)
     for rows in problem.documents.rows:
         part = replace(
@@ -166,6 +165,7 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
             key=rows.take(problem.key, -math.inf),
             value=rows.take(problem.value, 0.0),
             num_queries=None,
+            padding_mask=None if mask is None else rows.take(mask.unsqueeze(-1), False).squeeze(-1),
             documents=None,
         )
         context = rows.put(context, mix(part, implementation))
@@ -178,18 +178,11 @@ def _without_padding(problem: Mixing) -> tuple[Mixing, torch.Tensor | None]:
     Also returns where each token went, (B, T) or None.
     """
     mask = problem.padding_mask
-    if may_look_at(mask) and mask.all():
-        return replace(problem, padding_mask=None), None
-    problem = _hide(problem)
+    problem = replace(problem, padding_mask=None, **hide_padding(problem.key, problem.value, mask))
     if not problem.biases.ordered:
         return problem, None
     order = real_tokens_first(mask)
     return replace(problem, key=scatter(problem.key, order), value=scatter(problem.value, order)), order
-
-
-def _hide(problem: Mixing) -> Mixing:
-    """The problem with the keys of padding at -inf and its values at 0, whatever they are."""
-    return replace(problem, padding_mask=None, **hide_padding(problem.key, problem.value, problem.padding_mask))
 
 
 def hide_padding(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:

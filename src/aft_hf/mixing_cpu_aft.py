@@ -44,7 +44,8 @@ class CpuBackend:
         if not _is_plain(problem.key, problem.value, *problem.biases.tensors()):
             return False
         if problem.causal and problem.biases.reach is not None:
-            return True
+            # Without tables, all features of a chunk are one product, which takes a key for each of them.
+            return _has_chunk_tables(problem.biases) or problem.key.shape == problem.value.shape
         return _tables(problem.biases, problem.causal, *problem.value.shape) is not None
 
     @staticmethod
@@ -81,11 +82,16 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------ chunk by chunk
 
 
+def _has_chunk_tables(biases: PositionBias) -> bool:
+    """Whether w differs within a window."""
+    return isinstance(biases, (Window, LagKernel, SelectedPosition))
+
+
 def _mix_causal(problem: "Mixing") -> torch.Tensor:
     """A causal problem whose biases reach a fixed distance, or fall with the distance."""
     biases, length, heads = problem.biases, problem.length, problem.num_heads
     size, tables = CHUNK_SIZE, None
-    if biases.reach > 0 or isinstance(biases, (Window, LagKernel, SelectedPosition)):
+    if _has_chunk_tables(biases):
         size = chunk_size(biases.reach, length)
         tables = biases.of_chunks(count_chunks(length, size), size)
 

@@ -37,6 +37,9 @@ LARGEST_BIAS = 20.0
 # Sums over a window alone have few terms, so references lie this much lower there, and biases are this much smaller.
 WINDOW_MARGIN = 10.0
 
+# The log of the largest number that sums of exp(K) V may come to.
+LARGEST_SUM = {torch.float32: 84.0, torch.float64: 700.0}
+
 # exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
 # bound on denominators is then higher.
 BIAS_MARGIN = 7.0
@@ -103,6 +106,10 @@ class Chunks:
         self.slopes, self.num_heads, self.chunk_size, self.global_connectivity = options
         self.headroom = HEADROOM if self.global_connectivity else HEADROOM + WINDOW_MARGIN
         self.dtype, self.length = working_dtype(value), value.shape[1]
+        lowest, highest = torch.aminmax(self.key)
+        self.moderate = -MODERATE <= float(lowest) <= float(highest) <= MODERATE
+        if not self.moderate:
+            self.headroom = min(self.headroom, self._room_for_values())
         per_feature = key.shape == value.shape
         # One product serves all heads where they have no tables of their own.
         self.heads = 1 if tables is None and per_feature else self.num_heads
@@ -110,6 +117,13 @@ class Chunks:
         self.before = 0 if tables is None else 1  # chunks before its own that a table reaches
         self.biases = Biases(self)
         self.fall = None if self.slopes is None else self.slope_of_features() * self.chunk_size  # (k,), per chunk
+
+    def _room_for_values(self) -> float:
+        """The log of what the largest key may count, for sums over values like these to be finite."""
+        largest = float(self.value.abs().amax())
+        if not math.isfinite(largest):  # found by its results
+            largest = float(self.value.nan_to_num(0.0, 0.0, 0.0).abs().amax())
+        return LARGEST_SUM[self.dtype] - math.log(max(largest, 1.0) * self.length)
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, h c) as (h, B, T, c)."""
@@ -125,8 +139,7 @@ class Chunks:
         segments = [Segment(i, min(chunks, total - i), size, self.length) for i in range(0, total, chunks)]
         key, value = self.by_head(self.key), self.by_head(self.value)
         own = seen = None
-        lowest, highest = torch.aminmax(self.key)
-        if not -MODERATE <= float(lowest) <= float(highest) <= MODERATE:
+        if not self.moderate:
             own, seen = self._references()
         for row in range(0, batch, at_once):
             here = slice(row, row + at_once)

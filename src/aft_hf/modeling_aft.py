@@ -61,7 +61,7 @@ class AFTTextEmbeddings(nn.Module):
             longest = documents.longest()
             if longest is not None and longest > limit:
                 raise ValueError(f"a document of {longest} tokens is longer than max_position_embeddings={limit}")
-            return documents.positions()
+            return documents.positions(padding_mask)
         start, longest = 0, length
         if state is not None and state.is_initialized:
             start, longest = state.seen[:, None], state.tokens_after(length, limit)
