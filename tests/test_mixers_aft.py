@@ -13,7 +13,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from conftest import build_mixer
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
@@ -523,6 +522,25 @@ def test_left_padding_of_separate_keys_does_not_count_either(build):
     padded = torch.cat([torch.randn(1, 2, WIDTH), memory], 1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(mixer(query, padded, padded, attention_mask=mask), mixer(query, memory, memory))
+
+
+BUILDERS = {
+    "full causal": partial(AFTFull, WIDTH, 130, position_bias_dim=4, causal=True),
+    "local causal": partial(AFTLocal, WIDTH, 130, 3, position_bias_dim=4, causal=True),
+    "simple causal": partial(AFTSimple, WIDTH, causal=True),
+    "conv causal": partial(AFTConv, WIDTH, 2, 5, spatial_dims=1, causal=True),
+    "conv 2-D": partial(AFTConv, WIDTH, 2, 3),
+    "alibi causal": partial(AFTAlibi, WIDTH, 2),
+}
+
+
+def build_mixer(name):
+    """One of them in evaluation mode, with position biases that matter."""
+    mixer = BUILDERS[name]().eval()
+    for parameter_name, parameter in mixer.named_parameters():
+        if parameter_name.startswith(("position_bias", "kernel")):
+            torch.nn.init.normal_(parameter)
+    return mixer
 
 
 @pytest.mark.parametrize("name", ["full causal", "local causal", "conv causal", "conv 2-D"])
