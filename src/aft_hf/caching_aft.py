@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, gather, hide_padding, mix, real_tokens_first, scatter
+from .mixing_aft import Mixing, gather, mix, without_padding
 from .position_biases_aft import PositionBias
 from .scaled_sums_aft import (
     EMPTY,
@@ -104,10 +104,8 @@ class AFTLayerState(CacheLayerMixin):
             return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(len(key), 1, -1)
         order = counts = None
         if mask is not None:
-            counts, order = mask.sum(-1), real_tokens_first(mask)
-            hidden = hide_padding(problem.key, problem.value, mask)
-            moved = {name: scatter(x, order) for name, x in hidden.items()}
-            problem = replace(problem, padding_mask=None, **moved)
+            counts = mask.sum(-1)
+            problem, order = without_padding(problem, moved=True)
         key, value = (widen(x) for x in problem.by_head())
         if not self.is_initialized:
             context = mix(problem, implementation)

@@ -127,7 +127,7 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
         return PortableBackend.mix(problem)
     order = None
     if problem.padding_mask is not None and not problem.is_pairwise:
-        problem, order = _without_padding(problem)
+        problem, order = without_padding(problem, moved=problem.biases.ordered)
     backends = _backends(problem.key.device, implementation)
     context = next(backend for backend in backends if backend.supports(problem)).mix(problem)
     return context if order is None else gather(context, order)
@@ -172,17 +172,21 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     return context
 
 
-def _without_padding(problem: Mixing) -> tuple[Mixing, torch.Tensor | None]:
-    """The problem with padding hidden and, where w depends on the order of tokens, moved behind the real tokens.
+def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
+    """The problem with padding hidden: its keys at -inf and its values at 0, whatever they are.
 
-    Also returns where each token went, (B, T) or None.
+    Args:
+        moved: whether padding also goes behind the real tokens of its row.
+
+    Returns:
+        The problem, and where each token went, (B, T); None where padding is not moved.
     """
     mask = problem.padding_mask
-    problem = replace(problem, padding_mask=None, **hide_padding(problem.key, problem.value, mask))
-    if not problem.biases.ordered:
-        return problem, None
-    order = real_tokens_first(mask)
-    return replace(problem, key=scatter(problem.key, order), value=scatter(problem.value, order)), order
+    hidden, order = hide_padding(problem.key, problem.value, mask), None
+    if moved:
+        order = real_tokens_first(mask)
+        hidden = {name: scatter(x, order) for name, x in hidden.items()}
+    return replace(problem, padding_mask=None, **hidden), order
 
 
 def hide_padding(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
