@@ -353,9 +353,9 @@ class AFTModel(AFTPreTrainedModel):
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(
-                f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}: an AFT keeps sums over the "
-                "past, not the keys and values of attention. Prefix tuning, which learns those, does not go with it: "
-                "use prompt tuning or LoRA"
+                f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}: an AFT keeps sums over "
+                "the past, not the keys and values of attention. Prefix tuning, which learns those, does not go with "
+                "it: use prompt tuning or LoRA"
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
@@ -433,9 +433,10 @@ class AFTModel(AFTPreTrainedModel):
         learned = [x for mixer in self._regularized_mixers() for x in mixer.parameters(recurse=False)]
         if self._reached == {"output"} and any(parameter.requires_grad for parameter in learned):
             logger.warning_once(
-                f"position_bias_entropy_weight={self.config.position_bias_entropy_weight} has no effect: the loss of the "
-                "last step was not computed by the model and leaves the entropy of the position biases (Eq. 9) out. Add "
-                "position_bias_entropy_weight * outputs.position_bias_entropy to the loss, or pass labels to the model"
+                f"position_bias_entropy_weight={self.config.position_bias_entropy_weight} has no effect: the loss of "
+                "the last step was not computed by the model and leaves the entropy of the position biases (Eq. 9) "
+                "out. Add position_bias_entropy_weight * outputs.position_bias_entropy to the loss, or pass labels to "
+                "the model"
             )
         self._reached.clear()
         self._note_when_reached(hidden_states, "output")
