@@ -1,6 +1,8 @@
 """A saved byte model as clients meet it: with the package, and by the code beside the weights."""
 
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,22 @@ def load(request, saved) -> Callable[..., PreTrainedModel]:
         model_class = get_class_from_dynamic_module("modeling_aft.AFTForCausalLM", str(saved))
         assert model_class is not AFTForCausalLM
     return lambda **options: model_class.from_pretrained(saved, **options)
+
+
+@pytest.fixture(scope="session")
+def server_port(saved) -> Iterator[int]:
+    """Where a server of the saved model listens, started as `aft-hf transformers serve` does."""
+    for name in ("fastapi", "uvicorn"):
+        pytest.importorskip(name, reason=f"needs {name}: make clients")
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = Serve(force_model=str(saved), port=port, device="cpu", non_blocking=True)
+    try:
+        while not server.server.started and server._thread.is_alive():
+            time.sleep(0.05)
+        yield port
+    finally:
+        server.kill_server()

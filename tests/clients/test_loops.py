@@ -12,7 +12,13 @@ OPTIONS = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_ste
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"auto_find_batch_size": True}, {"label_smoothing_factor": 0.1}],
+    [
+        {},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {"auto_find_batch_size": True},
+        {"label_smoothing_factor": 0.1},
+    ],
     ids=str,
 )
 def test_trainer_collates_and_trains(options, load, tokenizer, tmp_path):
@@ -54,7 +60,12 @@ def test_lightning_trains(load, tmp_path):
             return torch.optim.AdamW(self.parameters(), 0.02)
 
     module, ids = Module(), torch.randint(256, (2, 12))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = lightning.Trainer(max_epochs=6, accelerator="cpu", default_root_dir=tmp_path, **quiet)
     trainer.fit(module, torch.utils.data.DataLoader(ids, batch_size=2))
     assert module.losses[-1] < module.losses[0]
