@@ -305,7 +305,8 @@ def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
         bias: (h, P, P) with P = T or, for a program of all lengths up to it, P >= T.
     """
     length, longest = key.shape[1], bias.shape[-1]
-    size = power_of_two_from(min(longest, 4 * CHUNK_SIZE))
+    # An exported program has one triangle: of several each would have operations of its own.
+    size = power_of_two_from(longest if torch.compiler.is_exporting() else min(longest, 4 * CHUNK_SIZE))
     padded = -(-longest // size) * size
     bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
     key, value = pad_positions(key, value, padded - length)

@@ -38,8 +38,9 @@ FEW_LOST = 1 / 256
 # below are raised to this.
 LARGEST_SPAN = 75.0
 
-# An exported program serves all lengths with the operations written out, so there has to be a longest one.
-LONGEST_EXPORTED = 2**17
+# An exported program has all its operations written out, and it takes the longer to make the more there are. So there
+# logarithmic levels begin at blocks of this many positions, which are summed from the logits of all pairs.
+EXPORTED_BLOCK = 32
 
 # Logits of lost queries that are computed at once.
 LOGITS_AT_ONCE = 2**24
@@ -290,9 +291,13 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | N
         key, value: (..., T, B, k) and (..., T, B, c) with T a power of two.
         bias: (..., T, T) or None; only its lower triangle is read.
     """
-    own_bias = 0.0 if bias is None else bias.diagonal(dim1=-2, dim2=-1)[..., None, None]
-    sums = single_sums(key, value, own_bias)
-    half = 1
+    if torch.compiler.is_exporting():
+        half = min(key.shape[-3], EXPORTED_BLOCK)
+        sums = _triangles_of_logits(key, value, bias, half)
+    else:
+        half = 1
+        own_bias = 0.0 if bias is None else bias.diagonal(dim1=-2, dim2=-1)[..., None, None]
+        sums = single_sums(key, value, own_bias)
     while half < key.shape[-3]:
         left_key, left_value = _halves(key, half)[0], _halves(value, half)[0]
         left, right = (ScaledSums(*part) for part in zip(*(_halves(x, half) for x in sums)))
@@ -300,6 +305,21 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | N
         sums = ScaledSums(*(torch.stack(pair, -4).flatten(-5, -3) for pair in zip(left, right)))
         half *= 2
     return sums
+
+
+def _triangles_of_logits(
+    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, size: int
+) -> ScaledSums:
+    """The causal sums within each block of `size` positions, from the logits of all pairs."""
+    key_blocks, value_blocks = key.unflatten(-3, (-1, size)), value.unflatten(-3, (-1, size))
+    if bias is None:
+        bias = key.new_zeros(size, size)
+    else:
+        blocks = bias.unflatten(-2, (-1, size)).unflatten(-1, (-1, size))  # (..., T / size, size, T / size, size)
+        bias = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).to(key.dtype)
+    later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+    sums = _sums_of_logits(key_blocks, value_blocks, bias.masked_fill(later, -math.inf))
+    return sums.map(lambda x: x.flatten(-4, -3))
 
 
 def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,14 +344,45 @@ def reversed_triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.T
 
 def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
     """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
-    length, step = sums.maximum.shape[-3], 1
     if torch.compiler.is_exporting():
-        torch._check(length <= LONGEST_EXPORTED)
-        length = LONGEST_EXPORTED
+        return _prefix_sums_of_pairs(sums, decay)
+    length, step = sums.maximum.shape[-3], 1
     while step < length:
         sums = sums.merge(delayed(sums, step).shifted(-decay * step))
         step *= 2
     return sums
+
+
+def _prefix_sums_of_pairs(sums: ScaledSums, decay: torch.Tensor | float) -> ScaledSums:
+    """`prefix_sums` in two levels whatever T is: within blocks, and over blocks."""
+    size = EXPORTED_BLOCK
+    padding = (sums.maximum.shape[-3] + size - 1) // size * size - sums.maximum.shape[-3]
+    blocks = ScaledSums(
+        *(
+            nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=fill).unflatten(-3, (-1, size))
+            for x, fill in zip(sums, (0.0, 0.0, EMPTY))
+        )
+    )
+    if isinstance(decay, torch.Tensor):
+        decay = decay.unsqueeze(-1)
+    within = _sums_of_pairs(blocks, decay, 0)
+    totals = within.map(lambda x: x.select(-3, size - 1))
+    before = _sums_of_pairs(totals, decay * size, 1).map(lambda x: x.unsqueeze(-3))
+    steps = torch.arange(1, size + 1, device=sums.maximum.device).view(-1, 1, 1)
+    merged = within.merge(before.shifted(-decay * steps))
+    return merged.map(lambda x: nn.functional.pad(x.flatten(-4, -3), (0, 0, 0, 0, 0, -padding)))
+
+
+def _sums_of_pairs(sums: ScaledSums, decay: torch.Tensor | float, least: int) -> ScaledSums:
+    """Of each position the sums over those that are at least `least` before it, each further step costing `decay`."""
+    positions = torch.arange(sums.maximum.shape[-3], device=sums.maximum.device)
+    distance = (positions[:, None] - positions - least)[..., None, None]
+    exponent = sums.maximum.unsqueeze(-4) - (decay * distance).to(sums.maximum.dtype)  # (..., T, T, B, k)
+    exponent = exponent.masked_fill(distance < 0, -math.inf)
+    maximum = exponent.detach().amax(-3).clamp_min(EMPTY)
+    weights = torch.exp(exponent - maximum.unsqueeze(-3))
+    numerator, denominator = ((weights * x.unsqueeze(-4)).sum(-3) for x in (sums.numerator, sums.denominator))
+    return ScaledSums(numerator, denominator, maximum)
 
 
 def suffix_sums(sums: ScaledSums) -> ScaledSums:

@@ -13,17 +13,18 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from aft_hf import AFTForCausalLM, build_byte_tokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
+    """A new one for each test: clients change the side of its padding."""
     return build_byte_tokenizer(model_max_length=LONGEST)
 
 
 @pytest.fixture(scope="session")
-def saved(tokenizer, tmp_path_factory) -> Path:
+def saved(tmp_path_factory) -> Path:
     """The language model as a directory, with tokenizer and code."""
     directory = tmp_path_factory.mktemp("byte-model")
     language_model().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    build_byte_tokenizer(model_max_length=LONGEST).save_pretrained(directory)
     return directory
 
 

@@ -31,6 +31,7 @@ def test_an_example_runs(title, saved, tmp_path, monkeypatch, request):
             pytest.skip(f"needs {name}: make clients")
     if "localhost:8000" in code:
         code = code.replace("localhost:8000", f"127.0.0.1:{request.getfixturevalue('server_port')}")
+        code = code.replace("outputs/quickstart-text", str(saved))  # as which it is served here
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "quickstart-text").symlink_to(saved)
     monkeypatch.chdir(tmp_path)
