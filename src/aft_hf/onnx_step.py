@@ -37,9 +37,9 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
 def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
     """Write the ONNX program of one step, for any batch size.
 
-    Its inputs are `input_ids` (B, 1) and what `empty_state` describes; its outputs `logits` (B, 1, vocabulary) and each
-    input of the state again as `next.NAME`. A prompt is fed token by token. Nothing is checked there: a text must not
-    grow longer than `max_position_embeddings`, where the model has learned positions.
+    Its inputs are `input_ids` (B, 1) and what `empty_state` describes; its outputs `logits` (B, 1, vocabulary) and
+    each input of the state again as `next.NAME`. A prompt is fed token by token. Nothing is checked there: a text must
+    not grow longer than `max_position_embeddings`, where the model has learned positions.
 
     Args:
         model: in evaluation mode, in float32, with layers of any type but `full`.

@@ -307,9 +307,7 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | N
     return sums
 
 
-def _triangles_of_logits(
-    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, size: int
-) -> ScaledSums:
+def _triangles_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, size: int) -> ScaledSums:
     """The causal sums within each block of `size` positions, from the logits of all pairs."""
     key_blocks, value_blocks = key.unflatten(-3, (-1, size)), value.unflatten(-3, (-1, size))
     if bias is None:
@@ -363,13 +361,12 @@ def _prefix_sums_of_pairs(sums: ScaledSums, decay: torch.Tensor | float) -> Scal
             for x, fill in zip(sums, (0.0, 0.0, EMPTY))
         )
     )
-    if isinstance(decay, torch.Tensor):
-        decay = decay.unsqueeze(-1)
-    within = _sums_of_pairs(blocks, decay, 0)
+    decay_within = decay.unsqueeze(-1) if isinstance(decay, torch.Tensor) else decay
+    within = _sums_of_pairs(blocks, decay_within, 0)
     totals = within.map(lambda x: x.select(-3, size - 1))
     before = _sums_of_pairs(totals, decay * size, 1).map(lambda x: x.unsqueeze(-3))
     steps = torch.arange(1, size + 1, device=sums.maximum.device).view(-1, 1, 1)
-    merged = within.merge(before.shifted(-decay * steps))
+    merged = within.merge(before.shifted(-decay_within * steps))
     return merged.map(lambda x: nn.functional.pad(x.flatten(-4, -3), (0, 0, 0, 0, 0, -padding)))
 
 
@@ -377,6 +374,7 @@ def _sums_of_pairs(sums: ScaledSums, decay: torch.Tensor | float, least: int) ->
     """Of each position the sums over those that are at least `least` before it, each further step costing `decay`."""
     positions = torch.arange(sums.maximum.shape[-3], device=sums.maximum.device)
     distance = (positions[:, None] - positions - least)[..., None, None]
+    decay = decay.unsqueeze(-1) if isinstance(decay, torch.Tensor) else decay
     exponent = sums.maximum.unsqueeze(-4) - (decay * distance).to(sums.maximum.dtype)  # (..., T, T, B, k)
     exponent = exponent.masked_fill(distance < 0, -math.inf)
     maximum = exponent.detach().amax(-3).clamp_min(EMPTY)

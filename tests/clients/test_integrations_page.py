@@ -18,7 +18,7 @@ EXAMPLES = {
 
 
 def test_there_is_an_example_for_each_client():
-    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "Serving"} <= {
+    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "Serving", "ONNX"} <= {
         title.split(":")[0] for title in EXAMPLES
     }
 
