@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aft_hf import AFTConfig, AFTForCausalLM
-from aft_hf.onnx_step import empty_state, export_step
+from aft_hf.exporting import empty_state, export_step
 
 
 def build(**options) -> AFTForCausalLM:

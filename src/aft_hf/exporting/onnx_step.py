@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from .caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
-from .modeling_aft import AFTForCausalLM
+from ..caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
+from ..modeling_aft import AFTForCausalLM
 
 
 STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, as `AFTLayerState` describes them
