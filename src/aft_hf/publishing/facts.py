@@ -26,7 +26,7 @@ METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", 
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # What a card does not tell as training: the model is described by its config, places by nothing, the series of losses
 # are for pictures, and some keys change nothing.
-UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes")
+UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes", "recipe.paper")
 UNTOLD += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
 UNTOLD += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
 UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
