@@ -2,7 +2,8 @@
 
     python scripts/compare_runs.py outputs/bytes-aft-local outputs/bytes-gpt2 --picture outputs/runs.png
 
-Everything is taken from the `results.json` that a run leaves in its directory.
+Everything is taken from the `results.json` that a run leaves in its directory: the paper's score, too, where the run's
+recipe repeats a row of the paper.
 """
 
 import json
@@ -33,13 +34,16 @@ def metric_of(results: dict[str, Any]) -> str:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """A row for each run."""
-    lines = ["| run | parameters | steps | samples a step | metric | " + " | ".join(runs[0]["metrics"]) + " |"]
-    lines.append("|---|---:|---:|---:|---|" + "---:|" * len(runs[0]["metrics"]))
+    splits = " | ".join(runs[0]["metrics"])
+    lines = [f"| run | parameters | steps | samples a step | metric | {splits} | paper | row of the paper |"]
+    lines.append("|---|---:|---:|---:|---|" + "---:|" * (len(runs[0]["metrics"]) + 1) + "---|")
     for results in runs:
         metric = metric_of(results)
         scores = " | ".join(f"{scores[metric]:.3f}" for scores in results["metrics"].values())
         size = f"{results['parameters'] / 1e6:.2f} M | {results['steps']} | {results['recipe']['global_batch_size']}"
-        lines.append(f"| {name_of(results)} | {size} | {metric.replace('_', ' ')} | {scores} |")
+        paper = results["recipe"].get("paper")
+        quoted = f"{paper['score']:.3f} | {'; '.join(paper['rows'])}" if paper else "- | ours"
+        lines.append(f"| {name_of(results)} | {size} | {metric.replace('_', ' ')} | {scores} | {quoted} |")
     return "\n".join(lines)
 
 

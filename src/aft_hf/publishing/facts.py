@@ -67,6 +67,7 @@ class Facts:
     base_model: str | None = None  # on the Hub
     conversion: dict[str, Any] | None = None
     task: str | None = None  # of the recipe
+    paper: dict[str, Any] | None = None  # the rows of the paper that the recipe repeats, and their score
     versions: str | None = None  # of what the training ran with
     config_file: str = "config.json"
 
@@ -195,6 +196,7 @@ def add_results(facts: Facts, content: dict[str, Any], file: str) -> None:
             facts.results.append(Fact(metric, value, file, split))
     recipe = content.get("recipe") if isinstance(content.get("recipe"), dict) else {}
     facts.task = recipe.get("task")
+    facts.paper = recipe.get("paper") if isinstance(recipe.get("paper"), dict) else None
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     if data.get("dataset"):
         facts.dataset, facts.dataset_on_hub = str(data["dataset"]), is_hub_id(str(data["dataset"]))
