@@ -1,4 +1,4 @@
-"""The table of the recipes and the cards of those that were run: as the generator writes them, and what they may say."""
+"""The table of all recipes and the cards of those that were run: as the generator writes them."""
 
 import json
 import re

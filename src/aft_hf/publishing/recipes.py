@@ -262,9 +262,9 @@ def _index(root: Path, facts: dict[str, Facts]) -> str:
         "",
         MARKER,
         "",
-        "Every recipe in `configs`: the row of the paper that it repeats, the score that the paper reports, and what a",
-        "run of ours measured. Scores are bits per byte, bits per dim or top-1 accuracy (0 to 1), on the test data, of",
-        "ImageNet on the validation data. A recipe that was run has a card; `results` has the files that it comes from.",
+        "Every recipe in `configs`: the row of the paper that it repeats, the score that the paper reports, and what",
+        "a run of ours measured. Scores are bits per byte, bits per dim or top-1 accuracy (0 to 1), on the test data,",
+        "of ImageNet on the validation data. A recipe that was run has a card; `results` has its files.",
         "The paper's recipes need days on several GPUs, and were not run.",
     ]
     for name, each in facts.items():
