@@ -48,7 +48,7 @@ def mean_attention(
     implementation, count = model.config._attn_implementation, 0
     model.set_attn_implementation("eager")  # the only one that computes maps at all
     try:
-        for pixels in logging.tqdm(batches, desc="Attention of the teacher", unit="batch"):
+        for pixels in logging.tqdm(batches, desc="Attention", unit="batch"):
             model(pixels.to(model.device, model.dtype))
             count += len(pixels)
     finally:
