@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BeitConfig,
     BeitForImageClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -34,9 +34,10 @@ def model_of(recipe):
                 return BeitForImageClassification(BeitConfig(**sizes))
             return AFTForImageClassification(AFTConfig(modality="image", **sizes))
         length = recipe.data.seq_len if recipe.task == "bytes" else 3 * recipe.data.image_size**2
-        if recipe.model["architecture"] == "gpt2":
-            config = GPT2Config(vocab_size=256, n_positions=length, bos_token_id=None, eos_token_id=None, **fields)
-            return GPT2LMHeadModel(config)
+        if recipe.model["architecture"] != "aft":
+            sizes = {"vocab_size": 256, "max_position_embeddings": length, "bos_token_id": None, "eos_token_id": None}
+            config = AutoConfig.for_model(recipe.model["architecture"], **sizes, **fields)
+            return AutoModelForCausalLM.from_config(config)
         return AFTForCausalLM(AFTConfig(max_position_embeddings=length, **fields))
 
 
@@ -196,6 +197,12 @@ PAPER = {
         "enwik8/transformer_l24_d256_h4",
         1.130,
         transformer(24, 256, 4, **{"data.seq_len": 1024}),
+    ),
+    "Table 4: Reformer, L = 12, d = 512, h = 8": (
+        "enwik8/reformer_l12_d512_h8",
+        1.195,
+        {"config.model_type": "reformer", "config.num_hidden_layers": 12, "config.hidden_size": 512}
+        | {"config.num_attention_heads": 8, "config.max_position_embeddings": 1024, "data.seq_len": 1024},
     ),
     "Table 4: AFT-local-32, L = 12, d = 512": (
         "enwik8/aft_local_32_l12_d512",

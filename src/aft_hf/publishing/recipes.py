@@ -80,7 +80,6 @@ QUOTED = (
     ("Table 2", "PixelSNAIL", "2.85 bits per dim"),
     ("Table 2", "Sparse Transformer strided, L = 128, d = 256, h = 2", "2.80 bits per dim"),
     ("Table 2", "Image Transformer local2d, L = 12, d = 512, h = 4", "2.90 bits per dim"),
-    ("Table 4", "Reformer, L = 12, d = 512, h = 8", "1.195 bits per byte"),
     ("Table 4", "Synthesizer (dense), L = 12, d = 512, h = 8", "1.298 bits per byte"),
     ("Table 4", "Linear Transformer, L = 12, d = 512, h = 8", "1.207 bits per byte"),
     ("Table 4", "Performer, L = 12, d = 512, h = 8", "1.199 bits per byte"),
