@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import BeitConfig, BeitForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from typer.testing import CliRunner
 
@@ -178,19 +178,21 @@ def test_hidden_positions_do_not_spoil_the_scale():
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     processor = ViTImageProcessorPil(size={"height": 8, "width": 12})
-    vit = ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, image_size=8)
-    vit.patch_size = 2
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes |= {"image_size": 8, "patch_size": 2}
     for name, model in {
         "image": image_model(),
         "full": image_model("full"),
         "text": text_model(),
         "pixels": pixel_model(),
-        "vit": ViTForImageClassification(vit),
+        "vit": ViTForImageClassification(ViTConfig(**sizes)),
+        "beit": BeitForImageClassification(BeitConfig(**sizes, use_absolute_position_embeddings=True)),
     }.items():
         model.save_pretrained(root / name)
     for name in ("image", "full"):
         processor.save_pretrained(root / name)
-    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / "vit")
+    for name in ("vit", "beit"):
+        ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
     build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
     losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
     results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses}
@@ -214,6 +216,7 @@ def visualize(*arguments):
         ("full", "biases", ["--values", "exp", "--layers", "2"]),
         ("text", "biases", ["--values", "w"]),
         ("vit", "attention", ["--images", "images", "--num-images", "2"]),
+        ("beit", "attention", ["--images", "images"]),
         ("image", "keys", ["--images", "images"]),
         ("text", "keys", ["--text", "to be or not"]),
         ("image", "implicit", ["--images", "images", "--position", "1,2"]),

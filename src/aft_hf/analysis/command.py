@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
     from PIL import Image
+    from transformers import PreTrainedModel
+    from transformers.image_processing_utils import BaseImageProcessor
 
     from ..modeling_aft import AFTPreTrainedModel
 
@@ -98,16 +100,14 @@ def _biases(request: Request) -> "Figure":
 
 
 def _attention(request: Request) -> "Figure":
-    from ..conversion import read_source
     from ..conversion.images import pixel_batches
     from .pictures import draw_maps
-    from .relative_attention import mean_attention, relative_attention
+    from .relative_attention import mean_attention, patch_grid, relative_attention
 
     images = _images(request, 256)
-    source = read_source(request.checkpoint)
-    teacher = source.to_transformers().float()
-    attention, _ = mean_attention(teacher, pixel_batches(images, source.image_processor))
-    maps, names = _chosen([relative_attention(each, source.grid_size) for each in attention], request.layers)
+    model, processor = _load_transformer(request.checkpoint)
+    attention, _ = mean_attention(model, pixel_batches(images, processor))
+    maps, names = _chosen([relative_attention(each, patch_grid(model)) for each in attention], request.layers)
     return draw_maps(maps, names=names, scale="own", label="attention by offset", most=request.heads)
 
 
@@ -190,6 +190,23 @@ def _load(checkpoint: str) -> "AFTPreTrainedModel":
     classes = {each.__name__: each for each in (AFTForCausalLM, AFTForImageClassification)}
     model = classes.get((config.architectures or [""])[0], AFTModel)
     return model.from_pretrained(checkpoint).eval()
+
+
+def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProcessor]":
+    """A ViT or DeiT of any dialect, or a BEiT, as which our recipes train DeiT, and its image processor."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+    from ..conversion import read_source
+
+    try:
+        is_beit = AutoConfig.from_pretrained(checkpoint).model_type == "beit"
+    except (ValueError, OSError):  # the dialects without a config of transformers
+        is_beit = False
+    if is_beit:
+        model = AutoModelForImageClassification.from_pretrained(checkpoint, dtype="float32").eval()
+        return model, AutoImageProcessor.from_pretrained(checkpoint)
+    source = read_source(checkpoint)
+    return source.to_transformers().float(), source.image_processor
 
 
 def _images(request: Request, usual: int) -> "list[Image.Image]":

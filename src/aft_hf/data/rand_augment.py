@@ -39,7 +39,7 @@ class RandAugment(nn.Module):
     def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
         super().__init__()
         self.operations, self.magnitude, self.noise = operations, magnitude, noise
-        self.register_buffer("fill", torch.tensor(fill).view(-1, 1, 1), persistent=False)
+        self.fill = torch.tensor(fill).view(-1, 1, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """(B, 3, H, W) in [0, 1] to the same. Random numbers come from the CPU's generator, on any device."""
