@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     BeitConfig,
     BeitForImageClassification,
     ViTConfig,
@@ -30,8 +31,11 @@ def model_of(recipe):
     with torch.device("meta"):
         if recipe.task == "images":
             sizes = {"image_size": recipe.data.image_size, "num_labels": 1000, **fields}
-            if recipe.model.get("architecture") == "beit":
-                return BeitForImageClassification(BeitConfig(**sizes))
+            if recipe.model.get("architecture") == "resnet":
+                del sizes["image_size"]
+            if recipe.model.get("architecture", "aft") != "aft":
+                config = AutoConfig.for_model(recipe.model["architecture"], **sizes)
+                return AutoModelForImageClassification.from_config(config)
             return AFTForImageClassification(AFTConfig(modality="image", **sizes))
         length = recipe.data.seq_len if recipe.task == "bytes" else 3 * recipe.data.image_size**2
         if recipe.model["architecture"] != "aft":
@@ -233,6 +237,11 @@ PAPER = {
         1.134,
         window(32) | {"data.seq_len": 4096, "config.max_position_embeddings": 4096},
     ),
+    "Table 7: ResNet50": (
+        "imagenet/resnet50",
+        0.769,
+        {"config.model_type": "resnet", "config.depths": [3, 4, 6, 3], "data.image_size": 224},
+    ),
     "Table 7: DeiT tiny": ("imagenet/deit_tiny", 0.722, deit(192, 3)),
     "Table 7: DeiT small": ("imagenet/deit_small", 0.799, deit(384, 6)),
     "Table 7: AFT-full tiny": ("imagenet/aft_full_tiny", 0.724, image("full", 192, num_heads=1)),
@@ -325,6 +334,7 @@ def test_a_recipe_is_rows_of_the_paper_or_named_as_ours(path):
 
 # Millions of parameters of Tables 7 and 8.
 MILLIONS = {
+    "resnet50": 25.6,
     "deit_tiny": 5.7,
     "deit_small": 22.1,
     "aft_full_tiny": 6.3,

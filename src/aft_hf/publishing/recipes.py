@@ -83,7 +83,6 @@ QUOTED = (
     ("Table 4", "Synthesizer (dense), L = 12, d = 512, h = 8", "1.298 bits per byte"),
     ("Table 4", "Linear Transformer, L = 12, d = 512, h = 8", "1.207 bits per byte"),
     ("Table 4", "Performer, L = 12, d = 512, h = 8", "1.199 bits per byte"),
-    ("Table 7", "ResNet50", "0.769 accuracy"),
     ("Table 7", "Lambda tiny", "0.724 accuracy"),
     ("Table 7", "Lambda small", "0.800 accuracy"),
     ("Table 8", "DeiT base at 384 px: `aft-hf evaluate facebook/deit-base-patch16-384`", "0.829 accuracy"),
