@@ -42,6 +42,9 @@ LARGEST_SPAN = 75.0
 # logarithmic levels begin at blocks of this many positions, which are summed from the logits of all pairs.
 EXPORTED_BLOCK = 32
 
+# Where such levels run over all positions, there has to be a longest sequence.
+LONGEST_EXPORTED = 2**17
+
 # Logits of lost queries that are computed at once.
 LOGITS_AT_ONCE = 2**24
 
@@ -342,38 +345,22 @@ def reversed_triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.T
 
 def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
     """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
-    if torch.compiler.is_exporting():
-        return _prefix_sums_of_pairs(sums, decay)
     length, step = sums.maximum.shape[-3], 1
+    if torch.compiler.is_exporting():
+        torch._check(length <= LONGEST_EXPORTED)
+        length = LONGEST_EXPORTED
     while step < length:
         sums = sums.merge(delayed(sums, step).shifted(-decay * step))
         step *= 2
     return sums
 
 
-def _prefix_sums_of_pairs(sums: ScaledSums, decay: torch.Tensor | float) -> ScaledSums:
-    """`prefix_sums` in two levels whatever T is: within blocks, and over blocks."""
-    size = EXPORTED_BLOCK
-    padding = (sums.maximum.shape[-3] + size - 1) // size * size - sums.maximum.shape[-3]
-    blocks = ScaledSums(
-        *(
-            nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=fill).unflatten(-3, (-1, size))
-            for x, fill in zip(sums, (0.0, 0.0, EMPTY))
-        )
-    )
-    decay_within = decay.unsqueeze(-1) if isinstance(decay, torch.Tensor) else decay
-    within = _sums_of_pairs(blocks, decay_within, 0)
-    totals = within.map(lambda x: x.select(-3, size - 1))
-    before = _sums_of_pairs(totals, decay * size, 1).map(lambda x: x.unsqueeze(-3))
-    steps = torch.arange(1, size + 1, device=sums.maximum.device).view(-1, 1, 1)
-    merged = within.merge(before.shifted(-decay_within * steps))
-    return merged.map(lambda x: nn.functional.pad(x.flatten(-4, -3), (0, 0, 0, 0, 0, -padding)))
-
-
-def _sums_of_pairs(sums: ScaledSums, decay: torch.Tensor | float, least: int) -> ScaledSums:
-    """Of each position the sums over those that are at least `least` before it, each further step costing `decay`."""
-    positions = torch.arange(sums.maximum.shape[-3], device=sums.maximum.device)
-    distance = (positions[:, None] - positions - least)[..., None, None]
+def prefix_sums_of_chunks(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
+    """`prefix_sums` where T counts chunks: so few that an exported program sums all pairs of them at once."""
+    if not torch.compiler.is_exporting():
+        return prefix_sums(sums, decay)
+    chunks = torch.arange(sums.maximum.shape[-3], device=sums.maximum.device)
+    distance = (chunks[:, None] - chunks)[..., None, None]
     decay = decay.unsqueeze(-1) if isinstance(decay, torch.Tensor) else decay
     exponent = sums.maximum.unsqueeze(-4) - (decay * distance).to(sums.maximum.dtype)  # (..., T, T, B, k)
     exponent = exponent.masked_fill(distance < 0, -math.inf)
