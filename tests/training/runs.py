@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 
 from aft_hf.training.loop import train
+from aft_hf.training.manifest import MANIFEST, file_check_sum, read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 
 
@@ -147,6 +148,16 @@ def wait_for(path: Path, process: Any, timeout: float = 300) -> bool:
             return True
         time.sleep(0.005)
     return path.exists()
+
+
+def plant(checkpoint: Path, name: str, content: bytes) -> None:
+    """Write a file into a checkpoint, and its check sums anew, as somebody would who means it."""
+    path = checkpoint / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
+    sums = {str(path.relative_to(checkpoint)): file_check_sum(path) for path in files}
+    write_manifest(checkpoint, read_manifest(checkpoint).model_copy(update={"files": sums}))
 
 
 def results_of(values: dict) -> dict:
