@@ -11,6 +11,7 @@ import pytest
 from runs import bytes_recipe, finish, launch, plant, run
 
 from aft_hf.reading import UnreadableError
+from aft_hf.training import loop
 from aft_hf.training.checkpoints import find_damage
 from aft_hf.training.manifest import MANIFEST, check_sum, read_manifest, sealed, write_manifest
 
@@ -204,7 +205,35 @@ def test_a_disk_that_is_full_leaves_the_last_complete_checkpoint(copied, origina
     assert "OSError: cannot write the checkpoint of step 12" in message and message.count("\n") == 1
     assert f"the last complete one is {checkpoints}/step-000000009" in message
     assert find_damage(checkpoints / "step-000000009") is None and not (checkpoints / "step-000000012").exists()
+    assert not list(checkpoints.glob(".*"))  # nothing holds what is left of the disk
     assert run(values)["losses"] == original[1]["losses"]
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path, original):
+    values = original[0] | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert finish(launch(_run_with_little_room, (values,))) == [1]
+    message = Path(f"{values['output_dir']}.error").read_text()
+    assert f"OSError: cannot write the model and its results to {tmp_path}/run (" in message
+    assert "the same command writes them when there is room" in message and message.count("\n") == 1
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == files
+    assert not list((tmp_path / "run").glob(".*"))
+    assert run(values)["losses"] == original[1]["losses"]
+
+
+def test_what_a_kill_left_of_a_model_holds_no_room_while_the_run_goes_on(tmp_path, original):
+    values = original[0] | {"output_dir": str(tmp_path / "run"), "steps": 15}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    left = tmp_path / "run/.unfinished"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        take_steps = loop.take_steps
+        patch.setattr(loop, "take_steps", lambda run: [seen.append(left.exists()), take_steps(run)])
+        run(values)
+    assert seen == [False]
 
 
 def _run_with_little_room(values) -> None:

@@ -96,6 +96,16 @@ def test_other_rows_and_another_buffer_are_another_run(tmp_path, images, shards)
         run(streamed(values, shards, dataset=None, train=train, validation=validation))
 
 
+def test_a_row_that_was_changed_in_a_file_of_a_stream_is_noticed(tmp_path, images, shards):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    values = streamed(pixels_recipe(tmp_path, images), folder) | {"steps": 3}
+    run(values)
+    rows = Dataset.from_parquet(str(folder / "train-1.parquet"))
+    rows.select([0, 1, 2, 4, 3, *range(5, len(rows))]).to_parquet(folder / "train-1.parquet")
+    with pytest.raises(ValueError, match="other training data"):
+        run(values | {"steps": 6})
+
+
 @pytest.mark.parametrize("task", ["pixels", "images"])
 def test_files_folders_and_generated_rows_are_streamed_too(tmp_path, images, task):
     recipe = {"pixels": pixels_recipe, "images": images_recipe}[task](tmp_path, images)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,11 @@ import torch
 from datasets import IterableDataset as StreamedRows
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from .fingerprint import spread, sum_files, sum_samples
 from .order import SampleKey, share
+
+
+SHARDS = 4  # of a stream from elsewhere, of which the first row is read
 
 
 Row = dict[str, Any]
@@ -38,23 +43,30 @@ class StreamedSamples(Dataset):
     Args:
         rows: of `datasets`, streamed.
         make: the sample of a decoded row and its key.
+        files: those that the rows are read from, where they lie on this machine (see `loading.local_files`).
     """
 
-    def __init__(self, rows: StreamedRows, make: Callable[[Row, SampleKey], Sample]):
-        self.rows, self.make, self.features = rows, make, rows.features
+    def __init__(self, rows: StreamedRows, make: Callable[[Row, SampleKey], Sample], files: Sequence[Path] = ()):
+        self.rows, self.make, self.features, self.files = rows, make, rows.features, files
 
     def __getitem__(self, streamed: StreamedKey) -> Sample:
         return self.make(self.features.decode_example(streamed.row), streamed.key)
 
-    def first(self) -> Sample:
-        """That of the first row.
+    def fingerprint(self) -> str:
+        """What tells them from others: a sum of their files; of a stream from elsewhere, which would have to be read
+        for that, the number of its shards and the first samples of some.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no row.
         """
-        for row in self.rows:
-            return self.make(row, SampleKey(0, 0))
-        raise ValueError("the stream of training data has no rows")
+        if self.files:
+            return sum_files(self.files)
+        count = self.rows.num_shards
+        parts = [self.rows.shard(count, i) for i in spread(count, SHARDS)] if count > 1 else [self.rows]
+        first = [self.make(row, SampleKey(0, 0)) for part in parts for row in part.take(1)]
+        if not first:
+            raise ValueError("the stream of training data has no rows")
+        return f"{count} shards, {sum_samples(first)}"
 
 
 class StreamedEvaluation(IterableDataset):

@@ -1,6 +1,5 @@
 """What a run is made of, from its recipe: the accelerator, the data, the model and its optimizer, where it begins."""
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..data.order import GlobalBatches, SampleKey, steps_per_epoch
+from ..data.order import GlobalBatches, steps_per_epoch
 from ..data.streaming import StreamedBatches, StreamedSamples
 from ..reading import explained
 from .adamw import build_adamw
@@ -98,7 +97,7 @@ def set_up(recipe: Recipe) -> Run:
 
     checkpoints = Checkpoints(accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
     record = Record(accelerator, recipe.log_every)
-    data = fingerprint(task.train)
+    data = task.train.fingerprint()
     start, position = resume(recipe, data, checkpoints, scheduler, record)
     if start > total:
         raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
@@ -205,21 +204,6 @@ def available_tracker(name: str | None) -> str | None:
     if name == "tensorboard":
         return None
     raise ValueError(f"tracker={name!r} is not installed; there is {', '.join(available) or 'none'}; null: no tracker")
-
-
-def fingerprint(samples: Dataset) -> str:
-    """What tells training data from others, wherever they lie: how many samples, and what is in three of them; of a
-    stream, how many files, and what is in the first sample."""
-    if isinstance(samples, StreamedSamples):
-        count, seen = f"{samples.rows.num_shards} shards", [samples.first()]
-    else:
-        size = len(samples)
-        count = f"{size} samples"
-        seen = [samples[SampleKey(0, index, 0)] for index in sorted({0, size // 2, size - 1})]
-    sums = 0
-    for value in (value for sample in seen for value in sample.values()):
-        sums = zlib.crc32(torch.as_tensor(value).contiguous().numpy().tobytes(), sums)
-    return f"{count}, {sums:08x}"
 
 
 def build_scheduler(
