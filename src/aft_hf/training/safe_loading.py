@@ -19,7 +19,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 
-PICKLES = (".bin", ".pkl", ".pt")  # by `torch.save`
+PICKLES = (".bin", ".pkl", ".pt", ".pth")  # by `torch.save`
+NEVER_READ = ("training_args.bin",)  # which Trainer writes for people, as objects
 SHARD_TABLE = ".metadata"  # of `torch.distributed.checkpoint`, a plain pickle
 
 FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -95,7 +96,7 @@ def _check(path: Path) -> None:
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file, named).load(), Metadata):
                     raise pickle.UnpicklingError("no table of shards")
-        elif path.suffix in PICKLES:
+        elif path.suffix in PICKLES and path.name not in NEVER_READ:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except OSError:
         raise
