@@ -15,7 +15,9 @@ from runs import (
     results_of,
     run,
     start,
+    streamed,
     wait_for,
+    write_shards,
 )
 
 
@@ -24,19 +26,7 @@ pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, images) -> Path:
-    """A local dataset of 36 images: three files to train on, two to validate on, of which one is shorter."""
-    folder = tmp_path_factory.mktemp("shards")
-    rows = Dataset.from_parquet(str(images))
-    for i in range(3):
-        rows.shard(3, i).to_parquet(folder / f"train-{i}.parquet")
-    for i in range(2):
-        rows.select(range(7 * i, 7 + 4 * i)).to_parquet(folder / f"validation-{i}.parquet")
-    return folder
-
-
-def streamed(values: dict, shards: Path, **data) -> dict:
-    data = {"dataset": str(shards), "train": None, "validation": None, "streaming": True, "shuffle_buffer": 5} | data
-    return values | {"data": values["data"] | data, "steps": 12}
+    return write_shards(tmp_path_factory.mktemp("shards"), images)
 
 
 def losses(results: dict) -> list[float]:
