@@ -20,6 +20,8 @@ from runs import (
     write_shards,
 )
 
+from aft_hf.training.manifest import read_manifest, write_manifest
+
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -94,6 +96,18 @@ def test_a_row_that_was_changed_in_a_file_of_a_stream_is_noticed(tmp_path, image
     rows.select([0, 1, 2, 4, 3, *range(5, len(rows))]).to_parquet(folder / "train-1.parquet")
     with pytest.raises(ValueError, match="other training data"):
         run(values | {"steps": 6})
+
+
+def test_a_position_of_any_shape_ends_in_one_line(tmp_path, images, shards):
+    values = streamed(pixels_recipe(tmp_path, images), shards, shuffle_buffer=7) | {"steps": 3, "save_every": 3}
+    run(values)
+    checkpoint = tmp_path / "run/checkpoints/step-000000003"
+    manifest = read_manifest(checkpoint)
+    assert manifest.position[3] is not None
+    write_manifest(checkpoint, manifest.model_copy(update={"position": (*manifest.position[:3], {"rows": 1})}))
+    with pytest.raises(ValueError, match="position in the stream of training data cannot be used") as stopped:
+        run(values | {"steps": 6})
+    assert "\n" not in str(stopped.value)
 
 
 @pytest.mark.parametrize("task", ["pixels", "images"])

@@ -1,7 +1,7 @@
 """Streams of rows, of which only a part is in memory: their order, and where it goes on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from datasets import IterableDataset as StreamedRows
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from ..reading import explained
 from .fingerprint import spread, sum_files, sum_samples
 from .order import SampleKey, share
 
@@ -154,9 +155,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
         while True:
             # The number of an epoch also seeds the order of the files in it.
             self.rows.set_epoch(int(np.random.SeedSequence((self.seed, block.epoch)).generate_state(1)[0]))
-            if block.state is not None:
-                self.rows.load_state_dict(block.state)
-            stream = iter(self.rows)
+            stream = self._rows_from(block)
             while rows := list(islice(stream, self.shuffle_buffer)):
                 following = Block(block.rows + len(rows), block.epoch, block.number + 1, self.rows.state_dict())
                 yield block, rows
@@ -166,3 +165,16 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
                 raise ValueError("the stream of training data has no rows")
             block = block._replace(epoch=block.epoch + 1, number=0, state=None)
             self.begun.append(block)
+
+    def _rows_from(self, block: Block) -> Iterator[Row]:
+        """The rows from a block on, to the end of its epoch.
+
+        Raises:
+            ValueError: its state is not one of this stream.
+        """
+        if block.state is None:
+            return iter(self.rows)
+        with explained("the checkpoint's position in the stream of training data cannot be used"):
+            self.rows.load_state_dict(block.state)
+            stream = iter(self.rows)
+            return chain(list(islice(stream, 1)), stream)
