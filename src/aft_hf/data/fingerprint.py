@@ -61,7 +61,7 @@ def sum_samples(samples: Iterable[Mapping[str, Any]]) -> str:
 def _size(rows: Dataset, image_column: str) -> int:
     """Of the images and other columns of rows in Arrow's format, in bytes."""
     size = rows.data.nbytes * len(rows) // max(len(rows.data), 1)
-    images = (image for table in rows.iter(1000) for image in table[image_column].to_pylist())
+    images = (image for table in rows.iter(100) for image in table[image_column].to_pylist())
     first = next(images, None)
     if isinstance(first, dict) and first["bytes"] is None:  # a folder
         size += sum(Path(image["path"]).stat().st_size for image in chain([first], images))
