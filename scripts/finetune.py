@@ -161,6 +161,8 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     training_args.remove_unused_columns = False  # images become pixel values when a row is read
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train, --do_eval, or both")
+    if training_args.fp16 and training_args.device.type == "cpu":  # where Accelerate would compute in float32
+        raise ValueError("--fp16 needs a GPU, and there is none to use: give --bf16, or neither")
     return parsed
 
 

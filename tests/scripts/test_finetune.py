@@ -437,6 +437,7 @@ def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifi
         (["--do_train", "--train", "{images}", "--image_column", "label"], "holds no images"),
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
         (["--do_train", "--train", "{images}", "--validation_share", "1"], "validation_share must be between"),
+        (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
 )
 def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
