@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import bytes_recipe, finish, launch, plant, run
+from torch.distributed.checkpoint import CheckpointException
 
 from aft_hf.reading import UnreadableError
 from aft_hf.training import loop
@@ -207,6 +208,26 @@ def test_a_disk_that_is_full_leaves_the_last_complete_checkpoint(copied, origina
     assert find_damage(checkpoints / "step-000000009") is None and not (checkpoints / "step-000000012").exists()
     assert not list(checkpoints.glob(".*"))  # nothing holds what is left of the disk
     assert run(values)["losses"] == original[1]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("save_state", "cannot write the checkpoint of step 12"),
+        ("load_state", "step-000000009 does not fit the model"),
+    ],
+)
+def test_an_error_of_sharded_checkpoints_ends_in_one_line(copied, monkeypatch, method, message):
+    """That of `torch.distributed.checkpoint` is no Exception, and tells the errors of all processes."""
+
+    def fail(*_):
+        raise CheckpointException("failed", {0: (OSError(28, "No space left on device"), None)})
+
+    monkeypatch.setattr(f"accelerate.Accelerator.{method}", fail)
+    with pytest.raises((OSError, ValueError), match=rf"{message}.*No space left on device") as stopped:
+        run(copied[0])
+    assert "\n" not in str(stopped.value)
+    assert not list(copied[1].glob(".*"))
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path, original):
