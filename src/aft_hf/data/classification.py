@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from .fingerprint import sum_rows
 from .order import SampleKey
 from .rand_augment import RandAugment
 
@@ -43,6 +44,10 @@ class TrainingImages(Dataset):
     ):
         self.rows, self.numbers, self.size, self.crop_scale, self.seed = rows, numbers, size, crop_scale, seed
         self.image_column, self.label_column = image_column, label_column
+
+    def fingerprint(self) -> str:
+        """What tells the images and labels from others."""
+        return sum_rows(self.rows, self.image_column, self.label_column)
 
     def __len__(self) -> int:
         return len(self.rows)
