@@ -219,12 +219,12 @@ def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[
         return
     try:
         if is_text:
-            tokenizer = auto_class.from_pretrained(directory)
+            tokenizer = auto_class.from_pretrained(directory, trust_remote_code=False)
             if len(tokenizer) > model.config.vocab_size:
                 yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
             if model.can_generate():
                 GenerationConfig.from_pretrained(directory)
         elif is_vision_available():
-            auto_class.from_pretrained(directory)
+            auto_class.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError, ImportError) as error:
         yield f"{file}: the {what} does not load ({first_line(error)})"
