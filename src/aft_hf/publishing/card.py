@@ -494,7 +494,7 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
         return
     classes = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
     try:
-        model = classes[facts.architecture].from_pretrained(directory, dtype="auto")
+        model = classes[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
     except Exception:  # the checks before an upload say why
         return
     plot_position_biases(model, made / PICTURE)

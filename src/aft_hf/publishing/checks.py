@@ -32,6 +32,8 @@ PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
 
+# Whatever the config names as attention: AFT has none, and the name of a kernel has it fetched from the Hub and run.
+LOADING = {"dtype": "auto", "attn_implementation": "eager"}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -182,7 +184,7 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
             with safe_open(path, "pt"):
                 pass
         model, info = model_class.from_pretrained(
-            directory, output_loading_info=True, dtype="auto", ignore_mismatched_sizes=True
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **LOADING
         )
     except (ValueError, OSError, RuntimeError, SafetensorError, KeyError) as error:
         yield f"the model does not load: {first_line(error)}"
