@@ -25,7 +25,7 @@ class ImageColumn(Image):
         if content is None and path is not None and "://" in path:  # of a stream, from the Hub or an archive
             with fsspec.open(path, "rb") as file:
                 content = file.read()
-        return open_image(path if content is None else content, path)
+        return open_image((path or "") if content is None else content, path or "an image")
 
 
 def load_splits(
