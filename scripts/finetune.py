@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from aft_hf.conversion import read_source
 from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation, class_names, class_numbers
-from aft_hf.data.loading import hold_out, load_splits, require_column
+from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_column
 from aft_hf.data.text import group_into_blocks
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
@@ -243,7 +243,7 @@ def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
     if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
         return splits
     try:
-        return splits.cast_column(column, Image())
+        return splits.cast_column(column, ImageColumn())
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"--image_column: {column!r} holds no images, nor their bytes or paths") from error
 

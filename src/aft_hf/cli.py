@@ -89,7 +89,9 @@ def convert(
     source_num_heads: Annotated[
         int | None, typer.Option(help="Attention heads of a source that does not tell them; by default width / 64.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT; other files in it stay.")
+    ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT, to be fine-tuned."""
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]

@@ -168,7 +168,7 @@ def _is_number(value: Any) -> bool:
 
 def _split_of(name: str) -> tuple[str | None, str]:
     """("validation", "accuracy") of "eval_accuracy", "validation.accuracy" and the like."""
-    head, separator, rest = re.match(r"([a-z]+)?([._])?(.*)", name).groups()
+    head, separator, rest = re.match(r"(?s)([a-z]+)?([._])?(.*)", name).groups()
     if head in SPLITS and separator:
         return SPLITS[head], rest
     return None, name
@@ -249,16 +249,10 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
     if content is None:
         return
     source = str(content.get("source", "another model"))
-    on_hub = is_hub_id(source)
     tensors = [each for each in content.get("tensors") or [] if isinstance(each, dict)]
     counts, sizes = Counter(), Counter()
     for each in tensors:
-        counts[each.get("status")] += 1
-        sizes[each.get("status")] += math.prod(each.get("shape") or [0])
-    facts.base_model = facts.base_model or (source if on_hub else None)
-    facts.conversion = {
-        "source": f"[{source}](https://huggingface.co/{source})" if on_hub else f"`{Path(source).name}`",
-        "file": CONVERSION,
-        "counts": ", ".join(f"{counts[each]} tensors ({sizes[each]} parameters) {each}" for each in counts),
-        "new": counts["new"] > 0,
-    }
+        counts[str(each.get("status"))] += 1
+        sizes[str(each.get("status"))] += math.prod(each.get("shape") or [0])
+    facts.base_model = facts.base_model or (source if is_hub_id(source) else None)
+    facts.conversion = {"source": source, "counts": [(each, counts[each], sizes[each]) for each in counts]}
