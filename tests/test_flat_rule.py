@@ -14,8 +14,8 @@ import aft_hf
 
 
 PACKAGE = Path(aft_hf.__file__).parent
-# The package itself, its command line and its reader of files do not travel.
-FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "cli", "reading"))
+# The package itself, its command line and its readers of files do not travel.
+FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "cli", "loading", "reading"))
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 
 

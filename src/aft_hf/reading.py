@@ -43,12 +43,52 @@ def _inside(name: str) -> str:
 FileName = Annotated[str, AfterValidator(_inside)]
 
 
+def _at_most(largest: int) -> AfterValidator:
+    """Bounds a number. Other types are left to the class of the config, which knows which of them it takes."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (int, float)) and not abs(value) <= largest:
+            raise ValueError(f"is larger than {largest}, which no model is")
+        return value
+
+    return AfterValidator(check)
+
+
+def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
+    if labels is not None and labels.keys() != {str(number) for number in range(len(labels))}:
+        raise ValueError("must have the names of the labels 0 .. num_labels - 1")
+    return labels
+
+
+Layers, Labels = Annotated[Any, _at_most(2**12)], Annotated[Any, _at_most(2**22)]
+Width, Length = Annotated[Any, _at_most(2**20)], Annotated[Any, _at_most(2**27)]
+
+
 class ModelConfig(Document):
-    """config.json: what decides which classes read the rest of it."""
+    """config.json of any model: what decides which classes read the rest of it, and what it takes memory by."""
 
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, str | list[str | None]] | None = None
+    id2label: Annotated[dict[str, Any] | None, AfterValidator(_numbered)] = None
+    num_labels: Labels = None
+    num_hidden_layers: Layers = None
+    n_layer: Layers = None
+    n_layers: Layers = None
+    num_layers: Layers = None
+    hidden_size: Width = None
+    n_embd: Width = None
+    d_model: Width = None
+    intermediate_size: Width = None
+    n_inner: Width = None
+    num_attention_heads: Width = None
+    n_head: Width = None
+    num_channels: Width = None
+    image_size: Width = None
+    patch_size: Width = None
+    vocab_size: Length = None
+    max_position_embeddings: Length = None
+    n_positions: Length = None
 
 
 class WeightsIndex(Document):
@@ -97,11 +137,27 @@ def read_json(path: Path, kind: type[Content], error: type[ValueError] = Unreada
         UnreadableError, or the `error` given: there is no such file, it is none (a pipe would never end), is larger
             than `LARGEST_JSON`, or does not hold that.
     """
+    return parse_json(_content(path, error), kind, str(path), error)
+
+
+def read_text(path: Path, error: type[ValueError] = UnreadableError) -> str:
+    """A text in UTF-8, as `read_json` reads one.
+
+    Raises:
+        UnreadableError, or the `error` given: there is no such text.
+    """
+    try:
+        return _content(path, error).decode()
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: is no text in UTF-8") from problem
+
+
+def _content(path: Path, error: type[ValueError]) -> bytes:
     with _opened(path, error) as file:
         content = file.read(LARGEST_JSON + 1)
     if len(content) > LARGEST_JSON:
         raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, which no {path.name} has to be")
-    return parse_json(content, kind, str(path), error)
+    return content
 
 
 def read_safetensors_header(path: Path, error: type[ValueError] = UnreadableError) -> dict[str, TensorHeader]:

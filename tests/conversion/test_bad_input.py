@@ -111,7 +111,7 @@ LAYER = "vit.encoder.layer"
         (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
         (damage_config, "config.json"),
         (damage_config_type, "config.json"),
-        (damage_index, "weight"),
+        (damage_index, r"index\.json: \[\]: must be an object"),
         (damage_shard, "model-00001-of-00002.safetensors is missing"),
         (damage_processor, "preprocessor_config.json"),
         (damage_processor_type, "preprocessor_config.json"),

@@ -19,7 +19,7 @@ from ..configuration_aft import AFTConfig, pair
 from ..conversion.errors import first_line
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 from .card import card_problems
-from .facts import RESULTS, read_json
+from .facts import RESULTS, Results, read_json
 
 
 CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
@@ -226,7 +226,7 @@ def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
 def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
     """Tokenizer and image processor, without which `pipeline` does not know what to do."""
     is_text = model.config.modality == "text"
-    if is_text and (read_json(directory / RESULTS) or {}).get("recipe", {}).get("task") == "pixels":
+    if is_text and (read_json(directory / RESULTS, Results) or Results()).recipe.task == "pixels":
         return  # sub-pixels are numbers already: there is no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
