@@ -5,7 +5,6 @@
 Everything is taken from the `results.json` that a run leaves in its directory.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from aft_hf.reading import explained, read_json
 
 
 # What a run is scored by, the first of these that it has.
@@ -69,14 +70,15 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Where to draw the losses.")] = None,
 ) -> None:
     """Print a table of finished runs, and draw them."""
-    results = [json.loads((run / "results.json").read_text()) for run in runs]
-    print(table(results))
-    if picture is not None:
-        draw(results, picture)
+    results = [read_json(run / "results.json", dict[str, Any]) for run in runs]
+    with explained("results.json: not of a run of the training loop"):
+        print(table(results))
+        if picture is not None:
+            draw(results, picture)
 
 
 if __name__ == "__main__":
     try:
         typer.run(main)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"compare_runs.py: {error}")

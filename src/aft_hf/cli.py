@@ -117,6 +117,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
         sys.exit(1)
+    except MemoryError:
+        print("aft-hf: the memory of this machine is full: take smaller sizes or batches", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"aft-hf: {message}", file=sys.stderr)

@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers import AutoImageProcessor
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
 
-from .reading import ModelConfig, UnreadableError, explained, read_json
+from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
@@ -51,10 +52,22 @@ def read_config(source: str | os.PathLike, error: type[ValueError] = UnreadableE
             raise
         raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
     if path is None and Path(name).is_dir():
-        raise error(f"{name}: no {CONFIG_NAME} in it; give a file of weights itself if it has none")
+        raise error(f"{name}: no {CONFIG_NAME} in it")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
     return read_json(path, ModelConfig, error)
+
+
+def read_image_processor(source: str | os.PathLike, error: type[ValueError] = UnreadableError) -> bool:
+    """Whether there is a preprocessor_config.json.
+
+    Raises:
+        UnreadableError, or the `error` given: it cannot be used.
+    """
+    path = find_file(str(source), IMAGE_PROCESSOR_NAME, error)
+    if path is not None:
+        read_json(path, ImageProcessorConfig, error)
+    return path is not None
 
 
 NOWHERE = (
@@ -72,5 +85,7 @@ def load(
         UnreadableError, or the `error` given: it cannot be loaded.
     """
     read_config(source, error, **{key: options[key] for key in ("revision", "token") if key in options})
+    if auto_class is AutoImageProcessor:
+        read_image_processor(source, error)
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
         return auto_class.from_pretrained(source, **options)

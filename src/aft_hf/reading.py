@@ -48,7 +48,7 @@ def _at_most(largest: int) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, (int, float)) and not abs(value) <= largest:
-            raise ValueError(f"is larger than {largest}, which no model is")
+            raise ValueError(f"must be at most {largest}")
         return value
 
     return AfterValidator(check)
@@ -61,6 +61,7 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 Layers, Labels = Annotated[Any, _at_most(2**12)], Annotated[Any, _at_most(2**22)]
+Side = Annotated[Any, _at_most(2**13)]  # pixels
 Width, Length = Annotated[Any, _at_most(2**20)], Annotated[Any, _at_most(2**27)]
 
 
@@ -89,6 +90,13 @@ class ModelConfig(Document):
     vocab_size: Length = None
     max_position_embeddings: Length = None
     n_positions: Length = None
+
+
+class ImageProcessorConfig(Document):
+    """preprocessor_config.json: a number, or numbers by name, for the size that images are made."""
+
+    size: Side | dict[str, Side] | None = None
+    crop_size: Side | dict[str, Side] | None = None
 
 
 class WeightsIndex(Document):
@@ -243,9 +251,9 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """`first_line`, with the kind of error where its words alone say little: KeyError 'shape'."""
-    speaks = isinstance(error, (ValueError, OSError))
-    return first_line(error) if speaks else f"{type(error).__name__}: {first_line(error)}"
+    """All that a library said, in a line; with the kind of error where its words say little: KeyError 'shape'."""
+    words = shortened(" ".join(str(error).split()))
+    return words if words and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {words}"
 
 
 def shortened(text: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import (
     AutoImageProcessor,
     DeiTConfig,
@@ -23,8 +24,8 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
 from ..configuration_aft import pair
-from ..loading import find_file, read_config
-from ..reading import explained, read_json
+from ..loading import read_config, read_image_processor
+from ..reading import explained
 from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
 from .derivation import Derivation, cast
 from .dialects import timm_derivations, transformers_derivations
@@ -132,6 +133,8 @@ def read_source(
 
 
 def _read_config(name: str) -> dict[str, Any]:
+    if Path(name).is_dir() and not Path(name, CONFIG_NAME).exists():
+        raise ConversionError(f"{name}: no {CONFIG_NAME} in it; give a file of weights itself if it has none")
     config = read_config(name, ConversionError).model_dump(exclude_unset=True)
     if not config.keys() & {"model_type", "architecture"}:
         raise ConversionError(
@@ -173,12 +176,12 @@ def _read_timm(
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:
     """The checkpoint's own; None where it has none. One that cannot be read is an error: means and sizes matter."""
-    path = find_file(name, IMAGE_PROCESSOR_NAME, ConversionError)
-    if path is None:
+    if not read_image_processor(name, ConversionError):
         return None
-    read_json(path, dict[str, Any], ConversionError)
     with explained(f"{name}: no readable {IMAGE_PROCESSOR_NAME}", ConversionError):
-        return AutoImageProcessor.from_pretrained(name)
+        processor = AutoImageProcessor.from_pretrained(name)
+        processor(Image.new("RGB", (32, 32)))  # which finds values that it only takes
+    return processor
 
 
 def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:

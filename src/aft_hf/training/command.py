@@ -59,6 +59,7 @@ def evaluate_command(
     from ..data.json_files import write_json
     from ..data.loading import load_local
     from ..loading import load
+    from ..reading import explained
     from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier
 
     dataset = load_local(data)
@@ -74,12 +75,14 @@ def evaluate_command(
         for side in image_size or [None]:
             size = None if side is None else (side, side)
             name = "as trained" if side is None else f"{side} px"
-            results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
+            with explained(f"{model}: cannot be evaluated on {data}"):
+                results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
     else:
         language_model = load(AutoModelForCausalLM, model).to(device)
         tokenizer = load(AutoTokenizer, model)
         options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}
-        results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
+        with explained(f"{model}: cannot be evaluated on {data}"):
+            results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
     metrics = list(next(iter(results.values())))
     table = Table("", *metrics, title=f"{model} on {data}")
     for name, values in results.items():
