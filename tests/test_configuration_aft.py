@@ -206,7 +206,7 @@ for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
 for name in ("conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
-for name in ("layer_norm_eps", "gumbel_temperature"):
+for name in ("layer_norm_eps", "gumbel_temperature", "initializer_range"):  # the last would be divided by
     INVALID[f"{name} of 0"] = ({name: 0.0}, (name, "0.0"))
 for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
     INVALID[f"negative {name}"] = ({name: -0.5}, (name, "-0.5"))

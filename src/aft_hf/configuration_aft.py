@@ -43,13 +43,12 @@ LARGEST = {
     "num_labels": 2**22,
     "image_size": 2**17,
     "patch_size": 2**12,
-    "initializer_range": 1e3,
     "position_bias_init_std": 1e3,
     "position_bias_entropy_weight": 1e6,
 }
 LARGEST_NUM_PARAMETERS = 2**43  # of a whole model: 9e12
 # The smallest and largest of fields that something is divided by, in float32.
-DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4)}
+DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "initializer_range": (1e-12, 1e3)}
 
 
 def _raise_value_errors(cls):
@@ -320,7 +319,7 @@ class AFTConfig(PreTrainedConfig):
         for name, (smallest, largest) in DIVISORS.items():
             if not smallest <= getattr(self, name) <= largest:
                 raise ValueError(f"{name} must be in [{smallest}, {largest}], got {shown(getattr(self, name))}")
-        for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
+        for name in ("position_bias_init_std", "position_bias_entropy_weight"):
             if not 0 <= getattr(self, name) <= LARGEST[name]:
                 raise ValueError(f"{name} must be in [0, {LARGEST[name]}], got {shown(getattr(self, name))}")
         for name in ("hidden_dropout_prob", "drop_path_rate"):

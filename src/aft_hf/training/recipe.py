@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
-from ..reading import read_text, shown
+from ..reading import read_text, shortened, shown
 
 
 # Keys of which a recipe has one: to override one is to drop the other.
@@ -265,7 +265,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
             raise ValueError(
                 f"{shown(override)} is no override: write key=value, such as optimizer.learning_rate=1e-3"
             )
-        values = _merge(values, {key: _parse(value, override)})
+        values = _merge(values, {key: _parse(value, shortened(override))})
     return build_recipe(values)
 
 
@@ -381,11 +381,12 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """One line on one error of pydantic."""
+    *above, last = error["loc"] or ("",)
     # Names of types in unions are part of pydantic's location, but no part of the key.
-    path = [str(part) for part in error["loc"] if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
-    key = ".".join(path)
+    path = [str(part) for part in above if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key}{_suggestion(path[-1], _fields(kind, path[:-1]), path[:-1])}"
+        return f"unknown key {shortened('.'.join([*path, last]))}{_suggestion(last, _fields(kind, path), path)}"
+    key = ".".join([*path, *([str(last)] if not isinstance(last, str) or re.fullmatch(r"\w+", last) else [])])
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "model_type":

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer, cli
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.conversion import save_converted
 from aft_hf.publishing import write_card
 
@@ -149,15 +148,3 @@ def places(content: Any, depth: int = 3, prefix: tuple = ()) -> Iterator[tuple]:
         keys = list(content) if isinstance(content, dict) else list(range(min(1, len(content))))
         for key in keys:
             yield from places(content[key], depth - 1, (*prefix, key))
-
-
-def run_command(arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
-    """The exit code of `aft-hf`, and the last line of what it says of an error."""
-    monkeypatch.setattr(sys, "argv", ["aft-hf", *arguments])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as exited:
-        code = exited.code or 0
-    errors = capsys.readouterr().err.strip().splitlines()
-    return code, errors[-1] if errors else ""
