@@ -137,7 +137,8 @@ def with_value(content: Any, path: tuple, value: Any) -> Any:
     if len(path) == 1 and value is MISSING:
         del copy[path[0]]
     else:
-        copy[path[0]] = with_value(copy[path[0]], path[1:], value)
+        inside = copy.get(path[0]) if isinstance(copy, dict) else copy[path[0]]
+        copy[path[0]] = with_value(inside, path[1:], value)
     return copy
 
 

@@ -20,7 +20,7 @@ def check(values: dict, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     config = AFTConfig(**values)
     is_text = config.modality == "text"
-    model = (AFTForCausalLM if is_text else AFTForImageClassification)(config).to(dtype)
+    model = (AFTForCausalLM if is_text else AFTForImageClassification)._from_config(config, dtype=dtype)
     inputs = example(config, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loss = model.train()(**inputs).loss
@@ -38,7 +38,10 @@ def check(values: dict, dtype: torch.dtype) -> None:
                 assert value is None or getattr(loaded.config, name) == (
                     list(value) if name == "image_size" else value
                 )
-        assert torch.equal(loaded(**inputs).logits, expected)
+        saved = model.state_dict()
+        assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
+        # The same sums, of which libraries round the ends by where tensors lie in memory.
+        torch.testing.assert_close(loaded(**inputs).logits, expected)
         assert expected.isfinite().all()
         if is_text:
             generated = loaded.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False)
