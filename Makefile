@@ -64,6 +64,7 @@ roundtrip: install  ## Every type saved here and loaded in a new environment wit
 soak: install  ## One training run killed 20 times at random moments, and runs of two processes
 	KILLS=20 KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
 		$(RUN) -m pytest tests/training/test_kill.py tests/training/test_distributed.py $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(RUN) -m pytest tests/properties $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -104,6 +104,9 @@ def _file_problems(path: Path) -> Iterator[str]:
     if path.is_symlink() and not path.exists():
         yield "is a link to nothing"
         return
+    if not path.is_file():
+        yield "is not a regular file"
+        return
     if _is_pickle(path):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
