@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
-from ..reading import read_text, shortened, shown
+from ..reading import described, read_text, shortened, shown
 
 
 # Keys of which a recipe has one: to override one is to drop the other.
@@ -310,7 +310,8 @@ def check_architecture(architecture: Any, **fields: Any) -> None:
     known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
     for name in fields.keys() - known:
         raise ValueError(
-            f"unknown key model.{name} for architecture {architecture!r}{_suggestion(name, known, ['model'])}"
+            f"unknown key model.{shortened(name)} for architecture {architecture!r}"
+            f"{_suggestion(name, known, ['model'])}"
         )
 
 
@@ -339,7 +340,7 @@ def _parse(text: str, source: str) -> Any:
         _count(node, {}, 0)
         return loader.construct_document(node)
     except Exception as error:  # constructors of YAML's many types raise what Python does for a wrong date or number
-        raise ValueError(f"{source}: not YAML that can be used: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{source}: not YAML that can be used: {described(error)}") from None
     finally:
         if loader is not None:
             loader.dispose()
