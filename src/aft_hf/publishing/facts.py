@@ -27,7 +27,7 @@ METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", 
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # What a card does not tell as training: the model is described by its config, places by nothing, the series of losses
 # are for pictures, and some keys change nothing.
-UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes")
+UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes", "recipe.paper")
 UNTOLD += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
 UNTOLD += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
 UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
@@ -69,6 +69,7 @@ class Facts:
     base_model: str | None = None  # on the Hub
     conversion: dict[str, Any] | None = None
     task: str | None = None  # of the recipe
+    paper: dict[str, Any] | None = None  # the rows of the paper that the recipe repeats, and their score
     versions: str | None = None  # of what the training ran with
     config_file: str = "config.json"
 
@@ -134,6 +135,9 @@ class RecipeFacts(Document):
     task: Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)] = None
     model: Section = {}
     data: Section = {}
+    paper: Annotated[
+        dict[str, Any] | None, BeforeValidator(lambda value: value if isinstance(value, dict) else None)
+    ] = None
 
 
 class Results(Document):
@@ -209,7 +213,7 @@ def add_results(facts: Facts, results: Results, file: str) -> None:
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric):
             facts.results.append(Fact(metric, value, file, split))
-    facts.task = results.recipe.task
+    facts.task, facts.paper = results.recipe.task, results.recipe.paper
     data, model = results.recipe.data, results.recipe.model
     if data.get("dataset"):
         facts.dataset, facts.dataset_on_hub = str(data["dataset"]), is_hub_id(str(data["dataset"]))

@@ -28,6 +28,9 @@ from .tasks import TASKS, Task
 # Keys of a recipe that may differ between a checkpoint and the run that goes on from it.
 FREE_TO_CHANGE = {
     "notes",
+    "paper",
+    "paper.rows",
+    "paper.score",
     "epochs",
     "steps",
     "micro_batch_size",

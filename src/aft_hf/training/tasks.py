@@ -224,6 +224,7 @@ class ImagesTask(Task):
             flip=augmentation.flip,
             operations=augmentation.rand_augment_operations,
             magnitude=augmentation.rand_augment_magnitude,
+            noise=augmentation.rand_augment_noise,
             erasing=augmentation.erasing,
             mixup=augmentation.mixup,
             cutmix=augmentation.cutmix,
