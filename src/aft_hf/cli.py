@@ -15,6 +15,7 @@ from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
 from .publishing.command import publish_command
+from .reading import printable
 from .training.command import evaluate_command, train_command
 
 
@@ -145,8 +146,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
         sys.exit(1)
+    except MemoryError:
+        print("aft-hf: the memory of this machine is full: take smaller sizes or batches", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = printable(str(error)) or type(error).__name__
         print(f"aft-hf: {message}", file=sys.stderr)
         sys.exit(1)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..configuration_aft import AFTConfig, pair
 from ..publishing import write_card
-from ..reading import first_line
+from ..reading import explained, first_line
 from .distillation import distillation_loss
 from .optimization import parameter_groups
 from .records import move_into
@@ -84,6 +84,18 @@ class FineTuner(Trainer):
             teacher_logits = self._teacher_logits(inputs["pixel_values"])
             loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
         return (loss, outputs) if return_outputs else loss
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with explained(f"{checkpoint}: its random states cannot be loaded; give an earlier checkpoint"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with explained(f"{resume_from_checkpoint}: its model cannot be loaded; give an earlier checkpoint"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def evaluate(self, *arguments, **options) -> dict[str, float]:
         """Trainer's, which leaves the random numbers of the training that goes on as they were."""

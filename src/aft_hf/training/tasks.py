@@ -29,6 +29,8 @@ from ..data.loading import hold_out, load_named, load_splits, local_files, requi
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.streaming import StreamedEvaluation, StreamedSamples
 from ..data.text import join_texts
+from ..loading import load
+from ..reading import explained
 from .code_length import CodeLength
 from .metrics import AccuracyAndLoss
 from .recipe import BytesData, BytesRecipe, Data, ImageRows, ImagesRecipe, PixelsRecipe, Recipe
@@ -74,16 +76,14 @@ class Task(ABC):
         fields = dict(self.recipe.model)
         if "pretrained" in fields:
             source = fields.pop("pretrained")
-            values = self._fitting(type(AutoConfig.from_pretrained(source))) | fields
+            values = self._fitting(type(load(AutoConfig, source))) | fields
             # Whatever it was saved in: small updates would be lost in half precision.
             values["dtype"] = torch.float32
-            return self.auto_model.from_pretrained(source, ignore_mismatched_sizes=True, **values)
+            return load(self.auto_model, source, ignore_mismatched_sizes=True, **values)
         architecture = fields.pop("architecture")
-        try:
+        with explained("model: cannot be built"):
             config = AutoConfig.for_model(architecture, **(self._fitting(CONFIG_MAPPING[architecture]) | fields))
             return self.auto_model.from_config(config)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"model: {error}") from error
 
     def _fitting(self, config: type) -> dict[str, Any]:
         """`config_values` as far as a class of configs has them."""
@@ -251,7 +251,7 @@ class ImagesTask(Task):
         options |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
         options |= {"image_mean": data.image_mean, "image_std": data.image_std}
         if "pretrained" in self.recipe.model:
-            return AutoImageProcessor.from_pretrained(self.recipe.model["pretrained"], **options)
+            return load(AutoImageProcessor, self.recipe.model["pretrained"], **options)
         return ViTImageProcessorPil(**options)
 
     def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
