@@ -73,6 +73,16 @@ class Documents:
         before = counted.cumsum(1) - counted.long()
         return before - torch.where(self.starts, before, 0).cummax(1).values
 
+    def first_positions(self) -> torch.Tensor:
+        """(B, T), for each token the place in its row where its document starts."""
+        places = torch.arange(self.starts.shape[1], device=self.starts.device)
+        return torch.where(self.starts, places, 0).cummax(1).values
+
+    def moved(self, order: torch.Tensor) -> "Documents":
+        """The documents after tokens moved to places order[b, t], which keeps those of a document side by side."""
+        document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
+        return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
+
     @cached_property
     def rows(self) -> list["DocumentRows"]:
         """All documents as rows, in batches of those whose lengths have the same next power of two.
