@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Chunks of this many positions, and of more where the window of position biases is wider.
-CHUNK_SIZE, LARGE_CHUNK_SIZE = 32, 64
+# Positions per chunk. Of larger chunks, the sums of one program take more registers than a thread has.
+CHUNK_SIZE = 32
 
 # Operators of a copy of this file that came with a checkpoint are not those of the installed package.
 NAMESPACE = re.sub(r"\W", "_", __package__ or "aft_hf")
@@ -69,14 +69,9 @@ class TritonBackend(Backend):
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
         """(B, T, d) in the dtype of the values, times the sigmoid of the query."""
-        key, value, query, biases = problem.key, problem.value, problem.query, problem.biases
-        geometry = Geometry.of(problem)
-        table = _table(biases, geometry, problem.length) if _has_table(biases) else None
-        slopes = None if biases.slopes is None else biases.slopes.float()
-        first = None if problem.documents is None else problem.documents.first_positions().int()
-        inputs = [x for x in (query, key, value, table) if x is not None]
-        keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        return causal_mix(query, key, value, table, slopes, first, list(geometry), keep)[0]
+        inputs = problem_tensors(problem)
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        return causal_mix(*inputs, list(Geometry.of(problem)), keep)[0]
 
 
 def _runs_kernels(device: torch.device) -> bool:
@@ -119,12 +114,21 @@ class Geometry(NamedTuple):
             return cls(1, heads, CHUNK_SIZE)
         if biases.reach is None:
             return cls(3, heads, CHUNK_SIZE)
-        size = CHUNK_SIZE if biases.reach <= CHUNK_SIZE else LARGE_CHUNK_SIZE
-        return cls(2, heads, size, -(-biases.reach // size), biases.reach, int(biases.hides_outside))
+        near = -(-biases.reach // CHUNK_SIZE)
+        return cls(2, heads, CHUNK_SIZE, near, biases.reach, int(biases.hides_outside))
 
     @property
     def is_full(self) -> bool:
         return self.mode == 3
+
+
+def problem_tensors(problem: "Mixing") -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a problem as `causal_mix` takes them: query, key, value, table, slopes and first positions."""
+    biases, documents = problem.biases, problem.documents
+    table = _table(biases, Geometry.of(problem), problem.length) if _has_table(biases) else None
+    slopes = None if biases.slopes is None else biases.slopes.float()
+    first = None if documents is None else documents.first_positions().int()
+    return problem.query, problem.key, problem.value, table, slopes, first
 
 
 def _table(biases: Window | LagKernel | SelectedPosition | Dense, geometry: Geometry, length: int) -> torch.Tensor:

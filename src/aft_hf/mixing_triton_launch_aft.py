@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # The most sums and features that one program of a scan takes.
 SCANNED, SCANNED_FEATURES = 64, 32
 
+# Features that the gradient of a table takes at once.
+TABLE_BLOCK = 32
+
 # Programs below which the gradient of a table is also cut into rows of the batch.
 ENOUGH_PROGRAMS = 1024
 
@@ -52,6 +55,8 @@ class Launch:
         self.device, self.key_per_head = value.device, key.shape[-1] != self.width
         # Half the digits of bfloat16 are lost anyway; float16 has as many as tf32.
         self.precision = "tf32" if value.dtype == torch.bfloat16 else "tf32x3"
+        # Products of three parts each take more registers than 4 warps have without spills.
+        self.warps = 4 if self.precision == "tf32" else 8
         self.sizes = (self.length, self.chunks, self.width)
         self.has_far_sums = not (geometry.is_full or geometry.alone)
         self.common = {
@@ -159,7 +164,8 @@ def forward(
         forward_kernel[at.programs](
             query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept, *at.sizes,
             *at.near(), *_strides(query, key, value), *at.table_strides(table), KEY_PER_HEAD=at.key_per_head,
-            ALONE=geometry.alone, GATED=query is not None, KEEP=keep, PRECISION=at.precision, **at.common)  # fmt: skip
+            ALONE=geometry.alone, GATED=query is not None, KEEP=keep, PRECISION=at.precision, num_warps=at.warps,
+            **at.common)  # fmt: skip
     return output, kept, sums
 
 
@@ -182,7 +188,7 @@ def backward(
         at = Launch(key, value, table, slopes, first, geometry)
         gated, strides = query is not None, _strides(gradient, query)
         options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": gated}
-        options |= {"PRECISION": at.precision, **at.common}
+        options |= {"PRECISION": at.precision, "num_warps": at.warps, **at.common}
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
         sums = at.sums() if at.has_far_sums else (None, None, None)
         if gated or at.has_far_sums:
@@ -210,6 +216,8 @@ def backward(
 
 def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, options) -> torch.Tensor:
     """The gradient of the position biases, in the shape of their table."""
+    block = min(TABLE_BLOCK, at.block)
+    options |= {"BD": block, "BLOCKS": -(-at.head // block)}
     near, tables = at.near(), at.heads * at.chunks
     tiles = tables * (near[0] + 1)
     parts = at.batch if at.first is not None else min(at.batch, max(1, ENOUGH_PROGRAMS // tiles))
