@@ -4,13 +4,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
+KERNELS_INSTALLED := $(VENV)/.installed-kernels
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Nothing here needs the Hub, except a quickstart whose --source lies there.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo test conformance conformance-report roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo test kernels gpu conformance conformance-report roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -21,6 +22,11 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 
 $(DEMO_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[demo]"
+	touch $@
+
+# Triton goes with the PyTorch of a GPU. Beside one without, it interprets and compiles kernels.
+$(KERNELS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[kernels]"
 	touch $@
 
 quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tuned: outputs/quickstart
@@ -36,6 +42,9 @@ demo: $(DEMO_INSTALLED)  ## spaces/demo in a browser, on the quickstart's models
 
 test: install
 	$(RUN) -m pytest $(ARGS)
+
+kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
+	$(RUN) scripts/compile_kernels.py $(ARGS)
 
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import BACKENDS, Mixing, mix, reference_mixing
+from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
 
 
 WIDTH = 8
@@ -98,9 +99,15 @@ class Backend(NamedTuple):
     device: str
 
 
-# Every backend of every device that is here, by the name under which a user asks for it.
+# Every backend of every device that is here, by the name under which a user asks for it. Interpreted kernels have a
+# file of their own.
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-NAMED = [Backend(x.name, device) for device in DEVICES for x in BACKENDS.get(device, BACKENDS[None])]
+NAMED = [
+    Backend(x.name, device)
+    for device in DEVICES
+    for x in BACKENDS.get(device, BACKENDS[None])
+    if x is not TritonBackend or (device == "cuda" and triton_is_installed())
+]
 AUTO = [Backend("auto", device) for device in DEVICES]
 
 

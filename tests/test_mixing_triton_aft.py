@@ -95,7 +95,7 @@ def test_large_keys_in_packed_documents_are_right(structure, launched):
 
 @structures(("local causal", "simple causal"))
 def test_keys_with_a_large_common_offset_cost_no_precision(structure, launched):
-    """Averages do not change with it: a logarithm of the denominator in one float32 would lose 3 digits of gradients."""
+    """Averages do not change with it. The logarithm of a denominator in one float32 would cost gradients 3 digits."""
     given = contract.case(structure, FP32, 1, 65)
     offset = given._replace(key=(given.key + 1e4).detach())
     exact = contract.results(

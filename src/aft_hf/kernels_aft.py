@@ -21,7 +21,8 @@ except ImportError:  # nothing here is called then; these are the names that def
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda x: x)
 
 
-# The structures of w: 0, -slope * distance, a window (rows of a chunk, columns from the first near chunk on), all pairs.
+# The structures of w: 0, -slope * distance, a table of a window (a row for each query, columns from the first near
+# chunk on), a table of all pairs.
 SIMPLE = tl.constexpr(0)
 ALIBI = tl.constexpr(1)
 WINDOW = tl.constexpr(2)
@@ -129,7 +130,7 @@ def totals_kernel(
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums of each chunk, as its last position sees them. Entry 0 is what lies before the sequence."""
-    b, n, head, f, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
+    b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     u = n * C + tl.arange(0, C)
     inside = (u < T)[:, None] & exists[None, :]
     if DOCUMENTS:
@@ -300,7 +301,7 @@ def forward_kernel(
     With KEEP also what the backward pass needs: the averages in float32, and the logarithms of the denominators
     relative to the largest maximum of the chunk, which is kept apart: one float32 could not hold both.
     """
-    b, n, head, f, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
+    b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     key_features = _key_features(features, head, KEY_PER_HEAD)
     k_ptr += b * kb
     v_ptr += b * vb
@@ -311,7 +312,7 @@ def forward_kernel(
     t = n * C + i
     start, first = _queries(first_ptr, b, t, T, reach, DOCUMENTS, ALONE)
     rows, origin = start.to(tl.int64), start
-    if MODE == WINDOW or MODE == FULL:
+    if MODE >= WINDOW:
         rows, origin = _table_rows(t, start, near, positions, span, w_chunk, MODE, C)
         w_ptr += head.to(tl.int64) * w_head
 
@@ -325,13 +326,14 @@ def forward_kernel(
         top = tl.where(seen, far, EMPTY)
         num = tl.where(seen, tl.load(n_ptr + place, exists, 0.0)[None, :], 0.0)
         den = tl.where(seen, tl.load(d_ptr + place, exists, 0.0)[None, :], 0.0)
-    if MODE == WINDOW or MODE == FULL:
+    if MODE >= WINDOW:
         lowest = tl.maximum(n - near, 0)
         if DOCUMENTS or ALONE:
             lowest = tl.maximum(lowest, tl.min(tl.where(t < T, first, T)) // C)
         for step in range(0, n - lowest):
+            begin = (lowest + step) * C
             top, num, den = _add_tile(
-                top, num, den, k_ptr, v_ptr, w_ptr, rows, origin, slope, t, first, (lowest + step) * C, key_features, features,
+                top, num, den, k_ptr, v_ptr, w_ptr, rows, origin, slope, t, first, begin, key_features, features,
                 exists, T, kt, vt, span, MODE, C, False, DOCUMENTS or ALONE, PRECISION)  # fmt: skip
     top, num, den = _add_tile(
         top, num, den, k_ptr, v_ptr, w_ptr, rows, origin, slope, t, first, n * C, key_features, features,
@@ -377,7 +379,7 @@ def query_gradient_kernel(
     These are what keys before the chunk need of it, as its first position sees them: sums relative to the largest
     1 / denominator.
     """
-    b, n, head, f, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
+    b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     i = tl.arange(0, C)
     t = n * C + i
     inside = (t < T)[:, None] & exists[None, :]
@@ -422,7 +424,7 @@ def _add_queries(
     inside = (t < T)[:, None] & exists[None, :]
     start, first = _queries(first_ptr, b, t, T, reach, DOCUMENTS, ALONE)
     rows, origin = start.to(tl.int64), start
-    if MODE == WINDOW or MODE == FULL:
+    if MODE >= WINDOW:
         rows, origin = _table_rows(t, start, near, positions, span, w_chunk, MODE, C)
     visible = (u[:, None] <= t[None, :]) & (u[:, None] >= first[None, :]) & (t < T)[None, :]  # (keys, queries)
     w = _bias(w_ptr, rows[None, :], origin[None, :], slope, t[None, :], u[:, None], visible, span, MODE)
@@ -450,7 +452,7 @@ def _add_queries(
             there = exists & (query < T)
             this, since = _queries(first_ptr, b, query, T, reach, DOCUMENTS, ALONE)
             row, column = this.to(tl.int64), this
-            if MODE == WINDOW or MODE == FULL:
+            if MODE >= WINDOW:
                 row, column = _table_rows(query, this, near, positions, span, w_chunk, MODE, C)
             seen = (u <= query) & (u >= since) & (query < T)
             ws = _bias(w_ptr, row, column, slope, query, u, seen, span, MODE)
@@ -480,7 +482,7 @@ def key_gradient_kernel(
     slope = 0.0
     if MODE == ALIBI:
         slope = tl.load(slope_ptr + head)
-    if MODE == WINDOW or MODE == FULL:
+    if MODE >= WINDOW:
         w_ptr += head.to(tl.int64) * w_head
     j = tl.arange(0, C)
     u = n * C + j
@@ -508,7 +510,7 @@ def key_gradient_kernel(
         of_num += tl.where(seen, far * s[None, :], 0.0)
         of_den += tl.where(seen, far * (tl.load(z_ptr + place, exists, 0.0) - s * centre)[None, :], 0.0)
     last = n
-    if MODE == WINDOW or MODE == FULL:
+    if MODE >= WINDOW:
         last = tl.minimum(n + near, N - 1)
     for step in range(0, last - n + 1):
         of_num, of_den = _add_queries(

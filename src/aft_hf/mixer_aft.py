@@ -11,6 +11,7 @@ from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .documents_aft import Documents
 from .mixing_aft import Mixing, fuses_gate, mix, mix_layer, mixing_weights
+from .mixing_triton_aft import triton_is_installed
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
 from .scaled_sums_aft import may_look_at, widen
@@ -32,7 +33,7 @@ class AFTMixer(nn.Module):
         implementation: "auto", "reference", or the name of the backend that is asked first.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown implementation.
+        ValueError: sizes that do not fit each other, or an implementation that is unknown or not installed.
     """
 
     # The longest sequence that learned tables cover; None where there are none.
@@ -60,6 +61,11 @@ class AFTMixer(nn.Module):
         if implementation not in MIXING_IMPLEMENTATIONS:
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
+        if implementation == "triton" and not triton_is_installed():
+            raise ValueError(
+                "mixing_implementation='triton' needs the package triton, which is not installed: "
+                "pip install 'aft-hf[kernels]', or use 'auto'"
+            )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity
         self.implementation = implementation

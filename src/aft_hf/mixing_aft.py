@@ -26,8 +26,8 @@ from .scaled_sums_aft import join_heads, split_heads, widen
 # By type of device, the backends in the order in which they are asked; `None` stands for every other type. Those that
 # are `only_by_name` are asked where the user names them.
 BACKENDS = {
-    "cpu": (CpuBackend, PortableBackend, TritonBackend),
-    None: (PortableBackend, TritonBackend),
+    "cpu": (TritonBackend, CpuBackend, PortableBackend),
+    None: (TritonBackend, PortableBackend),
 }
 
 
@@ -254,8 +254,8 @@ def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def reference_mixing(problem: Mixing) -> torch.Tensor:
     """Eq. 2 as printed, one query after the other: what every backend is compared with.
 
-    Computed in float64 for float64 inputs and in float32 otherwise. A query that sees nothing gives 0. Where the problem
-    has a query, times its sigmoid.
+    Computed in float64 for float64 inputs and in float32 otherwise, times sigmoid(query) where a query is given. A
+    query that sees nothing gives 0.
     """
     bias, visible = problem.table()
     key, value = (widen(x) for x in problem.by_head())

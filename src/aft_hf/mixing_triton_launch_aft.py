@@ -55,8 +55,8 @@ class Launch:
         self.device, self.key_per_head = value.device, key.shape[-1] != self.width
         # Half the digits of bfloat16 are lost anyway; float16 has as many as tf32.
         self.precision = "tf32" if value.dtype == torch.bfloat16 else "tf32x3"
-        # Products of three parts each take more registers than 4 warps have without spills.
-        self.warps = 4 if self.precision == "tf32" else 8
+        # A table of biases, or products of three parts each, take more registers than 4 warps have without spills.
+        self.warps = 4 if self.precision == "tf32" and table is None else 8
         self.sizes = (self.length, self.chunks, self.width)
         self.has_far_sums = not (geometry.is_full or geometry.alone)
         self.common = {
@@ -153,19 +153,19 @@ def forward(
         sums = None
         if at.has_far_sums:
             sums = at.sums()
-            totals_kernel[at.programs](
-                key, value, slopes, first, *(initial or (None, None, None)), *sums, *at.sizes,
-                *_strides(key, value), KEY_PER_HEAD=at.key_per_head, INITIAL=initial is not None, **at.common)  # fmt: skip
+            options = {"KEY_PER_HEAD": at.key_per_head, "INITIAL": initial is not None, **at.common}
+            arguments = (key, value, slopes, first, *(initial or (None, None, None)), *sums, *at.sizes)
+            totals_kernel[at.programs](*arguments, *_strides(key, value), **options)
             at.scan(sums, reverse=False)
         output, kept = torch.empty(value.shape, dtype=value.dtype, device=value.device), (None, None, None)
         if keep:
             largest = torch.empty(at.batch, at.chunks, at.width, dtype=torch.float32, device=at.device)
             kept = (*(torch.empty(value.shape, dtype=torch.float32, device=at.device) for _ in range(2)), largest)
-        forward_kernel[at.programs](
-            query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept, *at.sizes,
-            *at.near(), *_strides(query, key, value), *at.table_strides(table), KEY_PER_HEAD=at.key_per_head,
-            ALONE=geometry.alone, GATED=query is not None, KEEP=keep, PRECISION=at.precision, num_warps=at.warps,
-            **at.common)  # fmt: skip
+        options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": query is not None}
+        options |= {"KEEP": keep, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        arguments = (query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept)
+        strides = (*_strides(query, key, value), *at.table_strides(table))
+        forward_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
     return output, kept, sums
 
 
@@ -192,9 +192,8 @@ def backward(
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
         sums = at.sums() if at.has_far_sums else (None, None, None)
         if gated or at.has_far_sums:
-            query_gradient_kernel[at.programs](
-                gradient, query, *kept, slopes, first, of_query, *sums, *at.sizes, *strides,
-                GATED=gated, TOTALS=at.has_far_sums, **at.common)  # fmt: skip
+            arguments = (gradient, query, *kept, slopes, first, of_query, *sums, *at.sizes, *strides)
+            query_gradient_kernel[at.programs](*arguments, GATED=gated, TOTALS=at.has_far_sums, **at.common)
         if at.has_far_sums:
             at.scan(sums, reverse=True)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=at.device)
@@ -204,9 +203,8 @@ def backward(
             shape, dtype = key.shape, key.dtype
         of_key = torch.empty(shape, dtype=dtype, device=at.device)
         strides = (*strides, *_strides(key, value), *at.table_strides(table))
-        key_gradient_kernel[at.programs](
-            gradient, query, key, value, *kept, table, slopes, first, *sums, of_key, of_value, *at.sizes, *at.near(),
-            *strides, **options)  # fmt: skip
+        arguments = (gradient, query, key, value, *kept, table, slopes, first, *sums, of_key, of_value)
+        key_gradient_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
         if at.key_per_head:
             of_key = of_key.sum(-1).to(key.dtype)
         if not of_table:
@@ -230,14 +228,14 @@ def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, opti
     else:
         shape = (parts, at.heads, at.chunks, *at.table.shape[2:])
         found = torch.empty(shape, dtype=torch.float32, device=at.device)
-    table_gradient_kernel[(tiles * parts,)](
-        gradient, query, key, value, *kept, at.table, at.first, found, at.batch, *at.sizes, *near, *strides,
-        found.stride(0), *_full_strides(at, found), rows_each, **options)  # fmt: skip
+    arguments = (gradient, query, key, value, *kept, at.table, at.first, found, at.batch, *at.sizes, *near, *strides)
+    to = found.stride(0), *_gradient_strides(at, found)
+    table_gradient_kernel[(tiles * parts,)](*arguments, *to, rows_each, **options)
     found = found.sum(0)
     return found if found.shape == at.table.shape else found.sum(1, keepdim=True)
 
 
-def _full_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
+def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
     """From one head, and from one chunk, of a table's gradient to the next."""
     return found.stride(1), at.geometry.chunk_size * found.stride(2) if at.geometry.is_full else found.stride(2)
 
