@@ -53,8 +53,9 @@ class Documents:
         return self.can_be_unpacked and not self.starts[:, 1:].any()
 
     def longest(self) -> int | None:
-        """The length of the longest document; None where the host may not know."""
-        return max((rows.longest for rows in self.rows), default=0) if self.can_be_unpacked else None
+        """The length of the longest document; None where the host may not know, or would have to wait for it."""
+        known = may_look_at(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
+        return max((rows.longest for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """The same documents on another device, for the hooks of models that lie on several."""
@@ -138,16 +139,22 @@ class DocumentRows:
 
 
 def packed_documents(
-    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+    inputs: dict[str, torch.Tensor | None],
+    mask: torch.Tensor | None,
+    batch_size: int,
+    length: int,
+    *,
+    may_wait: bool = True,
 ) -> Documents | None:
     """The documents that `position_ids` or `cu_seq_lens_q` give.
 
     Args:
         inputs: those of a model in `PACKING_INPUTS`.
         mask: the attention mask of the model, if any.
+        may_wait: whether the host may wait for an accelerator to know whether each row is one document.
 
     Returns:
-        The documents; None where each row is one.
+        The documents; None where each row is one, and that may be known.
 
     Raises:
         ValueError: positions that are not those of documents, or a 3-D mask beside them.
@@ -159,7 +166,7 @@ def packed_documents(
         documents = _documents_of_positions(position_ids, mask, batch_size, length)
     else:
         return None
-    if documents.are_rows():
+    if (may_wait or may_look_at(documents.starts)) and documents.are_rows():
         return None
     if mask is not None and mask.dim() == 3:
         raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")
