@@ -46,6 +46,10 @@ test: install
 kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
 	$(RUN) scripts/compile_kernels.py $(ARGS)
 
+gpu: $(KERNELS_INSTALLED)  ## The kernels on a GPU: contract tests, times and memory, under 10 minutes: outputs/gpu.json
+	mkdir -p outputs
+	$(RUN) scripts/benchmark_gpu.py --out outputs/gpu.json $(ARGS)
+
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)

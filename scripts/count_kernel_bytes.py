@@ -1,8 +1,7 @@
 """Count the bytes that the Triton kernels load and store per element of a layer, in the interpreter: no GPU is needed.
 
-An element is one feature of one position. "Issued" counts each load and store of a kernel, "distinct" each address once
-per kernel: what memory has to move where caches hold what one kernel reads again. Beside them stands what has to move in
-any case: query, key, value and output, and in training their gradients.
+An element is one feature of one position. "Issued" counts each load and store of a kernel, "distinct" each address
+once per kernel: what memory has to move where caches hold what one kernel reads again.
 
     python scripts/count_kernel_bytes.py --length 128 --width 256
 """

@@ -138,9 +138,12 @@ def totals_kernel(
     k = _tile(k_ptr + b * kb, u, kt, _key_features(features, head, KEY_PER_HEAD), inside, -float("inf"))
     v = _tile(v_ptr + b * vb, u, vt, features, inside, 0.0)
     if MODE == ALIBI:
-        k -= tl.load(slope_ptr + head) * (C - 1 - tl.arange(0, C))[:, None].to(tl.float32)
-    m = tl.maximum(tl.max(k, 0), EMPTY)
-    p = tl.exp(k - m[None, :])
+        fade = tl.load(slope_ptr + head) * (C - 1 - tl.arange(0, C))[:, None].to(tl.float32)
+        m = tl.maximum(tl.max(k - fade, 0), EMPTY)
+        p = tl.exp((k - m[None, :]) - fade)
+    else:
+        m = tl.maximum(tl.max(k, 0), EMPTY)
+        p = tl.exp(k - m[None, :])
     place = (b * (N + 1) + n + 1) * D + features
     _store_sums(m_ptr, n_ptr, d_ptr, place, exists, m, tl.sum(p * v, 0), tl.sum(p, 0))
     if n == 0:
@@ -158,9 +161,8 @@ def totals_kernel(
 def _join(m1, n1, d1, age1, m2, n2, d2, age2):
     """Sums that lie `age2` back when the second ones are complete, and these; an infinite age drops the first."""
     kept = age2 < float("inf")
-    m1 = tl.where(kept, m1 - age2, EMPTY)
-    m = tl.maximum(m1, m2)
-    a, b = tl.exp(m1 - m), tl.exp(m2 - m)
+    m = tl.maximum(tl.where(kept, m1 - age2, EMPTY), m2)
+    a, b = tl.exp((m1 - m) - age2), tl.exp(m2 - m)  # m1 - age2 may be rounded, m1 - m is not where it matters
     n = tl.where(kept, n1 * a, 0.0) + n2 * b
     d = tl.where(kept, d1 * a, 0.0) + d2 * b
     return m, n, d, age1 + age2
@@ -268,7 +270,8 @@ def _add_tile(
         table = tl.where(visible, tl.exp(w - w_top[:, None]), 0.0)
         p = tl.exp(k - m[None, :])
         new = tl.maximum(top, peak)
-        old, here = tl.exp(top - new), tl.exp(peak - new)
+        # `peak` is rounded where keys are large; the sums are relative to w_top + m as these are
+        old, here = tl.exp(top - new), tl.exp(peak - new + (w_top[:, None] - (peak - m[None, :])))
         num = num * old + tl.dot(table, p * v, input_precision=PRECISION) * here
         den = den * old + tl.dot(table, p, input_precision=PRECISION) * here
         top = new
@@ -281,9 +284,9 @@ def _add_tile(
             vs = _row(v_ptr, key, vt, features, exists & (key < T), 0.0)
             logits = tl.where(seen[:, None], ks[None, :] + ws[:, None], -float("inf"))
             new = tl.maximum(top, logits)
-            old, p = tl.exp(top - new), tl.exp(logits - new)
+            old, p = tl.exp(top - new), tl.exp((ks[None, :] - new) + ws[:, None])
             num = num * old + tl.where(seen[:, None], p * vs[None, :], 0.0)
-            den = den * old + p
+            den = den * old + tl.where(seen[:, None], p, 0.0)
             top = new
     return top, num, den
 
@@ -321,11 +324,17 @@ def forward_kernel(
     den = tl.zeros((C, BD), tl.float32)
     if MODE != FULL and not ALONE:
         place = (b * (N + 1) + tl.maximum(n - near, 0)) * D + features
-        far = tl.load(m_ptr + place, exists, EMPTY)[None, :] - slope * (i + 1).to(tl.float32)[:, None]
+        far = tl.load(m_ptr + place, exists, EMPTY)[None, :]
         seen = ((start < (n - near) * C) | (n <= near))[:, None] & exists[None, :]
-        top = tl.where(seen, far, EMPTY)
         num = tl.where(seen, tl.load(n_ptr + place, exists, 0.0)[None, :], 0.0)
         den = tl.where(seen, tl.load(d_ptr + place, exists, 0.0)[None, :], 0.0)
+        top = tl.where(seen, far, EMPTY)
+        if MODE == ALIBI:
+            fade = slope * (i + 1).to(tl.float32)[:, None]
+            top = tl.where(seen, far - fade, EMPTY)
+            rounded = tl.exp((far - top) - fade)  # what rounding has changed in the maximum
+            num = tl.where(seen, num * rounded, 0.0)
+            den = tl.where(seen, den * rounded, 0.0)
     if MODE >= WINDOW:
         lowest = tl.maximum(n - near, 0)
         if DOCUMENTS or ALONE:
