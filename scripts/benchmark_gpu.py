@@ -1,6 +1,6 @@
 """Check and measure the Triton kernels on a GPU, in a few minutes: tests, then times and memory, as JSON.
 
-First the contract tests of the kernels run on the device, some of them under compute-sanitizer where that is installed.
+First the contract tests of the kernels run on the device, some of them under compute-sanitizer where that is there.
 Then language models of 24 layers and 256 features are measured, in training and in inference: AFT with the kernels,
 with the portable backend, with that one compiled, and a GPT-2 of the same size with the attention of PyTorch.
 
