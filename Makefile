@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
+DOCS_INSTALLED := $(VENV)/.installed-docs
 KERNELS_INSTALLED := $(VENV)/.installed-kernels
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
@@ -11,7 +12,8 @@ PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --con
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo test kernels gpu conformance conformance-report roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo docs test test-all kernels gpu conformance conformance-report roundtrip
+.PHONY: soak lint format clean
 
 install: $(INSTALLED)
 
@@ -22,6 +24,10 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 
 $(DEMO_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[demo]"
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[docs]"
 	touch $@
 
 # Triton goes with the PyTorch of a GPU. Beside one without, it interprets and compiles kernels.
@@ -40,8 +46,17 @@ demo: $(DEMO_INSTALLED)  ## spaces/demo in a browser, on the quickstart's models
 	test -f outputs/quickstart-text/config.json || $(RUN) scripts/quickstart.py text
 	$(RUN) spaces/demo/app.py $(ARGS)
 
-test: install
-	$(RUN) -m pytest $(ARGS)
+docs: $(DOCS_INSTALLED)  ## The documentation site, with links checked: outputs/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build $(ARGS)
+
+# One thread per worker (tests/conftest.py); more than 8 workers would take more memory than they save time.
+PYTEST := $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
+
+test: install  ## All tests but the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: install  ## All tests
+	$(PYTEST) $(ARGS)
 
 kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
 	$(RUN) scripts/compile_kernels.py $(ARGS)
@@ -60,9 +75,9 @@ conformance-report: install  ## The same tests on AFT, GPT-2 and ViT; writes the
 roundtrip: install  ## Every type saved here and loaded in a new environment with torch and transformers only
 	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
 
-soak: install  ## One training run killed 20 times at random moments, and runs of two processes
-	KILLS=20 KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
-		$(RUN) -m pytest tests/training/test_kill.py tests/training/test_distributed.py $(ARGS)
+soak: install  ## What takes long: training runs of each kind killed 20 times at random moments (tests/soak)
+	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
+		$(RUN) -m pytest -o python_files="soak_*.py" tests/soak $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

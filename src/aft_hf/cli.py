@@ -2,12 +2,15 @@
 
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from .analysis.command import visualize_command
 from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
@@ -21,10 +24,33 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        packages = ("aft-hf", "torch", "transformers")
+        print(", ".join(f"{name} {version(name)}" for name in packages), f"Python {python_version()}", sep=", ")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_versions, is_eager=True, help="Print the versions, as bug reports need them."
+        ),
+    ] = False,
+) -> None:
+    # No docstring: it would replace the help of the application.
+    pass
+
+
 app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("publish")(publish_command)
 app.command("benchmark")(benchmark_command)
+app.command("visualize")(visualize_command)
 
 
 @app.command()
@@ -63,7 +89,9 @@ def convert(
     source_num_heads: Annotated[
         int | None, typer.Option(help="Attention heads of a source that does not tell them; by default width / 64.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT; other files in it stay.")
+    ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT, to be fine-tuned."""
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]

@@ -195,7 +195,7 @@ def _read_image_processor(name: str) -> BaseImageProcessor | None:
     if find_file(name, IMAGE_PROCESSOR_NAME) is None:
         return None
     try:
-        return AutoImageProcessor.from_pretrained(name)
+        return AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
     except UNREADABLE as error:
         raise ConversionError(f"{name}: no readable {IMAGE_PROCESSOR_NAME} ({first_line(error)})") from error
 

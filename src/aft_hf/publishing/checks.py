@@ -7,7 +7,6 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from ..conversion.errors import first_line
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 from .card import card_problems
 from .facts import RESULTS, read_json
+from .folder import files_by_name, misplaced_files
 
 
 CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
@@ -32,10 +32,8 @@ PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
 
-# What training leaves behind and nobody loads: it stays where it is. Hidden files too, but for Git's own.
-LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
-LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
-LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
+# Whatever the config names as attention: AFT has none, and the name of a kernel has it fetched from the Hub and run.
+LOADING = {"dtype": "auto", "attn_implementation": "eager"}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -63,35 +61,26 @@ ABSOLUTE_PATHS = (
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
 
-def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
-    """(what belongs to the model, what is left out), sorted; of a folder that is left out only the folder."""
-    kept, left_out = [], []
-    for folder, folders, names in os.walk(directory):
-        here = Path(folder)
-        for name in [*folders, *names]:
-            hidden = name.startswith(".") and name not in (".gitattributes", ".gitignore")
-            if hidden or any(fnmatch(name, pattern) for pattern in LEFT_OUT):
-                left_out.append(here / name)
-            elif name in names:
-                kept.append(here / name)
-        folders[:] = [name for name in folders if here / name not in left_out]
-    return sorted(kept), sorted(left_out)
-
-
-def find_problems(directory: str | os.PathLike) -> list[str]:
+def find_problems(directory: str | os.PathLike, made: Path | None = None) -> list[str]:
     """Everything that stands against publishing a directory, a line each; an empty list if nothing does.
 
-    The model loads from its weights alone and runs once with finite results; the code beside it is that of this
-    package; the card has all that the Hub asks for; no file is a pickle, holds a key or tells where it was on the
-    machine that wrote it.
+    All files lie in the directory (where they do not, nothing else is looked at); the model loads from its weights
+    alone and runs once with finite results; the code beside it is that of this package; the card has all that the Hub
+    asks for; no file is a pickle, holds a key or tells where it was on the machine that wrote it.
+
+    Args:
+        directory: of a saved model.
+        made: a directory with what is to be written into that one first, if there is anything.
     """
     directory = Path(directory)
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
-    files, _ = files_to_upload(directory)
-    problems = [f"{path.relative_to(directory)}: {problem}" for path in files for problem in _file_problems(path)]
+    if problems := misplaced_files(directory):
+        return problems
+    files = files_by_name(directory, *([] if made is None else [made]))
+    problems = [f"{name}: {problem}" for name, path in files.items() for problem in _file_problems(path)]
     problems += _model_problems(directory)
-    problems += [f"{README}: {problem}" for problem in card_problems(directory / README)]
+    problems += [f"{README}: {problem}" for problem in card_problems(files.get(README, directory / README), files)]
     return problems
 
 
@@ -99,9 +88,6 @@ def find_problems(directory: str | os.PathLike) -> list[str]:
 
 
 def _file_problems(path: Path) -> Iterator[str]:
-    if path.is_symlink() and not path.exists():
-        yield "is a link to nothing"
-        return
     if _is_pickle(path):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
@@ -198,7 +184,7 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
             with safe_open(path, "pt"):
                 pass
         model, info = model_class.from_pretrained(
-            directory, output_loading_info=True, dtype="auto", ignore_mismatched_sizes=True
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **LOADING
         )
     except (ValueError, OSError, RuntimeError, SafetensorError, KeyError) as error:
         yield f"the model does not load: {first_line(error)}"
@@ -235,12 +221,12 @@ def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[
         return
     try:
         if is_text:
-            tokenizer = auto_class.from_pretrained(directory)
+            tokenizer = auto_class.from_pretrained(directory, trust_remote_code=False)
             if len(tokenizer) > model.config.vocab_size:
                 yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
             if model.can_generate():
                 GenerationConfig.from_pretrained(directory)
         elif is_vision_available():
-            auto_class.from_pretrained(directory)
+            auto_class.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError, ImportError) as error:
         yield f"{file}: the {what} does not load ({first_line(error)})"
