@@ -118,7 +118,7 @@ LAYER = "vit.encoder.layer"
         (damage_value(f"{LAYER}.0.attention.attention.query.weight", -torch.inf), "query.weight holds NaN"),
         (damage_config, "config.json"),
         (damage_config_type, "config.json"),
-        (damage_index, "weight"),
+        (damage_index, r"index\.json: \[\]: must be an object"),
         (damage_shard, "model-00001-of-00002.safetensors is missing"),
         (damage_processor, "preprocessor_config.json"),
         (damage_processor_type, "preprocessor_config.json"),

@@ -150,7 +150,7 @@ def test_a_report_that_was_lost_or_cut_is_said_so(vit, tmp_path):
     report = tmp_path / "aft" / REPORT_NAME
     content = json.loads(report.read_text())
     content["tensors"].pop()
-    for text, message in ((json.dumps(content), "exactly once"), ("{", "no readable report"), ("[]", "no readable")):
+    for text, message in ((json.dumps(content), "exactly once"), ("{", "is not JSON"), ("[]", "must be an object")):
         report.write_text(text)
         with pytest.raises(ConversionError, match=message):
             verify_conversion(vit, tmp_path / "aft")
@@ -196,7 +196,7 @@ def test_a_report_whose_copies_are_none_verifies_nothing(vit, tmp_path, change):
     content = json.loads(path.read_text())
     next(record for record in content["tensors"] if record["status"] == "copied").update(change)
     path.write_text(json.dumps(content))
-    with pytest.raises(ConversionError, match="which it cannot have"):
+    with pytest.raises(ConversionError, match=r"which it cannot have|status='whatever': must be"):
         verify_conversion(vit, tmp_path / "out")
 
 

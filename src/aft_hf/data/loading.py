@@ -13,9 +13,9 @@ from datasets import (
     load_dataset,
     load_dataset_builder,
 )
-from datasets.exceptions import DatasetsError
 from PIL import Image as PILImage
 
+from ..reading import described
 from .image_files import open_image
 
 
@@ -99,8 +99,8 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
     if path.is_dir():
         # All files, in one split: left alone, `datasets` takes "test_1.png" for a part of a test split.
         reader, options = "imagefolder", {"data_dir": str(path), "data_files": "**"}
-    elif not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+    elif not path.is_file():
+        raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
     elif path.suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
     else:
@@ -110,9 +110,9 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
         options["sample_by"] = "document"
     try:
         return with_safe_images(load_dataset(reader, split="train", streaming=streaming, **options))
-    except (DatasetsError, OSError, ValueError) as error:
+    except Exception as error:  # readers of formats raise anything
         what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
-        raise ValueError(f"{path}: cannot be read as {what} ({error.__cause__ or error})") from error
+        raise ValueError(f"{path}: cannot be read as {what} ({described(error.__cause__ or error)})") from error
 
 
 def local_files(

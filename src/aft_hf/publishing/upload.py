@@ -34,7 +34,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from ..conversion.errors import first_line
+from ..reading import described, first_line
 from .card import README, card_license, made_card, put_into
 from .checks import CODE, CONFIG, find_problems
 from .errors import PublishError
@@ -321,7 +321,7 @@ def _explained(context: Callable[[Exception], str]) -> Iterator[None]:
         yield
     except PublishError as error:
         raise PublishError(f"{error} ({context(error)})") from error
-    except (HfHubHTTPError, httpx2.TransportError, ValueError, OSError, RuntimeError) as error:
+    except Exception as error:  # of answers that are not what the Hub gives, huggingface_hub raises anything
         raise PublishError(f"{_reason(error)} ({context(error)})") from error
 
 
@@ -348,4 +348,6 @@ def _reason(error: Exception) -> str:
             return "the Hub did not answer in time; run the same again"
         if isinstance(each, httpx2.TransportError):
             return f"the connection to the Hub failed ({first_line(each)}); run the same again"
-    return first_line(error)
+        if isinstance(each, (httpx2.HTTPError, httpx2.InvalidURL)):
+            return f"the Hub sends elsewhere, and nothing is there ({first_line(each)}); look at HF_ENDPOINT"
+    return described(error)
