@@ -69,6 +69,11 @@ class AFTConfig(PreTrainedConfig):
             Rank d' of the factorized biases of `full` and `local` (Eq. 7); `None` for one unfactorized table.
         position_bias_init_std (`float`, defaults to 0.1):
             Standard deviation of new position biases (of their factors); the paper's N(0, 10^-2) read as variance.
+        position_bias_multiplier (`float`, defaults to 1.0):
+            The constant m that learned position biases are multiplied by: w = m (gamma (k - mean) / std + beta) for
+            `conv`, w = m u . v for `full` and `local`. New biases begin with the same w for every m, but Adam, which
+            moves each parameter by about the learning rate, moves w m times as fast (sqrt(m) for factors). 1 is the
+            paper's; a training of few steps needs more: 20 is good for a converted or a small new model.
         local_window_size (`int`, defaults to 32): Window s of `local` (Eq. 4): learned biases for |t - t'| < s.
         conv_kernel_size (`int`, defaults to 11):
             Kernel s of `conv` (Eq. 6): s x s with s odd for images, lags 0 .. s-1 for text.
@@ -134,6 +139,7 @@ class AFTConfig(PreTrainedConfig):
     num_heads: int = 1
     position_bias_dim: int | None = 256
     position_bias_init_std: float | int = 0.1
+    position_bias_multiplier: float | int = 1.0
     local_window_size: int = 32
     conv_kernel_size: int = 11
     position_bias_reparameterized: bool = True
@@ -232,7 +238,7 @@ class AFTConfig(PreTrainedConfig):
     def validate_sizes(self) -> None:
         positive = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "local_window_size"]
         positive += ["conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels"]
-        positive += ["layer_norm_eps", "gumbel_temperature"]
+        positive += ["layer_norm_eps", "gumbel_temperature", "position_bias_multiplier"]
         if self.position_bias_dim is not None:
             positive.append("position_bias_dim")
         for name in positive:

@@ -137,6 +137,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
         "max_positions": config.max_positions,
         "position_bias_dim": config.position_bias_dim,
         "position_bias_init_std": config.position_bias_init_std,
+        "position_bias_multiplier": config.position_bias_multiplier,
     }
     if aft_type == "full":
         return AFTFull(config.hidden_size, **table, **options)
@@ -151,6 +152,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
             selection=config.position_bias_selection,
             gumbel_temperature=config.gumbel_temperature,
             position_bias_init_std=config.position_bias_init_std,
+            position_bias_multiplier=config.position_bias_multiplier,
             **options,
         )
     return {"simple": AFTSimple, "alibi": AFTAlibi}[aft_type](config.hidden_size, **options)
