@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneConfigMixin
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -17,6 +18,7 @@ AUTO_MAPS = {
     "text": {"AutoModel": "modeling_aft.AFTModel", "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM"},
     "image": {
         "AutoModel": "modeling_aft.AFTModel",
+        "AutoBackbone": "modeling_aft.AFTBackbone",
         "AutoModelForImageClassification": "modeling_aft.AFTForImageClassification",
     },
 }
@@ -42,7 +44,7 @@ def _raise_value_errors(cls):
 
 @_raise_value_errors
 @strict
-class AFTConfig(PreTrainedConfig):
+class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     r"""
     Configuration of an Attention Free Transformer (Zhai et al., 2021, arXiv 2105.14103). The defaults are the paper's
     best character-level model: AFT-local-32 with 24 layers of width 256, for 1024 bytes.
@@ -104,6 +106,9 @@ class AFTConfig(PreTrainedConfig):
         image_size (`int` or `(int, int)`, defaults to 224): Image size in pixels (rows, columns).
         patch_size (`int` or `(int, int)`, defaults to 16): Patch size in pixels (rows, columns).
         num_channels (`int`, defaults to 3): Channels of the images.
+        out_features (`list[str]`, *optional*):
+            Stages whose feature maps `AFTBackbone` returns, of "stem", "stage1" ...; by default the last one.
+        out_indices (`list[int]`, *optional*): The same by number, 0 being the stem.
 
     Raises:
         ValueError: a field of the wrong type or value, or fields that make no sense together; the message names the
@@ -163,6 +168,8 @@ class AFTConfig(PreTrainedConfig):
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
     num_channels: int = 3
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         types = set(self.layer_aft_types)
@@ -175,12 +182,20 @@ class AFTConfig(PreTrainedConfig):
         if self.pooling is None and self.modality == "image":
             self.pooling = "cls" if self.use_cls_token else "mean"
         self.base_model_tp_plan = self._tensor_parallel_plan()
+        stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if any(value is not None for value in stages.values()):
+            self.set_output_features_output_indices(**stages)
         super().__post_init__(**kwargs)
 
     @property
     def layer_aft_types(self) -> list[str]:
         """The AFT type of each layer."""
         return [self.aft_type] * self.num_hidden_layers if isinstance(self.aft_type, str) else list(self.aft_type)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages of a backbone: the embeddings, then each block."""
+        return ["stem", *(f"stage{i}" for i in range(1, self.num_hidden_layers + 1))]
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -212,6 +227,14 @@ class AFTConfig(PreTrainedConfig):
             return self.max_position_embeddings
         rows, columns = self.grid_size
         return rows * columns + self.use_cls_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a dictionary; stages of a backbone are in it where they were chosen."""
+        fields = super().to_dict()
+        for name in ("out_features", "out_indices"):
+            if fields[name] is None:
+                del fields[name]
+        return fields
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save config.json with an `auto_map` for all classes of the modality, not only the one that is being saved.
