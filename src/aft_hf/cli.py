@@ -10,10 +10,21 @@ from rich.console import Console
 
 from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
-from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
+from .conversion import (
+    KERNEL_SIZE,
+    LOCAL_WINDOW_SIZE,
+    POSITION_BIAS_DIM,
+    ConversionReport,
+    ImagesOnDisk,
+    read_images,
+    save_converted,
+)
 from .publishing.command import publish_command
 from .training.command import evaluate_command, train_command
 
+
+# Budget of a distillation where none is given.
+DISTILLATION_MINUTES = 15.0
 
 app = typer.Typer(
     help="Attention Free Transformer for the Hugging Face ecosystem.",
@@ -54,9 +65,24 @@ def convert(
         typer.Option(help="Position biases: paper (new), or attention (fitted to that of the source on --images)."),
     ] = "paper",
     images: Annotated[
-        Path | None, typer.Option(help="For --init attention: a folder of images, or parquet files.")
+        Path | None, typer.Option(help="For --init attention and --distill: a folder of images, or parquet files.")
     ] = None,
-    num_images: Annotated[int, typer.Option(help="How many of these to look at.")] = 256,
+    num_images: Annotated[int, typer.Option(help="How many of these --init attention looks at.")] = 256,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Train the AFT on the outputs of the source for --images: no labels.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help=f"Budget of --distill in time; by default {DISTILLATION_MINUTES}.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Budget of --distill in updates, in place of --minutes: reproducible.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per update of --distill.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Largest learning rate of --distill.")] = 1e-3,
+    augmentation: Annotated[
+        str, typer.Option(help="Of the images of --distill: none, shift, crop or resized_crop; the last two flip.")
+    ] = "shift",
+    seed: Annotated[int, typer.Option(help="Of --distill: new weights, order and augmentation of the images.")] = 0,
     source_image_size: Annotated[
         str | None, typer.Option(help="Image size of a source that does not tell it, as --image-size.")
     ] = None,
@@ -65,7 +91,21 @@ def convert(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
 ) -> None:
-    """Convert a trained ViT or DeiT into an AFT, to be fine-tuned."""
+    """Convert a trained ViT or DeiT into an AFT, to be fine-tuned, or to be used as it is with --distill."""
+    distillation = {
+        "steps": steps,
+        "minutes": DISTILLATION_MINUTES if minutes is None and steps is None else minutes,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "augmentation": augmentation,
+        "seed": seed,
+    }
+    if distill:
+        if images is None:
+            raise ValueError("--distill needs --images: some thousand of those that the model is for, without labels")
+        distillation["images"] = ImagesOnDisk(images)
+    elif minutes is not None or steps is not None:
+        raise ValueError("--minutes and --steps are the budget of --distill: give it, too")
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     model, report = save_converted(
         source,
@@ -78,19 +118,31 @@ def convert(
         position_bias_dim=position_bias_dim or None,
         image_size=_parse_size("--image-size", image_size),
         init=init,
-        images=None if images is None else read_images(images, num_images),
+        images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
         source_image_size=_parse_size("--source-image-size", source_image_size),
         source_num_heads=source_num_heads,
+        distillation=distillation if distill else None,
     )
     console = Console()
     console.print(report.table())
     for line in (
         report.summary(),
-        f"{len(report.with_status('copied'))} copied tensors verified bit for bit",
+        _proof(report),
         f"image processor (size, mean, deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _proof(report: ConversionReport) -> str:
+    """What was verified of a conversion, or how near a distillation has come."""
+    if "distillation" not in report.options:
+        return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
+    done = report.options["distillation"]
+    return (
+        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; it agrees "
+        f"with the source on {done['agreement']:.1%} of the last ones, as augmented (KL {done['divergence']:.3f} nats)"
+    )
 
 
 def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from .deit import KERNEL_SIZE, LOCAL_WINDOW_SIZE, NUM_HEADS, POSITION_BIAS_DIM, convert_deit
 from .errors import ConversionError
-from .images import read_images
+from .images import ImagesOnDisk, read_images
 from .report import REPORT_NAME, ConversionReport, TensorRecord
 from .saving import save_converted
 from .source import VisionTransformerSource, read_source
@@ -17,6 +17,7 @@ __all__ = [
     "REPORT_NAME",
     "ConversionError",
     "ConversionReport",
+    "ImagesOnDisk",
     "TensorRecord",
     "VisionTransformerSource",
     "convert_deit",

@@ -1,6 +1,6 @@
 """Images to look at with a teacher: a folder of them, or parquet files."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,43 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     Raises:
         ConversionError: there are no images, or one cannot be read.
     """
-    path = Path(path)
     if limit < 1:
         raise ConversionError(f"the number of images must be at least 1, got {limit}")
+    images = ImagesOnDisk(path)
+    count = min(limit, len(images))
+    return (images[index * len(images) // count] for index in range(count))
+
+
+class ImagesOnDisk(Sequence):
+    """The images of a path in RGB, each opened when it is asked for.
+
+    Args:
+        path: as for `read_images`.
+
+    Raises:
+        ConversionError: there are no images; when asked for one, that it cannot be read.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._found = _find_images(self.path)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return _open(self._found, index, self.path)
+
+
+def _find_images(path: Path) -> Any:
+    """Files of images, or rows of a table."""
     if not path.exists():
         raise ConversionError(f"{path}: no such folder or file of images")
     parquet = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
     images = _parquet_images(path, parquet) if parquet else _image_files(path)
     if not len(images):
         raise ConversionError(f"{path}: no images in it; give a folder of image files, or parquet files")
-    count = min(limit, len(images))
-    return (_open(images, index * len(images) // count, path) for index in range(count))
+    return images
 
 
 def pixel_batches(

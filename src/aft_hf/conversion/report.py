@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .errors import ConversionError
 
 
 REPORT_NAME = "conversion_report.json"
-STATUSES = ("copied", "fitted", "new", "dropped", "folded")
+STATUSES = ("copied", "fitted", "new", "distilled", "dropped", "folded")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class TensorRecord:
 
     Attributes:
         status: "copied" from the source to `target`, as `sources`, `steps` and `factor` say; "fitted" to the attention
-            of the source; "new" in the target; "dropped" from the source; "folded", the factor of a copied one.
+            of the source; "new" in the target; "distilled", one of these and then trained on what the source
+            computes; "dropped" from the source; "folded", the factor of a copied one.
         target: its name in the target, None where it has no place there.
         shape: in the target, or else in the source after `steps`.
         sources, steps, factor: a `Derivation`.
@@ -65,6 +66,20 @@ class ConversionReport:
         """The records with one status."""
         return [record for record in self.records if record.status == status]
 
+    def add_distillation(self, done: dict[str, Any]) -> None:
+        """Say that all tensors of the target were trained on the outputs of the source, and how.
+
+        Args:
+            done: what `distill` returns.
+        """
+        self.options["distillation"] = done
+        self.records = [
+            replace(record, status="distilled", note=f"first {record.status} {record.note}".strip())
+            if record.target is not None
+            else record
+            for record in self.records
+        ]
+
     def check(self, source: Mapping[str, torch.Tensor], target: Collection[str]) -> None:
         """Compare with the tensors there are.
 
@@ -79,7 +94,7 @@ class ConversionReport:
         )
         expected = {(name, row) for name, tensor in source.items() for row in range(_length(tensor))}
         wrong = {name for name, row in rows.keys() ^ expected} | {name for (name, _), n in rows.items() if n != 1}
-        in_target = {"copied", "fitted", "new"}
+        in_target = {"copied", "fitted", "new", "distilled"}
         for record in self.records:
             if record.status not in STATUSES or (record.target is not None) != (record.status in in_target):
                 raise ConversionError(

@@ -259,4 +259,19 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
         "file": CONVERSION,
         "counts": ", ".join(f"{counts[each]} tensors ({sizes[each]} parameters) {each}" for each in counts),
         "new": counts["new"] > 0,
+        "distillation": _distillation(content),
     }
+
+
+def _distillation(report: dict[str, Any]) -> str | None:
+    """How a converted model was distilled, in a sentence; None where it was not."""
+    options = report.get("options")
+    done = options.get("distillation") if isinstance(options, dict) else None
+    names = ("images", "steps", "minutes", "agreement", "divergence")
+    if not isinstance(done, dict) or not all(_is_number(done.get(name)) for name in names):
+        return None
+    return (
+        f"Then it was distilled from its source on {done['images']} images without labels, in {done['steps']} steps: "
+        f"on {done['agreement']:.1%} of the last ones, as augmented, both gave the same class (KL "
+        f"{done['divergence']:.3f} nats)."
+    )
