@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from transformers import PreTrainedModel
 
 from .._version import __version__
 from ..configuration_aft import AFTConfig
@@ -57,7 +58,7 @@ DROPPED = {
 
 
 def convert_deit(
-    source: str | os.PathLike | VisionTransformerSource,
+    source: str | os.PathLike | PreTrainedModel | VisionTransformerSource,
     *,
     aft_type: str | Sequence[str] = "conv",
     kernel_size: int = KERNEL_SIZE,
@@ -96,6 +97,7 @@ def convert_deit(
 
     Raises:
         ConversionError: the source cannot be read, or is not a ViT or DeiT.
+        TypeError: the source is neither a path nor a model.
         ValueError: options that make no sense, or not for this source.
     """
     if not isinstance(source, VisionTransformerSource):
@@ -227,7 +229,7 @@ def _reading(source: VisionTransformerSource) -> dict[str, Any]:
     processor = "of the source" if source.own_image_processor else "assumed: the source has none"
     return {
         "source_image_size": config.image_size,
-        "source_num_heads": config.num_attention_heads,
+        "source_num_heads": config.num_attention_heads if source.num_heads_known else None,
         "image_processor": processor,
     }
 

@@ -52,7 +52,13 @@ def save_converted(
     Raises:
         ConversionError: as `convert_deit` and `verify_conversion`, or `directory` holds something else or cannot be
             written.
+        TypeError: the source is a model in memory, of which there are no files to verify against.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            "what is saved is verified against the files of the source: give their directory or id, or save what "
+            f"convert_deit returns for a {type(source).__name__} yourself"
+        )
     directory = Path(directory).resolve()
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
