@@ -308,10 +308,13 @@ class _Run:
         }
 
     def _save(self) -> Path:
-        state = {"settings": self._identity(), "seconds": self.seconds, "means": self.means.tolist()}
+        means = {str(i): mean for i, mean in enumerate(self.means.tolist())}
+        record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
+        state = {"recipe": self._identity(), "record": record, "data": "", "position": (), "rates": []}
         return self.checkpoints.save(self.step, state)
 
     def _identity(self) -> dict[str, Any]:
+        """What a distillation must have in common with one that it goes on from."""
         return {**asdict(self.settings), "images": self.num_images}
 
     def _resume(self) -> None:
@@ -323,14 +326,16 @@ class _Run:
         if path is None:
             return
         manifest = read_manifest(path)
-        if manifest["settings"] != self._identity():
+        manifest = manifest if isinstance(manifest, dict) else manifest.model_dump()
+        if manifest["recipe"] != self._identity():
             raise ValueError(
                 f"{self.checkpoints.directory}: the distillation that was begun there has the options "
-                f"{manifest['settings']}, and these are {self._identity()}; give those, or remove the directory"
+                f"{manifest['recipe']}, and these are {self._identity()}; give those, or remove the directory"
             )
         self.checkpoints.load(path)
-        self.step, self.seconds = manifest["step"], manifest["seconds"]
-        self.means = torch.tensor(manifest["means"], device=self.accelerator.device)
+        self.step, self.seconds = manifest["step"], manifest["record"]["seconds"]
+        (means,) = manifest["record"]["evaluations"]
+        self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
         self.accelerator.print(f"going on from {path}")
 
 
