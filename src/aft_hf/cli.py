@@ -1,6 +1,7 @@
 """The `aft-hf` command: every sub-command is a thin call into the package."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -125,11 +126,16 @@ def convert(
     )
     console = Console()
     console.print(report.table())
+    arguments = " ".join(shlex.quote(str(word)) for word in (source, out))
     for line in (
         report.summary(),
         _proof(report),
         f"image processor (size, mean, deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
+        "Next, with labels:",
+        f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
+        "--output_dir FINE_TUNED",
+        *(() if distill else ("or without:", f"  aft-hf convert {arguments} --overwrite --distill --images IMAGES")),
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 

@@ -258,6 +258,7 @@ def test_the_command_distills_from_a_folder_of_images(vit, images, tmp_path, mon
     options = ["--kernel-size", 3, "--num-heads", 4, "--distill", "--images", folder, "--steps", 3, "--batch-size", 8]
     code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *options)
     assert code == 0 and "distilled on 24 images: 3 steps" in " ".join(printed.out.split())
+    assert f"--model_name_or_path {tmp_path / 'out'} --train DATA" in printed.out
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     assert report["options"]["distillation"]["augmentation"] == "shift"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from .derivation import Derivation, row_range
 from .errors import ConversionError
@@ -119,7 +120,7 @@ class ConversionReport:
         return ", ".join(parts)
 
     def table(self) -> Table:
-        """For people: a row for each module, with the layers that share its fate counted."""
+        """For people, in 80 columns or a log: a row for each module, with the layers that share its fate counted."""
         rows = Counter(
             (
                 record.status,
@@ -129,11 +130,17 @@ class ConversionReport:
             )
             for record in self.records
         )
-        table = Table(title=f"Conversion of {self.source}")
-        for column in ("status", "target", "source", "how and why", "tensors"):
-            table.add_column(column, overflow="fold", justify="right" if column == "tensors" else "left")
-        for row, count in rows.items():
-            table.add_row(*row, str(count))
+        table = Table(title=f"Conversion of {self.source}", title_justify="left", box=None)
+        table.add_column("status", no_wrap=True)
+        table.add_column("tensors", justify="right", no_wrap=True)
+        table.add_column("what", overflow="fold")
+        for (status, target, source, why), count in rows.items():
+            lines = [target or source]
+            if target and source:
+                lines.append(f"  from {source}")
+            if why:
+                lines.append(f"  {why}")
+            table.add_row(status, str(count), Text("\n".join(lines)))
         return table
 
     def to_json(self) -> str:

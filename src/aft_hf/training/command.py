@@ -33,7 +33,9 @@ def evaluate_command(
         list[int] | None,
         typer.Option(help="Side of the images in pixels, as often as you like; by default as trained."),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of text.")] = 1024,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per block of text; by default the longest that the model takes.")
+    ] = None,
     stride: Annotated[
         int | None, typer.Option(help="New tokens in each block, the others being context; by default all.")
     ] = None,
@@ -58,7 +60,7 @@ def evaluate_command(
 
     from ..data.json_files import write_json
     from ..data.loading import load_local
-    from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier
+    from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier, own_block_size
 
     dataset = load_local(data)
     if max_samples is not None:
@@ -77,6 +79,7 @@ def evaluate_command(
     else:
         language_model = AutoModelForCausalLM.from_pretrained(model).to(device)
         tokenizer = AutoTokenizer.from_pretrained(model)
+        block_size = own_block_size(config, tokenizer) if block_size is None else block_size
         options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}
         results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
     metrics = list(next(iter(results.values())))
