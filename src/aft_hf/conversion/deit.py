@@ -51,7 +51,7 @@ DROPPED = {
     r"embeddings\.cls_token": "AFT-conv has no class token",
     r"embeddings\.distillation_token": "AFT has no distillation token",
     r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
-    r"embeddings\.mask_token": "for pre-training only",
+    r"embeddings\.mask_token|decoder\..+": "for pre-training only",
     r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "the paper does not transfer it",
     r"pooler\.dense\.(weight|bias)": "the classifier does not use it",
 }

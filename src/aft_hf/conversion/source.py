@@ -30,10 +30,10 @@ from .dialects import timm_derivations, transformers_derivations
 from .errors import ConversionError, first_line
 from .files import WEIGHT_SUFFIXES, find_file, read_json, read_tensors
 from .image_processing import timm_image_processor, vit_image_processor
+from .relatives import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config
 from .timm_config import check_timm_config, infer_config, usual_heads
 
 
-CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig}
 # The models of transformers by type and heads.
 MODEL_CLASSES = {
     ("vit", ()): ViTModel,
@@ -121,6 +121,8 @@ def read_source(
 ) -> VisionTransformerSource:
     """Read a ViT or DeiT that transformers, timm or the original DeiT saved, or take one of transformers in memory.
 
+    DINOv2 (without registers) and ViT-MAE are ViTs without a classifier, and are read as such.
+
     Args:
         source: a model of transformers, whose tensors are taken as they are. Or a directory or a repository of the Hub
             with the config.json of transformers or timm, or a file of weights in the dialect of timm and the original
@@ -154,16 +156,17 @@ def read_source(
 
 def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
     """A model in memory, which has no image processor: the usual one of its kind is taken."""
-    config, name = model.config, model.name_or_path or type(model).__name__
-    if config.model_type not in CONFIG_CLASSES:
-        raise ConversionError(
-            f"a {type(model).__name__} cannot be converted; give a model of type "
-            f"{' or '.join(map(repr, CONFIG_CLASSES))}"
-        )
+    model_type, name = model.config.model_type, model.name_or_path or type(model).__name__
+    check_config(name, model.config.to_dict())
+    config = as_vit_config(model.config)
     tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
-    size = pair(config.image_size)
-    usual = timm_image_processor(name, {}, size) if config.model_type == "deit" else vit_image_processor(size)
+    usual = _usual_image_processor(name, model_type, pair(config.image_size))
     return VisionTransformerSource(name, config, tensors, transformers_derivations(config, tensors), usual, False)
+
+
+def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) -> BaseImageProcessor:
+    """That of a checkpoint of this type which has none of its own."""
+    return timm_image_processor(name, {}, size) if model_type in IMAGENET_NORMALIZED else vit_image_processor(size)
 
 
 def _read_config(name: str) -> dict[str, Any]:
@@ -188,19 +191,15 @@ def _read_config(name: str) -> dict[str, Any]:
 
 def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransformerSource:
     model_type = config["model_type"]
-    if model_type not in CONFIG_CLASSES:
-        raise ConversionError(
-            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
-            f"give one of {' or '.join(map(repr, CONFIG_CLASSES))}"
-        )
+    check_config(name, config)
     try:
-        config = CONFIG_CLASSES[model_type].from_dict(dict(config))
+        config = as_vit_config(CONFIG_CLASSES[model_type].from_dict(dict(config)))
         size = pair(config.image_size)
         grid_of(config)  # patches of no size, or a size that is none
     except UNREADABLE as error:
         raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
     tensors, own = read_tensors(name), _read_image_processor(name)
-    usual = timm_image_processor(name, {}, size) if model_type == "deit" else vit_image_processor(size)
+    usual = _usual_image_processor(name, model_type, size)
     derivations = transformers_derivations(config, tensors)
     return VisionTransformerSource(name, config, tensors, derivations, own or usual, own is not None)
 

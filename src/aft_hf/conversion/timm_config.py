@@ -13,7 +13,7 @@ from .errors import ConversionError
 
 
 # Timm's names for this very network: vit_base_patch16_224, deit_tiny_distilled_patch16_224, deit3_base_patch16_384.
-ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_\d+(_in21k|_in21ft1k)?"
+ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_(\d+(_in21k|_in21ft1k)?|dinov2)"
 # Activations by the names of timm, in the words of transformers.
 ACTIVATIONS = {
     "gelu": "gelu",
