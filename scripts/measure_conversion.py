@@ -104,7 +104,7 @@ def main(
     keep_to_options(out / "options.json", [train.name, validation.name, source_epochs, images])
     everything = ["--train", train, "--validation", validation]
     part = [*everything, "--max_train_samples", images, "--num_train_epochs", EPOCHS]
-    part += ["--learning_rate", 1e-3, "--position_bias_scale", 20]
+    part += ["--learning_rate", 1e-3]
     vit = out / "vit"
     if not (out / "vit-new" / "config.json").exists():
         new_vit(out / "vit-new")

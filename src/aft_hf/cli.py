@@ -15,6 +15,7 @@ from .conversion import (
     KERNEL_SIZE,
     LOCAL_WINDOW_SIZE,
     POSITION_BIAS_DIM,
+    POSITION_BIAS_MULTIPLIER,
     ConversionReport,
     ImagesOnDisk,
     read_images,
@@ -57,6 +58,9 @@ def convert(
     position_bias_dim: Annotated[
         int, typer.Option(help="Rank d' of the biases of full and local; 0 for one unfactorized table.")
     ] = POSITION_BIAS_DIM,
+    position_bias_multiplier: Annotated[
+        float, typer.Option(help="The constant that position biases are multiplied by, to learn fast; 1: the paper's.")
+    ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[
         str | None,
         typer.Option(help="Image size in pixels, 224 or 224x384 (height x width); by default the source's."),
@@ -117,6 +121,7 @@ def convert(
         num_heads=num_heads,
         local_window_size=local_window_size,
         position_bias_dim=position_bias_dim or None,
+        position_bias_multiplier=position_bias_multiplier,
         image_size=_parse_size("--image-size", image_size),
         init=init,
         images=None if images is None or (distill and init == "paper") else read_images(images, num_images),

@@ -11,7 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from aft_hf import AFTForImageClassification, convert_deit
 from aft_hf.analysis.relative_attention import mean_attention, relative_attention
-from aft_hf.conversion import read_source
+from aft_hf.conversion import POSITION_BIAS_MULTIPLIER, read_source
 from aft_hf.conversion.attention import (
     LARGEST_BIAS,
     band,
@@ -190,7 +190,8 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
         expected = conv_bias(attention.double(), GRID, 5).float()
         # Eq. 8 gives just these biases.
         torch.testing.assert_close(layer.mixer.kernel_bias(), expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(layer.mixer.kernel, expected, atol=1e-5, rtol=1e-5)
+        kernel = layer.mixer.kernel * POSITION_BIAS_MULTIPLIER
+        torch.testing.assert_close(kernel, expected, atol=1e-5, rtol=1e-5)
         uniform = torch.full_like(attention, 1 / 16)
         assert divergence(attention, implied_attention(layer.mixer, GRID)) < divergence(attention, uniform)
     fitted = {record.target for record in report.with_status("fitted")}

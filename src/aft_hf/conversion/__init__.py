@@ -1,6 +1,13 @@
 """DeiT -> AFT: what the paper transfers from a trained vision transformer (its Table 8), from any dialect of it."""
 
-from .deit import KERNEL_SIZE, LOCAL_WINDOW_SIZE, NUM_HEADS, POSITION_BIAS_DIM, convert_deit
+from .deit import (
+    KERNEL_SIZE,
+    LOCAL_WINDOW_SIZE,
+    NUM_HEADS,
+    POSITION_BIAS_DIM,
+    POSITION_BIAS_MULTIPLIER,
+    convert_deit,
+)
 from .errors import ConversionError
 from .images import ImagesOnDisk, read_images
 from .report import REPORT_NAME, ConversionReport, TensorRecord
@@ -14,6 +21,7 @@ __all__ = [
     "LOCAL_WINDOW_SIZE",
     "NUM_HEADS",
     "POSITION_BIAS_DIM",
+    "POSITION_BIAS_MULTIPLIER",
     "REPORT_NAME",
     "ConversionError",
     "ConversionReport",

@@ -25,6 +25,8 @@ from .source import VisionTransformerSource, read_source
 KERNEL_SIZE, NUM_HEADS = 11, 16
 POSITION_BIAS_DIM = 128
 LOCAL_WINDOW_SIZE = 32
+# With which Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
+POSITION_BIAS_MULTIPLIER = 500.0
 
 INITS = ("paper", "attention")
 
@@ -65,6 +67,7 @@ def convert_deit(
     num_heads: int | None = None,
     local_window_size: int = LOCAL_WINDOW_SIZE,
     position_bias_dim: int | None = POSITION_BIAS_DIM,
+    position_bias_multiplier: float = POSITION_BIAS_MULTIPLIER,
     image_size: int | tuple[int, int] | None = None,
     init: str = "paper",
     images: Iterable[torch.Tensor | Image.Image] | None = None,
@@ -85,6 +88,8 @@ def convert_deit(
             whose keys are one per head, else 1.
         local_window_size: s of `local`.
         position_bias_dim: d' of `full` and `local`; None for one unfactorized table.
+        position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough; 1
+            for the paper's, with `position_bias_scale` in `build_optimizer`.
         image_size: (height, width) or one for both in pixels, multiples of the patch size; the source's by default.
             Position embeddings that are kept are interpolated as ViT does.
         init: "paper" for new position biases, or "attention" for those that `fit_position_biases` finds in the
@@ -110,6 +115,7 @@ def convert_deit(
         "num_heads": num_heads,
         "local_window_size": local_window_size,
         "position_bias_dim": position_bias_dim,
+        "position_bias_multiplier": position_bias_multiplier,
         "image_size": source.config.image_size if image_size is None else image_size,
     }
     config = _target_config(source, options)
