@@ -4,13 +4,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
+DOCS_INSTALLED := $(VENV)/.installed-docs
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Nothing here needs the Hub, except a quickstart whose --source lies there.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo test conformance conformance-report roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo docs test test-all conformance conformance-report roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -21,6 +22,10 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 
 $(DEMO_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[demo]"
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[docs]"
 	touch $@
 
 quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tuned: outputs/quickstart
@@ -34,8 +39,17 @@ demo: $(DEMO_INSTALLED)  ## spaces/demo in a browser, on the quickstart's models
 	test -f outputs/quickstart-text/config.json || $(RUN) scripts/quickstart.py text
 	$(RUN) spaces/demo/app.py $(ARGS)
 
-test: install
-	$(RUN) -m pytest $(ARGS)
+docs: $(DOCS_INSTALLED)  ## The documentation site, with links checked: outputs/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build $(ARGS)
+
+# One thread per worker (tests/conftest.py); more than 8 workers would take more memory than they save time.
+PYTEST := $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
+
+test: install  ## All tests but the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: install  ## All tests
+	$(PYTEST) $(ARGS)
 
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py

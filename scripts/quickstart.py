@@ -6,6 +6,7 @@
 `make quickstart` and `make quickstart-text` install what is needed first.
 """
 
+import json
 import math
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as ImageFeature
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +36,7 @@ from transformers import (
     set_seed,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.utils.logging import disable_progress_bar
 
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.analysis import plot_position_biases
@@ -47,6 +51,13 @@ console = Console()
 IMAGE_SIZE, LARGER_SIZE, PATCH_SIZE = 32, 40, 4
 DISTILLATION_STEPS = 840  # 20 epochs
 LABELS = {"id2label": {i: str(i) for i in range(10)}, "label2id": {str(i): i for i in range(10)}}
+
+
+@app.callback()
+def log_without_bars() -> None:
+    # A callback of typer; its docstring would replace the description in --help.
+    if not sys.stderr.isatty():
+        disable_progress_bar()
 
 
 # ----------------------------------------------------------------------------------------------------------- images
@@ -65,13 +76,15 @@ def image(
     set_seed(0)
     train, test = _digits()
     processor = ViTImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+    for split, pairs in (("train", train), ("test", test)):
+        _save_images(pairs, out / "digits" / f"{split}.parquet")
 
-    teacher = None
+    teacher, training = None, {}
     if source is None:
         console.rule("1. A ViT, trained from nothing")
         teacher = ViTForImageClassification(_vit_config())
-        _fine_tune(teacher, _pixels(train, processor), epochs=2 if short else 25, out=out)
         source = str(out / "vit")
+        training[Path(source)] = _fine_tune(teacher, _pixels(train, processor), epochs=2 if short else 25, out=out)
         teacher.save_pretrained(source)
         processor.save_pretrained(source)
 
@@ -86,11 +99,11 @@ def image(
 
     console.rule("3. Fine-tuned with labels, and the same from random weights")
     pixels, budget = _pixels(train, processor), {"epochs": 1 if short else 6, "out": out}
-    _fine_tune(converted, pixels, **budget)
+    training[converted_path] = _fine_tune(converted, pixels, **budget)
     converted.save_pretrained(converted_path)
     scratch = AutoModelForImageClassification.from_config(converted.config)
-    _fine_tune(scratch, pixels, **budget)
     scratch_path = out / "aft-conv-scratch"
+    training[scratch_path] = _fine_tune(scratch, pixels, **budget)
     scratch.save_pretrained(scratch_path)
     processor.save_pretrained(scratch_path)
     rows = [("AFT-conv, from the ViT", converted, converted_path), ("AFT-conv, random", scratch, scratch_path)]
@@ -115,6 +128,7 @@ def image(
         numbers = f"{model.num_parameters() / 1e6:.2f} M", f"{accuracy:.1%}", f"{accuracy_larger:.1%}", f"{speed:.0f}"
         table.add_row(name, *numbers, _within(path, out))
         expected[path] = accuracy
+        _save_results(path, **training[path], eval_accuracy=accuracy, eval_samples=len(test))
     console.print(table)
     console.print(f"Learned position biases: {picture}")
 
@@ -153,6 +167,19 @@ def _digits() -> tuple[list[tuple[Image.Image, int]], list[tuple[Image.Image, in
     return train, test
 
 
+def _save_images(pairs: list[tuple[Image.Image, int]], path: Path) -> None:
+    """A parquet file of images and labels with their names, as `datasets` and the scripts beside this one read it."""
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=list(LABELS["label2id"]))})
+    pictures, labels = zip(*pairs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_dict({"image": pictures, "label": labels}, features).to_parquet(str(path))
+
+
+def _save_results(path: Path, **results: float) -> None:
+    """Write what Trainer writes beside a model: `aft-hf publish` fills the card from it."""
+    (path / "all_results.json").write_text(json.dumps(results, indent=4, sort_keys=True) + "\n")
+
+
 def _vit_config() -> ViTConfig:
     """A ViT small enough for minutes on two cores."""
     return ViTConfig(
@@ -173,8 +200,8 @@ def _pixels(pairs, processor, size: int | None = None) -> list[dict[str, torch.T
     return [{"pixel_values": image, "labels": label} for image, (_, label) in zip(pixels, pairs)]
 
 
-def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) -> None:
-    """With labels, as any model of transformers."""
+def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) -> dict[str, float]:
+    """Train with labels, as any model of transformers; returns Trainer's metrics: seconds, loss, epochs."""
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         num_train_epochs=epochs,
@@ -183,13 +210,14 @@ def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) ->
         per_device_train_batch_size=32,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
-        logging_steps=1.0 / epochs,
+        logging_strategy="epoch",
         use_cpu=True,  # what is measured and compared below is measured on the CPU
         save_strategy="no",
+        disable_tqdm=not sys.stderr.isatty(),  # a log gets a line per report, not a bar per step
         report_to="none",
         seed=0,
     )
-    Trainer(model, arguments, train_dataset=data).train()
+    return Trainer(model, arguments, train_dataset=data).train().metrics
 
 
 @torch.inference_mode()
@@ -240,18 +268,21 @@ def text(
         warmup_steps=0.1,
         logging_steps=0.1,
         save_strategy="no",
+        disable_tqdm=not sys.stderr.isatty(),  # a log gets a line per report, not a bar per step
         report_to="none",
         use_cpu=True,  # what is measured and compared below is measured on the CPU
         seed=0,
     )
     optimizer = build_optimizer(model, 3e-3, weight_decay=0.1)
-    Trainer(model, arguments, train_dataset=_Windows(train, length), optimizers=(optimizer, None)).train()
+    trainer = Trainer(model, arguments, train_dataset=_Windows(train, length), optimizers=(optimizer, None))
+    training = trainer.train().metrics
     model.save_pretrained(out)
     build_byte_tokenizer(model_max_length=length).save_pretrained(out)
 
     console.rule("2. On the held-out tenth")
     bits = _bits_per_byte(model, test, length)
     table = Table("model", "parameters", "bits per byte", "saved in")
+    _save_results(out, **training, eval_bits_per_byte=bits)
     table.add_row("AFT-local-32", f"{model.num_parameters() / 1e6:.2f} M", f"{bits:.3f}", str(out))
     console.print(table)
 

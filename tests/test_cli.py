@@ -1,5 +1,6 @@
 """The `aft-hf` command: what a user can do wrong ends in one line and a non-zero exit."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,12 @@ def vit(tmp_path_factory):
     )
     ViTForImageClassification(config).save_pretrained(path)
     return path
+
+
+def test_python_m_is_the_command_and_prints_the_versions_that_bug_reports_need():
+    done = subprocess.run([sys.executable, "-m", "aft_hf", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"aft-hf \S+, torch \S+, transformers \S+, Python \S+$", done.stdout)
 
 
 def test_convert_writes_a_model_and_says_what_became_of_every_tensor(vit, tmp_path):

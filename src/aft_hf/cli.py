@@ -3,7 +3,9 @@
 import re
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Annotated
 
 import typer
@@ -34,6 +36,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        packages = ("aft-hf", "torch", "transformers")
+        print(", ".join(f"{name} {version(name)}" for name in packages), f"Python {python_version()}", sep=", ")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_versions, is_eager=True, help="Print the versions, as bug reports need them."
+        ),
+    ] = False,
+) -> None:
+    # No docstring: it would replace the help of the application.
+    pass
+
+
 app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("publish")(publish_command)

@@ -1,0 +1,31 @@
+"""Pages of the site that are made from other files: the command line, the guide for contributors, the changelog."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_files(files, config):
+    """Add the generated pages."""
+    pages = {"reference/cli.md": _command_line(), "contributing.md": _page("CONTRIBUTING.md")}
+    pages["changelog.md"] = _page("CHANGELOG.md")
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def _page(name: str) -> str:
+    """A page of the repository's root, with its links as seen from the folder docs."""
+    return re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
+
+
+def _command_line() -> str:
+    """The help of `aft-hf` and all its commands, as typer writes it."""
+    command = [sys.executable, "-m", "typer", "aft_hf.cli", "utils", "docs", "--name", "aft-hf"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

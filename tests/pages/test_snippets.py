@@ -1,0 +1,105 @@
+"""Every command and Python snippet of the pages runs, on what the quickstart saves.
+
+The snippets of a page run in the order of the page, in one folder. Where a page shows a command that takes minutes, it
+runs here with the options of SHORTER; what cannot run in a test stands in NOT_RUN with the reason.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from snippets import PAGES, ROOT, commands, snippets
+
+
+# A command that begins with the first is run with the second appended.
+SHORTER = {
+    "aft-hf benchmark": "--suite smoke",
+    "python scripts/benchmark.py": "--suite smoke",
+    "aft-hf train configs/examples/bytes": "--smoke",
+    "aft-hf train configs/examples/pixels": "--smoke",
+    "python scripts/finetune.py": "--max_steps 2",
+    "python scripts/measure_conversion.py": "--source-epochs 1 --images 64",
+    "python scripts/measure_generation.py": "--contexts 16 --repeats 1",
+    "python scripts/measure_large_keys.py": "--repeats 1 --only simple",
+    "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
+}
+NOT_RUN = {
+    r"make (quickstart|quickstart-text|test)": "CI runs these targets themselves",
+    r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
+    r"hf (repos|upload)": "needs an account on the Hub",
+}
+PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory) -> Path:
+    """The folder `outputs` as both quickstarts leave it, made once for all workers."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    outputs = shared / "quickstart-outputs"
+    with FileLock(shared / "quickstart.lock"):
+        for kind, name in (("image", "quickstart"), ("text", "quickstart-text")):
+            if not (outputs / name / "made").exists():
+                command = [sys.executable, "scripts/quickstart.py", kind, "--short", "--out", outputs / name]
+                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                (outputs / name / "made").touch()
+    return outputs
+
+
+@pytest.fixture
+def workplace(tmp_path, quickstart) -> Path:
+    """A folder with the files that the pages name: those of the repository, of the quickstart and of the reader."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    for name in ("configs", "scripts", "spaces", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "outputs").mkdir()
+    for made in quickstart.iterdir():
+        subprocess.run(["cp", "-r", made, tmp_path / "outputs" / made.name], check=True)
+    (tmp_path / "tinyshakespeare.txt").write_text((ROOT / "README.md").read_text() * 8)
+    pixels = np.random.default_rng(0).integers(256, size=(64, 32, 32, 3), dtype=np.uint8)
+    features = Features({"img": Image(), "label": ClassLabel(num_classes=10)})
+    images = Dataset.from_dict({"img": list(pixels), "label": [index % 10 for index in range(64)]}, features)
+    for split in ("train", "validation", "test"):
+        for folder in (tmp_path, tmp_path / "cifar10"):
+            folder.mkdir(exist_ok=True)
+            images.to_parquet(str(folder / f"{split}.parquet"))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
+def test_every_snippet_of_a_page_runs(page, workplace):
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
+        "HF_HUB_OFFLINE": "1",
+    }
+    for snippet in snippets(page):
+        if snippet.language == "python":
+            command = [sys.executable, "-c", snippet.code]
+        elif any(re.match(pattern, snippet.code) for pattern in NOT_RUN):
+            continue
+        else:
+            options = [extra for start, extra in SHORTER.items() if snippet.code.startswith(start)]
+            command = ["bash", "-c", " ".join([snippet.code, *options])]
+        done = subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{snippet}: {command[-1]}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+
+
+def test_no_exception_is_left_without_a_command():
+    shown = [snippet.code for page in PAGES for snippet in snippets(page) if snippet.language == "bash"]
+    for start in SHORTER:
+        assert any(code.startswith(start) for code in shown), f"no page shows {start!r}: remove it from SHORTER"
+    for pattern in NOT_RUN:
+        assert any(re.match(pattern, code) for code in shown), f"no page shows {pattern!r}: remove it from NOT_RUN"
+
+
+def test_commands_are_read_as_a_shell_reads_them():
+    block = "make a  # why\n\n# alone\npython b.py --x 1 \\\n    --y 'two words'\n"
+    assert list(commands(block)) == [(0, "make a"), (3, "python b.py --x 1 --y 'two words'")]
