@@ -112,7 +112,9 @@ def image(
         distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
         pictures = {"images": [image for image, _ in train], "steps": steps}
         distilled, report = save_converted(source, distilled_path, distillation=pictures, **conversion)
-        console.print(f"agrees with the ViT on {report.options['distillation']['agreement']:.1%} of the last images")
+        done = report.options["distillation"]
+        console.print(f"agrees with the ViT on {done['agreement']:.1%} of the last images, which were shifted")
+        training[distilled_path] = {f"distillation_{name}": done[name] for name in ("steps", "minutes", "divergence")}
         rows = [("ViT, the source", teacher, Path(source)), ("AFT-conv, distilled", distilled, distilled_path), *rows]
     picture = out / "position_biases.png"
     plot_position_biases(converted, picture)

@@ -49,15 +49,20 @@ def converted(source, **options):
     return convert_deit(source, **{**OPTIONS, **options})[0]
 
 
-@pytest.mark.parametrize("options", ({}, {"aft_type": "full"}, {"image_size": 48}), ids=("conv", "full", "larger"))
-def test_a_distilled_model_computes_nearly_what_its_teacher_does(vit, images, options):
+@pytest.mark.parametrize(
+    ("options", "layer_by_layer"),
+    (({}, 0.0), ({}, 0.3), ({"aft_type": "full"}, 0.3), ({"image_size": 48}, 0.0)),
+    ids=("conv", "conv, layer by layer first", "full", "larger"),
+)
+def test_a_distilled_model_computes_nearly_what_its_teacher_does(vit, images, options, layer_by_layer):
     source = read_source(vit)
     model = converted(source, **options)
     assert not model.training
     resized = [image.resize((48, 48)) for image in images] if "image_size" in options else images
     if "image_size" not in options:
         before = divergence(model, source, images)
-    done = distill(model, source, resized, steps=120, batch_size=8, learning_rate=3e-3, augmentation="none")
+    budget = {"steps": 120, "batch_size": 8, "layer_by_layer": layer_by_layer}
+    done = distill(model, source, resized, learning_rate=3e-3, augmentation="none", **budget)
     assert done["steps"] == 120 and done["images"] == 24 and len(done["hidden_state_errors"]) == 1
     assert not model.training and model.dtype == torch.float32
     if "image_size" not in options:
@@ -123,7 +128,7 @@ def test_end_to_end_the_objectives_are_those_of_the_model_itself(vit, images, af
 
 def run(source, images, **options):
     model = converted(source)
-    done = distill(model, source, images, batch_size=8, **{"steps": 8, **options})
+    done = distill(model, source, images, batch_size=8, **{"steps": 8, "layer_by_layer": 0.25, **options})
     return model.state_dict(), done
 
 
