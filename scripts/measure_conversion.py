@@ -3,7 +3,8 @@
     python scripts/measure_conversion.py cifar10/train.parquet cifar10/validation.parquet --out outputs/conversion
 
 A ViT is trained on all training images. AFT-convs made from it are then fine-tuned on a part of them: converted as in
-the paper, with position biases from the ViT's attention, the same with the ViT as a teacher, and from random weights.
+the paper, with position biases from the ViT's attention, the same with the ViT as a teacher, distilled without labels
+on all images for 2, 5 and 15 minutes, and from random weights.
 Every step is a command of its own, printed before it runs; what is done already is not done again.
 """
 
@@ -26,6 +27,7 @@ from aft_hf.data.json_files import write_json
 SCRIPTS = Path(__file__).parent
 KERNEL_SIZE, NUM_HEADS = 7, 32
 EPOCHS, REPORTED = 5, (0, 1, 2, 5)
+MINUTES = (2, 5, 15)  # of distillation
 console = Console()
 
 
@@ -119,6 +121,11 @@ def main(
     if not (out / "random" / "config.json").exists():
         new_aft(out / "paper", out / "random")
 
+    for minutes in MINUTES:
+        if not (out / f"distilled-{minutes}").exists():
+            budget = ["--minutes", minutes, "--augmentation", "crop"]
+            run(*convert, out / f"distilled-{minutes}", *sizes, "--distill", "--images", train, *budget)
+
     soft = ["--teacher", vit, "--distillation", "soft", "--distillation_weight", 0.5]
     hard = ["--teacher", vit, "--distillation", "hard", "--distillation_weight", 0.5]
     runs = {
@@ -127,6 +134,7 @@ def main(
         "attention": ("attention", []),
         "attention, soft distillation": ("attention", soft),
         "attention, hard distillation": ("attention", hard),
+        **{f"distilled for {minutes} minutes": (f"distilled-{minutes}", []) for minutes in MINUTES},
     }
     results = {}
     table = Table("initialization", *(f"epoch {epoch}" for epoch in REPORTED))
