@@ -27,7 +27,6 @@ from aft_hf.data.json_files import write_json
 SCRIPTS = Path(__file__).parent
 KERNEL_SIZE, NUM_HEADS = 7, 32
 EPOCHS, REPORTED = 5, (0, 1, 2, 5)
-MINUTES = (2, 5, 15)  # of distillation
 console = Console()
 
 
@@ -101,6 +100,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/conversion"),
     source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT, on all images.")] = 12,
     images: Annotated[int, typer.Option(help="Training images of the AFT-convs.")] = 10_000,
+    minutes: Annotated[list[float], typer.Option(help="Of distillation, on all images.")] = (2, 5, 15),
 ) -> None:
     """Train a ViT, convert it in every way, fine-tune, and print the table."""
     keep_to_options(out / "options.json", [train.name, validation.name, source_epochs, images])
@@ -121,10 +121,10 @@ def main(
     if not (out / "random" / "config.json").exists():
         new_aft(out / "paper", out / "random")
 
-    for minutes in MINUTES:
-        if not (out / f"distilled-{minutes}").exists():
-            budget = ["--minutes", minutes, "--augmentation", "crop"]
-            run(*convert, out / f"distilled-{minutes}", *sizes, "--distill", "--images", train, *budget)
+    for budget in minutes:
+        if not (out / f"distilled-{budget:g}").exists():
+            options = ["--distill", "--images", train, "--minutes", budget, "--augmentation", "crop"]
+            run(*convert, out / f"distilled-{budget:g}", *sizes, *options)
 
     soft = ["--teacher", vit, "--distillation", "soft", "--distillation_weight", 0.5]
     hard = ["--teacher", vit, "--distillation", "hard", "--distillation_weight", 0.5]
@@ -134,7 +134,7 @@ def main(
         "attention": ("attention", []),
         "attention, soft distillation": ("attention", soft),
         "attention, hard distillation": ("attention", hard),
-        **{f"distilled for {minutes} minutes": (f"distilled-{minutes}", []) for minutes in MINUTES},
+        **{f"distilled for {budget:g} minutes": (f"distilled-{budget:g}", []) for budget in minutes},
     }
     results = {}
     table = Table("initialization", *(f"epoch {epoch}" for epoch in REPORTED))
