@@ -121,8 +121,10 @@ def distill(
         raise ValueError(f"{source.name}: has no classifier, and so no logits to learn from")
     if len(images) == 0:
         raise ValueError("there are no images to distill on; give some thousand of those that the model is for")
+    # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
+    accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
-    run = _Run(model.float().train(), source, images, settings, checkpoints, accelerator or Accelerator(), workers)
+    run = _Run(model.float().train(), source, images, settings, checkpoints, accelerator, workers)
     try:
         run.train()
     finally:
@@ -283,21 +285,25 @@ class _Run:
             return number
         return float(broadcast(torch.tensor(number, device=self.accelerator.device)))
 
+    def _mean_losses(self) -> torch.Tensor:
+        """Of all processes."""
+        return self.accelerator.reduce(self.means, "mean")
+
     def _check(self) -> None:
-        if self.means is not None and not self.means.isfinite().all():
+        if self.means is not None and not self._mean_losses().isfinite().all():
             raise ValueError(
                 f"the loss of the distillation is not finite after {self.step} steps: give a smaller learning_rate "
                 f"than {self.settings.learning_rate}"
             )
 
     def _line(self) -> str:
-        divergence, agreement, *errors = self.means.tolist()
+        divergence, agreement, *errors = self._mean_losses().tolist()
         error = sum(errors) / max(len(errors), 1)
         return f"step {self.step}, KL {divergence:.3f}, hidden states {error:.3f}, agreement {agreement:.1%}"
 
     def record(self) -> dict[str, Any]:
         """What was done, in words and numbers that JSON holds."""
-        divergence, agreement, *errors = (round(value, 5) for value in self.means.tolist())
+        divergence, agreement, *errors = (round(value, 5) for value in self._mean_losses().tolist())
         return {
             **asdict(self.settings),
             "images": self.num_images,
