@@ -89,6 +89,15 @@ def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path):
     assert len(trainer.optimizer.param_groups) == 2  # a ViT has no position biases in this sense
 
 
+@pytest.mark.parametrize(
+    ("multiplier", "scale", "warns"), [(20.0, 20.0, True), (20.0, 1.0, False), (1.0, 20.0, False)]
+)
+def test_a_rate_of_their_own_for_position_biases_with_a_multiplier_is_noticed(tmp_path, multiplier, scale, warns):
+    with CaptureLogger(logger) as log:
+        tuner(classifier(position_bias_multiplier=multiplier), tmp_path, position_bias_scale=scale)
+    assert ("leave out the first" in log.out) == warns
+
+
 # The teacher
 
 

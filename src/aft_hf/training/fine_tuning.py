@@ -47,6 +47,12 @@ class FineTuner(Trainer):
     ):
         super().__init__(**options)
         self.position_bias_scale, self.augment = position_bias_scale, augment
+        multiplier = getattr(self.model.config, "position_bias_multiplier", 1.0)
+        if position_bias_scale > 1 and multiplier > 1:
+            logger.warning(
+                f"position biases learn {position_bias_scale:g} times as fast by position_bias_scale, and already "
+                f"{multiplier:g} times by the position_bias_multiplier of the model: leave out the first"
+            )
         self.teacher, self.distillation = teacher, distillation or {}
         if teacher is not None:
             _require_same_classes(teacher, self.model)
