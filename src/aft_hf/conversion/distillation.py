@@ -154,24 +154,23 @@ class Objectives(nn.Module):
             layer_by_layer: whether each block is fed with `states` in place of the output of the one before it.
 
         Returns:
-            KL(teacher || student) of the classes in nats; for each block but the last the squared error of its output
-            relative to the variance of the teacher's, (layers - 1,); the share of images with the teacher's class.
+            KL(teacher || student) of the classes in nats; for the embeddings and each block but the last the squared
+            error of its output relative to the variance of the teacher's, (layers,); the share of images with the
+            teacher's class.
         """
         model = self.student.aft
         hidden_states, grid_size = model.embeddings(pixels)
-        errors = []
+        errors = [relative_error(hidden_states, states[0])]
         for i, layer in enumerate(model.layers):
             # The embeddings are the student's own: those of the teacher have positions, which AFT-conv has not.
             hidden_states = layer(states[i] if layer_by_layer and i > 0 else hidden_states, grid_size=grid_size)
             if i + 1 < len(model.layers):
-                target = states[i + 1].float()
-                errors.append(mse_loss(hidden_states.float(), target) / target.var().clamp_min(1e-12))
+                errors.append(relative_error(hidden_states, states[i + 1]))
         hidden_states = model.layernorm(hidden_states)
         pooled = hidden_states[:, 0] if model.config.pooling == "cls" else self._patches(hidden_states).mean(1)
         found = log_softmax(self.student.classifier(pooled).float(), -1)
         divergence = kl_div(found, log_softmax(logits.float(), -1), reduction="batchmean", log_target=True)
-        errors = torch.stack(errors) if errors else found.new_zeros(0)
-        return divergence, errors, (found.argmax(-1) == logits.argmax(-1)).float().mean()
+        return divergence, torch.stack(errors), (found.argmax(-1) == logits.argmax(-1)).float().mean()
 
     def _patches(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states[:, int(self.student.config.use_cls_token) :]
@@ -253,7 +252,7 @@ class _Run:
             states, logits = self._teach(pixels)
             divergence, errors, agreement = self.objectives(pixels, states, logits, layer_by_layer)
         # Alone, the blocks have one loss each; together, hidden states are a help for the logits.
-        weight = 1.0 if layer_by_layer else settings.hidden_states / max(len(errors), 1)
+        weight = 1.0 if layer_by_layer else settings.hidden_states / len(errors)
         self.accelerator.backward(divergence + weight * errors.sum())
         self.accelerator.clip_grad_norm_(self.objectives.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
@@ -298,7 +297,7 @@ class _Run:
 
     def _line(self) -> str:
         divergence, agreement, *errors = self._mean_losses().tolist()
-        error = sum(errors) / max(len(errors), 1)
+        error = sum(errors) / len(errors)
         return f"step {self.step}, KL {divergence:.3f}, hidden states {error:.3f}, agreement {agreement:.1%}"
 
     def record(self) -> dict[str, Any]:
@@ -358,6 +357,12 @@ class _Images(Dataset):
     def collate(self, pictures: list[Image.Image]) -> torch.Tensor:
         """(B, channels, height, width)."""
         return self.processor(pictures, return_tensors="pt")["pixel_values"]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The mean squared error relative to the variance of what is expected."""
+    expected = expected.float()
+    return mse_loss(found.float(), expected) / expected.var().clamp_min(1e-12)
 
 
 def rate(progress: float) -> float:
