@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .analysis.command import visualize_command
 from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import (
@@ -24,6 +25,7 @@ from .conversion import (
     save_converted,
 )
 from .publishing.command import publish_command
+from .reading import printable
 from .training.command import evaluate_command, train_command
 
 
@@ -62,6 +64,7 @@ app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("publish")(publish_command)
 app.command("benchmark")(benchmark_command)
+app.command("visualize")(visualize_command)
 
 
 @app.command()
@@ -118,7 +121,9 @@ def convert(
     source_num_heads: Annotated[
         int | None, typer.Option(help="Attention heads of a source that does not tell them; by default width / 64.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT; other files in it stay.")
+    ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT, to be fine-tuned, or to be used as it is with --distill."""
     distillation = {
@@ -204,8 +209,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
         sys.exit(1)
+    except MemoryError:
+        print("aft-hf: the memory of this machine is full: take smaller sizes or batches", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = printable(str(error)) or type(error).__name__
         print(f"aft-hf: {message}", file=sys.stderr)
         sys.exit(1)
 

@@ -20,7 +20,6 @@ from snippets import PAGES, ROOT, commands, snippets
 SHORTER = {
     "aft-hf benchmark": "--suite smoke",
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
-    "python scripts/benchmark.py": "--suite smoke",
     "aft-hf train configs/examples/bytes": "--smoke",
     "aft-hf train configs/examples/pixels": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
@@ -30,7 +29,7 @@ SHORTER = {
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|test)": "CI runs these targets themselves",
+    r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
     r"hf (repos|upload)": "needs an account on the Hub",
 }

@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
-from aft_hf.publishing.checks import files_to_upload
+from aft_hf.publishing.folder import files_to_upload
 
 
 TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"

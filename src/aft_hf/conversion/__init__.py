@@ -1,4 +1,5 @@
-"""DeiT -> AFT: what the paper transfers from a trained vision transformer (its Table 8), from any dialect of it."""
+"""DeiT -> AFT: what the paper transfers from a trained vision transformer (its Table 8), from any dialect of it; and
+labml's AFT-local -> ours."""
 
 from .deit import (
     KERNEL_SIZE,
@@ -10,6 +11,7 @@ from .deit import (
 )
 from .errors import ConversionError
 from .images import ImagesOnDisk, read_images
+from .labml import convert_labml
 from .report import REPORT_NAME, ConversionReport, TensorRecord
 from .saving import save_converted
 from .source import VisionTransformerSource, read_source
@@ -29,6 +31,7 @@ __all__ = [
     "TensorRecord",
     "VisionTransformerSource",
     "convert_deit",
+    "convert_labml",
     "read_images",
     "read_source",
     "save_converted",

@@ -34,7 +34,8 @@ from ..data.image_size import resized_processor
 from ..data.images import build_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
-from ..training.checkpoints import Checkpoints, read_manifest
+from ..training.checkpoints import Checkpoints
+from ..training.manifest import read_manifest
 from ..training.optimization import parameter_groups
 from ..training.stopping import StopSignal
 from .source import VisionTransformerSource
@@ -332,15 +333,14 @@ class _Run:
         if path is None:
             return
         manifest = read_manifest(path)
-        manifest = manifest if isinstance(manifest, dict) else manifest.model_dump()
-        if manifest["recipe"] != self._identity():
+        if manifest.recipe != self._identity():
             raise ValueError(
                 f"{self.checkpoints.directory}: the distillation that was begun there has the options "
-                f"{manifest['recipe']}, and these are {self._identity()}; give those, or remove the directory"
+                f"{manifest.recipe}, and these are {self._identity()}; give those, or remove the directory"
             )
         self.checkpoints.load(path)
-        self.step, self.seconds = manifest["step"], manifest["record"]["seconds"]
-        (means,) = manifest["record"]["evaluations"]
+        self.step, self.seconds = manifest.step, manifest.record.seconds
+        (means,) = manifest.record.evaluations
         self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
         self.accelerator.print(f"going on from {path}")
 
