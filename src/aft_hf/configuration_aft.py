@@ -104,7 +104,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             The constant m that learned position biases are multiplied by: w = m (gamma (k - mean) / std + beta) for
             `conv`, w = m u . v for `full` and `local`. New biases begin with the same w for every m, but Adam, which
             moves each parameter by about the learning rate, moves w m times as fast (sqrt(m) for factors). 1 is the
-            paper's; a training of few steps needs more: 20 is good for a converted or a small new model.
+            paper's; a training of few steps needs more: converted models have 1000.
         local_window_size (`int`, defaults to 32): Window s of `local` (Eq. 4): learned biases for |t - t'| < s.
         conv_kernel_size (`int`, defaults to 11):
             Kernel s of `conv` (Eq. 6): s x s with s odd for images, lags 0 .. s-1 for text.
