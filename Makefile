@@ -5,13 +5,14 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 DOCS_INSTALLED := $(VENV)/.installed-docs
+CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Nothing here needs the Hub, except a quickstart whose --source lies there.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo docs test test-all conformance conformance-report roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo docs test test-all clients conformance conformance-report roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -51,6 +52,15 @@ test: install  ## All tests but the slow ones
 test-all: install  ## All tests
 	$(PYTEST) $(ARGS)
 
+$(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt tests/clients/constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[test]"
+	touch $@
+
+clients: $(CLIENTS)/.installed  ## TRL, lm-evaluation-harness, peft and others on AFT, and the examples of docs/integrations.md
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
@@ -75,4 +85,4 @@ format: install
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) .conformance outputs build dist src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) .conformance outputs build dist src/*.egg-info

@@ -67,6 +67,18 @@ app.command("benchmark")(benchmark_command)
 app.command("visualize")(visualize_command)
 
 
+@app.command(
+    "transformers",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def transformers_command(context: typer.Context) -> None:
+    """The commands of transformers with AFT known to them: `aft-hf transformers serve MODEL`, `chat`."""
+    from transformers.cli.transformers import app as commands  # slow to import
+
+    commands(args=context.args, prog_name="aft-hf transformers")
+
+
 @app.command()
 def convert(
     source: Annotated[

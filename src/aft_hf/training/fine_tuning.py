@@ -1,7 +1,6 @@
 """A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,11 @@ class FineTuner(Trainer):
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
             self.model_accepts_loss_kwargs = False
             teacher.to(self.args.device).eval().requires_grad_(False)
-        if self.label_smoother is not None:
-            if getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
-                raise ValueError(
-                    "label_smoothing_factor takes the place of the model's own loss, and so of what "
-                    "position_bias_entropy_weight adds to it: set one of them to 0"
-                )
-            # Trainer shifts the labels of language models that it knows by name, which AFT is not.
-            if self.model.loss_type == "ForCausalLM":
-                self.label_smoother = partial(self.label_smoother, shift_labels=True)
+        if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
+            raise ValueError(
+                "label_smoothing_factor takes the place of the model's own loss, and so of what "
+                "position_bias_entropy_weight adds to it: set one of them to 0"
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
