@@ -222,7 +222,8 @@ class _Run:
     def train(self) -> None:
         """Spend what is left of the budget."""
         show, saved, since = self.accelerator.is_main_process, time.monotonic(), time.monotonic()
-        bar = tqdm(total=100, desc="Distillation", unit="%", disable=not show, bar_format="{l_bar}{bar}| {postfix}")
+        options = {"disable": None if show else True}  # none in a log
+        bar = tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", **options)
         with StopSignal(self.accelerator) as stop, bar:
             batches: Iterator[torch.Tensor] = iter(self.loader)
             while (progress := self._progress()) < 1:
