@@ -8,6 +8,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ from transformers.utils.logging import disable_progress_bar
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
-from aft_hf.conversion import save_converted
+from aft_hf.conversion import REPORT_NAME, save_converted
 from aft_hf.training import build_optimizer
 
 
@@ -89,7 +90,7 @@ def image(
         processor.save_pretrained(source)
 
     console.rule("2. Converted to AFT-conv")
-    converted_path, conversion = out / "aft-conv", {"overwrite": True, "kernel_size": 7, "num_heads": 12}
+    converted_path, conversion = out / "converted", {"overwrite": True, "kernel_size": 7, "num_heads": 12}
     converted, report = save_converted(source, converted_path, **conversion)
     console.print(report.summary())
     processor = AutoImageProcessor.from_pretrained(converted_path)
@@ -99,14 +100,17 @@ def image(
 
     console.rule("3. Fine-tuned with labels, and the same from random weights")
     pixels, budget = _pixels(train, processor), {"epochs": 1 if short else 6, "out": out}
-    training[converted_path] = _fine_tune(converted, pixels, **budget)
-    converted.save_pretrained(converted_path)
+    tuned_path = out / "aft-conv"
+    training[tuned_path] = _fine_tune(converted, pixels, **budget)
+    converted.save_pretrained(tuned_path)
+    processor.save_pretrained(tuned_path)
+    shutil.copy(converted_path / REPORT_NAME, tuned_path)
     scratch = AutoModelForImageClassification.from_config(converted.config)
     scratch_path = out / "aft-conv-scratch"
     training[scratch_path] = _fine_tune(scratch, pixels, **budget)
     scratch.save_pretrained(scratch_path)
     processor.save_pretrained(scratch_path)
-    rows = [("AFT-conv, from the ViT", converted, converted_path), ("AFT-conv, random", scratch, scratch_path)]
+    rows = [("AFT-conv, fine-tuned", converted, tuned_path), ("AFT-conv, random", scratch, scratch_path)]
     if teacher is not None:  # any other source knows other classes
         console.rule("4. Distilled from the ViT without labels")
         distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
@@ -135,7 +139,7 @@ def image(
     console.print(f"Learned position biases: {picture}")
 
     console.rule("6. Loaded again in a new process")
-    check = [sys.executable, __file__, "check-image", str(converted_path), str(expected[converted_path])]
+    check = [sys.executable, __file__, "check-image", str(tuned_path), str(expected[tuned_path])]
     subprocess.run(check, check=True)
     console.print(f"Done in {time.perf_counter() - started:.0f} s.")
 
