@@ -19,6 +19,7 @@ from .conversion import convert_deit
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .sequence_shards_aft import context_parallel, local_piece
 
 
 def _register() -> None:
@@ -52,5 +53,7 @@ __all__ = [
     "AFTSimple",
     "__version__",
     "build_byte_tokenizer",
+    "context_parallel",
     "convert_deit",
+    "local_piece",
 ]

@@ -257,8 +257,8 @@ class AFTMixer(nn.Module):
         if not self.causal or self.state_window is None:
             kind = "causal" if self.causal else "bidirectional"
             raise ValueError(
-                f"a {kind} {type(self).__name__} cannot take a sequence that is cut into pieces: use a causal AFTSimple, "
-                "AFTAlibi, AFTLocal or AFTConv"
+                f"a {kind} {type(self).__name__} cannot take a sequence that is cut into pieces: use a causal "
+                "AFTSimple, AFTAlibi, AFTLocal or AFTConv"
             )
         if key is not query or value is not query or output_attentions or any(x is not None for x in others):
             raise ValueError(

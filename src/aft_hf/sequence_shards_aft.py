@@ -77,8 +77,8 @@ def gather_pieces(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
 
 
 def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
-    """The label of the token after each one of a piece, (B, T): of the last one, that with which the next piece starts;
-    -100 at the end of the rows.
+    """The label of the token after each one of a piece, (B, T): after the last one, the first of the next piece; -100 at
+    the end of the rows.
     """
     first = gather_pieces(labels[:, 0], group)
     first = torch.cat([first, torch.full_like(first[:1], -100)])[distributed.get_rank(group) + 1]
@@ -174,7 +174,7 @@ class SequenceShard:
         """Itself: what it tells is told to the host."""
         return self
 
-    # ------------------------------------------------------------------------------------------- all pieces, on the host
+    # ---------------------------------------------------------------------------------------- all pieces, on the host
 
     @cached_property
     def _pieces(self) -> torch.Tensor:
@@ -246,7 +246,7 @@ class SequenceShard:
         """Whether no token of this piece is padding and no document starts in it."""
         return bool((self.counts[self.rank] == self.length).all()) and not self._pieces[self.rank, :, 4].any()
 
-    # ---------------------------------------------------------------------------------------------------- for the mixers
+    # ------------------------------------------------------------------------------------------------ for the mixers
 
     @cached_property
     def real_documents(self) -> Documents | None:
