@@ -77,8 +77,8 @@ def gather_pieces(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
 
 
 def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
-    """The label of the token after each one of a piece, (B, T): after the last one, the first of the next piece; -100 at
-    the end of the rows.
+    """The label of the token after each one of a piece, (B, T): after the last one, the first of the next piece, and
+    -100 at the end of the rows.
     """
     first = gather_pieces(labels[:, 0], group)
     first = torch.cat([first, torch.full_like(first[:1], -100)])[distributed.get_rank(group) + 1]
@@ -125,13 +125,12 @@ def shard_of_inputs(
     documents = None if position_ids is None else Documents((position_ids == 0).expand(batch, -1))
     mask = None if attention_mask is None else attention_mask.bool()
     shard = SequenceShard(group, batch, length, inputs_embeds.device, mask, documents)
-    if position_ids is not None and may_look_at(position_ids):
-        wrong = shard.positions() != position_ids
-        if (wrong if mask is None else wrong & mask).any():
-            raise ValueError(
-                "position_ids of a piece must go on from those of the piece before it, and start again at 0 with each "
-                "packed document: other positions follow from the attention_mask alone"
-            )
+    known = position_ids is not None and mask is None and may_look_at(position_ids)
+    if known and (shard.positions() != position_ids).any():
+        raise ValueError(
+            "position_ids of a piece must go on from those of the piece before it, and start again at 0 with each "
+            "packed document: other positions follow from the attention_mask alone"
+        )
     return shard
 
 
@@ -262,10 +261,11 @@ class SequenceShard:
         return Documents(torch.diff(document, dim=1, prepend=torch.zeros_like(document[:, :1])) > 0)
 
     def positions(self) -> torch.Tensor:
-        """(B, T), the position of each token in its document; those of padding have no meaning."""
-        mask = self._mask()
-        starts = torch.zeros_like(mask) if self.documents is None else self.documents.starts
-        return Documents(starts, self.before.to(self.device)).positions(mask)
+        """(B, T), the position of each token in its document; padding has that of a real token beside it."""
+        mask, before = self._mask(), self.before.to(self.device)
+        if self.documents is None:
+            return (before[:, None] + mask.cumsum(1) - 1).clamp_min(0)
+        return Documents(self.documents.starts, before).positions(mask)
 
     def last_tokens(self, reach: int) -> torch.Tensor:
         """Over which of `reach` tokens before this piece and its own the running sum goes on, (B, 2): from and to.
