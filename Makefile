@@ -61,9 +61,9 @@ conformance-report: install  ## The same tests on AFT, GPT-2 and ViT; writes the
 roundtrip: install  ## Every type saved here and loaded in a new environment with torch and transformers only
 	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
 
-soak: install  ## One training run killed 20 times at random moments, and runs of two processes
-	KILLS=20 KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
-		$(RUN) -m pytest tests/training/test_kill.py tests/training/test_distributed.py $(ARGS)
+soak: install  ## What takes long: training runs of each kind killed 20 times at random moments (tests/soak)
+	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
+		$(RUN) -m pytest -o python_files="soak_*.py" tests/soak $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,8 @@
 
     python scripts/compare_runs.py outputs/bytes-aft-local outputs/bytes-gpt2 --picture outputs/runs.png
 
-Everything is taken from the `results.json` that a run leaves in its directory.
+Everything is taken from the `results.json` that a run leaves in its directory: the paper's score, too, where the run's
+recipe repeats a row of the paper.
 """
 
 import json
@@ -11,12 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-
-# What a run is scored by, the first of these that it has.
-METRICS = ("bits_per_byte", "bits_per_dim", "accuracy")
+from aft_hf.analysis import draw_losses, metric_of, save
 
 
 def name_of(results: dict[str, Any]) -> str:
@@ -26,42 +23,19 @@ def name_of(results: dict[str, Any]) -> str:
     return f"AFT-{model['aft_type']}" if architecture == "aft" else architecture.upper().replace("GPT2", "GPT-2")
 
 
-def metric_of(results: dict[str, Any]) -> str:
-    """The metric that a run is about."""
-    return next(name for name in METRICS if name in next(iter(results["metrics"].values())))
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """A row for each run."""
-    lines = ["| run | parameters | steps | samples a step | metric | " + " | ".join(runs[0]["metrics"]) + " |"]
-    lines.append("|---|---:|---:|---:|---|" + "---:|" * len(runs[0]["metrics"]))
+    splits = " | ".join(runs[0]["metrics"])
+    lines = [f"| run | parameters | steps | samples a step | metric | {splits} | paper | row of the paper |"]
+    lines.append("|---|---:|---:|---:|---|" + "---:|" * (len(runs[0]["metrics"]) + 1) + "---|")
     for results in runs:
         metric = metric_of(results)
         scores = " | ".join(f"{scores[metric]:.3f}" for scores in results["metrics"].values())
         size = f"{results['parameters'] / 1e6:.2f} M | {results['steps']} | {results['recipe']['global_batch_size']}"
-        lines.append(f"| {name_of(results)} | {size} | {metric.replace('_', ' ')} | {scores} |")
+        paper = results["recipe"].get("paper")
+        quoted = f"{paper['score']:.3f} | {'; '.join(paper['rows'])}" if paper else "- | ours"
+        lines.append(f"| {name_of(results)} | {size} | {metric.replace('_', ' ')} | {scores} | {quoted} |")
     return "\n".join(lines)
-
-
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Training losses and what was measured on the validation data, over the steps."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    losses, scores = figure.subplots(1, 2)
-    metrics = {metric_of(results) for results in runs}
-    for results in runs:
-        curve, metric = results["losses"], metric_of(results)
-        losses.plot([row["step"] for row in curve], [row["loss"] for row in curve], label=name_of(results))
-        points = [(row["step"], row[metric]) for row in results["evaluations"]]
-        scores.plot(*zip(*points), marker=".", label=name_of(results))
-    losses.set(xlabel="step", ylabel="training loss (nats)")
-    scores.set(xlabel="step", ylabel="validation " + ", ".join(metrics).replace("_", " "))
-    for axes in (losses, scores):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def main(
@@ -72,7 +46,7 @@ def main(
     results = [json.loads((run / "results.json").read_text()) for run in runs]
     print(table(results))
     if picture is not None:
-        draw(results, picture)
+        save(draw_losses([(name_of(each), each) for each in results]), picture)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ All options of `TrainingArguments` work; a JSON or YAML file with them may be gi
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner
 from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
+from aft_hf.training.safe_loading import data_only
 
 
 @dataclass
@@ -123,7 +125,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     )
     metrics = {}
     if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=_checkpoint(training_args))
+        checkpoint = _checkpoint(training_args)
+        with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
+            result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_state()
         metrics |= result.metrics
@@ -139,6 +143,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         on_hub = [name] if name is not None and not Path(name).exists() else []
         task = "image-classification" if build is _classification else "text-generation"
         trainer.push_to_hub(tasks=task, dataset=on_hub, dataset_tags=on_hub)
+    if training_args.do_train:
+        _say(f"the model is in {training_args.output_dir}", training_args)
     return metrics
 
 
@@ -155,20 +161,36 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     training_args.remove_unused_columns = False  # images become pixel values when a row is read
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train, --do_eval, or both")
+    if training_args.fp16 and training_args.device.type == "cpu":  # where Accelerate would compute in float32
+        raise ValueError("--fp16 needs a GPU, and there is none to use: give --bf16, or neither")
     return parsed
 
 
 def _checkpoint(training_args: TrainingArguments) -> str | None:
-    """Where to go on from: a directory, or the newest checkpoint for `--resume_from_checkpoint true`."""
+    """Where to go on from: a directory, or the newest checkpoint for `--resume_from_checkpoint true`. Says so where a
+    run begins anew although there are checkpoints."""
     wanted = str(training_args.resume_from_checkpoint)  # a JSON file may have a real `true`
-    if wanted.lower() in ("none", "false"):
-        return None
-    if wanted.lower() != "true":
+    if wanted.lower() not in ("none", "false", "true"):
         return wanted
     # The state is written last: a checkpoint without one is that of a run that was stopped while it wrote.
     states = Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    checkpoints = sorted((state.parent for state in states), key=lambda path: int(path.name.rpartition("-")[2]))
-    return str(checkpoints[-1]) if checkpoints else None
+    found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
+    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    if wanted.lower() == "true":
+        return None if newest is None else str(newest)
+    if newest is not None:
+        _say(
+            f"begins at step 0, although {newest} is there: --resume_from_checkpoint true goes on from it, another "
+            "--output_dir keeps the two runs apart",
+            training_args,
+        )
+    return None
+
+
+def _say(message: str, training_args: TrainingArguments) -> None:
+    """A line on the standard output, by one process."""
+    if training_args.process_index == 0:
+        print(f"finetune.py: {message}", flush=True)
 
 
 def _classification(

@@ -1,4 +1,4 @@
-"""Write model_cards/ anew: a card for each recipe in configs/, and a table of them.
+"""Write model_cards/ anew: a table of all recipes in configs/, and a card for each that was run.
 
     python scripts/write_model_cards.py
     python scripts/write_model_cards.py --keep examples/bytes_aft_local=outputs/bytes-aft-local
@@ -22,7 +22,7 @@ def main(
         list[str] | None, typer.Option(help="GROUP/RECIPE=DIRECTORY of a run, as often as you like.")
     ] = None,
 ) -> None:
-    """Write the cards of all recipes."""
+    """Write the table of all recipes, and the cards of those that were run."""
     for each in keep or ():
         name, _, directory = each.partition("=")
         print(f"kept {keep_run(ROOT, name, Path(directory)).relative_to(ROOT)}")

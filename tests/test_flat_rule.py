@@ -15,7 +15,7 @@ import aft_hf
 
 PACKAGE = Path(aft_hf.__file__).parent
 # The package itself and its command line stand above everything and do not travel.
-FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "cli"))
+FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "__main__", "cli"))
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 
 

@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 from ._version import __version__
 from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
-from .conversion import convert_deit
+from .conversion import convert_deit, convert_labml
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
@@ -55,5 +55,6 @@ __all__ = [
     "build_byte_tokenizer",
     "context_parallel",
     "convert_deit",
+    "convert_labml",
     "local_piece",
 ]

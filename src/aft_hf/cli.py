@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .analysis.command import visualize_command
 from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
@@ -49,6 +50,7 @@ app.command("train")(train_command)
 app.command("evaluate")(evaluate_command)
 app.command("publish")(publish_command)
 app.command("benchmark")(benchmark_command)
+app.command("visualize")(visualize_command)
 
 
 @app.command()

@@ -19,7 +19,6 @@ from snippets import PAGES, ROOT, commands, snippets
 # A command that begins with the first is run with the second appended.
 SHORTER = {
     "aft-hf benchmark": "--suite smoke",
-    "python scripts/benchmark.py": "--suite smoke",
     "aft-hf train configs/examples/bytes": "--smoke",
     "aft-hf train configs/examples/pixels": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
@@ -29,7 +28,7 @@ SHORTER = {
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|test)": "CI runs these targets themselves",
+    r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
     r"hf (repos|upload)": "needs an account on the Hub",
 }

@@ -1,8 +1,31 @@
-"""Looking at what an AFT has learned, and at what the vision transformer before it had."""
+"""Looking at what an AFT has learned, and at what the vision transformer before it had.
 
+Arrays come from one function each, and `pictures` draws them; `aft-hf visualize` does both.
+"""
+
+from .completions import complete_images
+from .implicit_attention import implicit_attention, key_features, on_patches
+from .losses import metric_of
 from .patch_maps import PatchMaps, patch_maps
-from .position_bias import plot_position_biases
+from .pictures import draw_images, draw_losses, draw_maps, plot_position_biases, save
+from .position_bias import bias_maps
 from .relative_attention import mean_attention, relative_attention
 
 
-__all__ = ["PatchMaps", "mean_attention", "patch_maps", "plot_position_biases", "relative_attention"]
+__all__ = [
+    "PatchMaps",
+    "bias_maps",
+    "complete_images",
+    "draw_images",
+    "draw_losses",
+    "draw_maps",
+    "implicit_attention",
+    "key_features",
+    "mean_attention",
+    "metric_of",
+    "on_patches",
+    "patch_maps",
+    "plot_position_biases",
+    "relative_attention",
+    "save",
+]

@@ -1,5 +1,6 @@
 """Where a trained vision transformer looks: its attention, averaged over images and by relative position."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -14,13 +15,13 @@ from ..scaled_sums_aft import widen
 def mean_attention(
     model: PreTrainedModel, batches: Iterable[torch.Tensor], *, keep_class_token: bool = False
 ) -> tuple[list[torch.Tensor], int]:
-    """The attention of every layer and head of a ViT or DeiT between patches, averaged over images.
+    """The attention of every layer and head of a vision transformer between patches, averaged over images.
 
     Other tokens are left out and each row is normalized again, image by image: A_tt' / sum_t' A_tt' over the tokens
     that stay. The maps of one layer and one batch are all that is held beside the averages.
 
     Args:
-        model: a ViT or DeiT of transformers.
+        model: a ViT, DeiT or BEiT of transformers.
         batches: pixel values, (B, channels, height, width) each.
         keep_class_token: whether the class token stays, as position 0. A distillation token never does.
 
@@ -30,8 +31,7 @@ def mean_attention(
     Raises:
         ValueError: there is no image.
     """
-    grid_size, patch_size = pair(model.config.image_size), pair(model.config.patch_size)
-    num_patches = (grid_size[0] // patch_size[0]) * (grid_size[1] // patch_size[1])
+    num_patches = math.prod(patch_grid(model))
     layers, totals = model.base_model.layers, {}
 
     def add(index: int, attention: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ def mean_attention(
     implementation, count = model.config._attn_implementation, 0
     model.set_attn_implementation("eager")  # the only one that computes maps at all
     try:
-        for pixels in logging.tqdm(batches, desc="Attention of the teacher", unit="batch"):
+        for pixels in logging.tqdm(batches, desc="Attention", unit="batch"):
             model(pixels.to(model.device, model.dtype))
             count += len(pixels)
     finally:
@@ -58,6 +58,12 @@ def mean_attention(
     if count == 0:
         raise ValueError("there are no images to measure attention on; give at least one")
     return [totals[i] / count for i in range(len(layers))], count
+
+
+def patch_grid(model: PreTrainedModel) -> tuple[int, int]:
+    """Rows and columns of the patches of a vision transformer, at the image size of its config."""
+    (height, width), patch_size = pair(model.config.image_size), pair(model.config.patch_size)
+    return height // patch_size[0], width // patch_size[1]
 
 
 def relative_attention(attention: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -8,17 +8,14 @@ import kornia.augmentation as augmentation
 import numpy as np
 import torch
 from datasets import Dataset as Rows
-from kornia.augmentation.auto import RandAugment
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from .fingerprint import sum_rows
 from .order import SampleKey
-
-
-# kornia's RandAugment draws one set of operations for all images that it gets at once; so it gets a few at a time.
-IMAGES_PER_POLICY = 8
+from .rand_augment import RandAugment
 
 
 class TrainingImages(Dataset):
@@ -47,6 +44,10 @@ class TrainingImages(Dataset):
     ):
         self.rows, self.numbers, self.size, self.crop_scale, self.seed = rows, numbers, size, crop_scale, seed
         self.image_column, self.label_column = image_column, label_column
+
+    def fingerprint(self) -> str:
+        """What tells the images and labels from others."""
+        return sum_rows(self.rows, self.image_column, self.label_column)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,8 +91,8 @@ class BatchAugmentation(nn.Module):
         num_classes: of the labels.
         mean, std: of the processor, for values in [0, 1].
         flip: whether to mirror half of the images.
-        operations, magnitude: of RandAugment (Cubuk et al. 2019, magnitude in 1 .. 30), by kornia.
-        erasing: probability of erasing a part of an image, to the mean colour.
+        operations, magnitude, noise: of `RandAugment`, magnitude in 0 .. 10.
+        erasing: probability of replacing a part of an image by noise, normal like the pixels.
         mixup, cutmix: alpha of their Beta distributions, 0 for none; with both, each batch tosses a coin.
     """
 
@@ -103,7 +104,8 @@ class BatchAugmentation(nn.Module):
         *,
         flip: bool = True,
         operations: int = 0,
-        magnitude: int = 9,
+        magnitude: float = 9.0,
+        noise: float = 0.0,
         erasing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
@@ -111,9 +113,8 @@ class BatchAugmentation(nn.Module):
         super().__init__()
         self.num_classes, self.mixup, self.cutmix = num_classes, mixup, cutmix
         self.flip = augmentation.RandomHorizontalFlip() if flip else None
-        self.rand_augment = RandAugment(operations, magnitude) if operations else None
+        self.rand_augment = RandAugment(operations, magnitude, noise, mean) if operations else None
         self.normalize = augmentation.Normalize(torch.tensor(mean), torch.tensor(std))
-        # The mean colour is 0 after normalization.
         self.erase = augmentation.RandomErasing(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), p=erasing) if erasing else None
 
     @torch.no_grad()
@@ -122,10 +123,11 @@ class BatchAugmentation(nn.Module):
         if self.flip is not None:
             pixels = self.flip(pixels)
         if self.rand_augment is not None:
-            pixels = torch.cat([self.rand_augment(few) for few in pixels.split(IMAGES_PER_POLICY)]).clamp(0, 1)
+            pixels = self.rand_augment(pixels)
         pixels = self.normalize(pixels)
         if self.erase is not None:
-            pixels = self.erase(pixels)
+            # kornia erases to one value; where it did so in an image of ones, there is noise.
+            pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))
         return self._mix(pixels, F.one_hot(labels, self.num_classes).to(pixels.dtype))
 
     def _mix(self, pixels: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 
 
@@ -86,6 +86,22 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
     except (DatasetsError, OSError, ValueError) as error:
         what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
         raise ValueError(f"{path}: cannot be read as {what} ({error.__cause__ or error})") from error
+
+
+def local_files(
+    dataset_name: str | None = None, dataset_config_name: str | None = None, train: str | None = None
+) -> list[Path]:
+    """The files of the split "train", as `load_splits` reads it, in an order that their folder's name does not change;
+    none where they are on the Hub."""
+    place = Path(train if dataset_name is None else dataset_name)
+    if place.is_file():
+        return [place]
+    if dataset_name is None:
+        return sorted(path for path in place.rglob("*") if path.is_file())
+    if not place.is_dir():
+        return []
+    files = load_dataset_builder(dataset_name, dataset_config_name).config.data_files or {}
+    return [Path(file) for file in files.get("train", [])]
 
 
 def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:

@@ -8,6 +8,7 @@ from datasets import Dataset as Rows
 from PIL import Image
 from torch.utils.data import Dataset
 
+from .fingerprint import sum_rows
 from .order import SampleKey
 
 
@@ -59,6 +60,10 @@ class PixelSequences(Dataset):
     ):
         self.rows, self.image_size, self.image_column = rows, image_size, image_column
         self.seed, self.flip, self.brightness_shift = seed, flip, brightness_shift
+
+    def fingerprint(self) -> str:
+        """What tells the images from others."""
+        return sum_rows(self.rows, self.image_column)
 
     def __len__(self) -> int:
         return len(self.rows)

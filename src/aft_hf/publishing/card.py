@@ -147,6 +147,7 @@ def fill_card(
             for row, fact in zip(_rows(facts.results), facts.results)
         ],
         results_file=_one_file(facts.results),
+        paper=facts.paper,
         pictures=[{"file": file, "name": _label(Path(file).stem), "text": text} for file, text in pictures.items()],
         limits=_limits(facts),
         cost=_rows(facts.cost),

@@ -26,7 +26,7 @@ METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", 
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # What a card does not tell as training: the model is described by its config, places by nothing, the series of losses
 # are for pictures, and some keys change nothing.
-UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes")
+UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes", "recipe.paper")
 UNTOLD += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
 UNTOLD += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
 UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
@@ -67,6 +67,7 @@ class Facts:
     base_model: str | None = None  # on the Hub
     conversion: dict[str, Any] | None = None
     task: str | None = None  # of the recipe
+    paper: dict[str, Any] | None = None  # the rows of the paper that the recipe repeats, and their score
     versions: str | None = None  # of what the training ran with
     config_file: str = "config.json"
 
@@ -195,6 +196,7 @@ def add_results(facts: Facts, content: dict[str, Any], file: str) -> None:
             facts.results.append(Fact(metric, value, file, split))
     recipe = content.get("recipe") if isinstance(content.get("recipe"), dict) else {}
     facts.task = recipe.get("task")
+    facts.paper = recipe.get("paper") if isinstance(recipe.get("paper"), dict) else None
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     if data.get("dataset"):
         facts.dataset, facts.dataset_on_hub = str(data["dataset"]), is_hub_id(str(data["dataset"]))

@@ -1,7 +1,7 @@
-"""Cards of recipes: model_cards/GROUP/RECIPE.md for each configs/GROUP/RECIPE.yaml, with what its run has measured.
+"""Cards of the recipes that were run, model_cards/GROUP/RECIPE.md, and a table of all recipes: what the paper reports
+for each, and what a run of ours measured.
 
-Of a run, model_cards/results/GROUP/RECIPE keeps what its card needs (`keep_run`). A recipe without one has a card that
-says so.
+Of a run, model_cards/results/GROUP/RECIPE keeps what its card needs (`keep_run`).
 """
 
 import json
@@ -23,7 +23,7 @@ from ..training.setup import check_same_run
 from ..training.tasks import TASKS
 from .card import PICTURE, PICTURES, fill_card
 from .errors import PublishError
-from .facts import RESULTS, Facts, add_results, measured, read_json
+from .facts import RESULTS, Facts, add_results, read_json
 
 
 MARKER = "<!-- Written by scripts/write_model_cards.py from the recipe and the results of its run. -->"
@@ -46,7 +46,8 @@ SHAKESPEARE = Data(
     "data.train=tinyshakespeare.txt",
     "the file of 1,115,394 bytes, nine tenths to train, then a twentieth to validate and one to test.",
 )
-CIFAR10 = Data("CIFAR-10", "uoft-cs/cifar10", "data.dataset=uoft-cs/cifar10 data.image_column=img", classes=10)
+HUB_CIFAR10 = "data.dataset=uoft-cs/cifar10 data.image_column=img"  # the recipes of examples are for files, too
+CIFAR10 = Data("CIFAR-10", "uoft-cs/cifar10", classes=10)
 # By folder, or by recipe.
 DATA = {
     "cifar10": CIFAR10,
@@ -59,9 +60,10 @@ DATA = {
     "imagenet": Data("ImageNet-1k", "ILSVRC/imagenet-1k", classes=1000),
     "examples/bytes_aft_local": SHAKESPEARE,
     "examples/bytes_gpt2": SHAKESPEARE,
-    "examples/images_aft_conv": CIFAR10,
+    "examples/images_aft_conv": replace(CIFAR10, overrides=HUB_CIFAR10),
     "examples/pixels_aft_local": replace(
         CIFAR10,
+        overrides=HUB_CIFAR10,
         about="the run had 45,000 images to train on and 1,000 others to validate, stored as JPEG: its bits per "
         "dimension do not compare with those on the images as published.",
     ),
@@ -69,14 +71,39 @@ DATA = {
 # What `aft-hf convert` finds in the sources of recipes that begin with a converted model.
 CONVERTED = {"facebook/deit-base-patch16-384": {"hidden_size": 768, "num_hidden_layers": 12, "patch_size": 16}}
 
+# What a recipe of a task is scored by, as results.json calls it.
+SCORES = {"bytes": "bits_per_byte", "pixels": "bits_per_dim", "images": "accuracy"}
+# The paper's other rows: (where, model, score on the test data).
+QUOTED = (
+    ("Table 2", "PixelCNN", "3.14 bits per dim"),
+    ("Table 2", "PixelCNN++", "2.92 bits per dim"),
+    ("Table 2", "PixelSNAIL", "2.85 bits per dim"),
+    ("Table 2", "Sparse Transformer strided, L = 128, d = 256, h = 2", "2.80 bits per dim"),
+    ("Table 2", "Image Transformer local2d, L = 12, d = 512, h = 4", "2.90 bits per dim"),
+    ("Table 4", "Synthesizer (dense), L = 12, d = 512, h = 8", "1.298 bits per byte"),
+    ("Table 4", "Linear Transformer, L = 12, d = 512, h = 8", "1.207 bits per byte"),
+    ("Table 4", "Performer, L = 12, d = 512, h = 8", "1.199 bits per byte"),
+    ("Table 7", "Lambda tiny", "0.724 accuracy"),
+    ("Table 7", "Lambda small", "0.800 accuracy"),
+    ("Table 8", "DeiT base at 384 px: `aft-hf evaluate facebook/deit-base-patch16-384`", "0.829 accuracy"),
+    ("Section 5.3", "AFT-conv small 15/384 at 384 px: `aft-hf evaluate --image-size 384`", "0.816 accuracy"),
+)
+
 
 def write_recipe_cards(root: Path) -> list[Path]:
-    """Write the cards of all recipes below `root`/configs, and a table of them; the paths.
+    """Write the cards of all recipes below `root`/configs that were run, and a table of all; remove cards written
+    before that are none of these.
+
+    Returns:
+        The paths of what was written.
 
     Raises:
         ValueError: a recipe that is wrong, without data in `DATA`, or whose run was another.
     """
     contents = {root / "model_cards" / f"{name}.md": text for name, text in recipe_cards(root).items()}
+    for path in (root / "model_cards").rglob("*.md"):
+        if path not in contents and MARKER in path.read_text(encoding="utf-8"):
+            path.unlink()
     for path, text in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -86,14 +113,17 @@ def write_recipe_cards(root: Path) -> list[Path]:
 def recipe_cards(root: Path) -> dict[str, str]:
     """What `write_recipe_cards` writes, by the name of the card without its suffix."""
     facts = {name: recipe_facts(root, name) for name in recipe_names(root)}
-    return {name: _card(root, name, each) for name, each in facts.items()} | {"README": _index(facts)}
+    cards = {name: _card(root, name, each) for name, each in facts.items() if each.results}
+    return cards | {"README": _index(root, facts)}
 
 
 def recipe_names(root: Path) -> list[str]:
     """GROUP/RECIPE of all recipes; files that only serve others begin with an underscore."""
     configs = root / "configs"
     names = [path.relative_to(configs).with_suffix("").as_posix() for path in configs.glob("*/[!_]*.yaml")]
-    return sorted(name for name in names if not name.startswith("accelerate/"))
+    # Numbers in names by their size: 2 before 16.
+    order = {name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)] for name in names}
+    return sorted((name for name in names if not name.startswith("accelerate/")), key=order.get)
 
 
 def recipe_facts(root: Path, name: str) -> Facts:
@@ -103,11 +133,10 @@ def recipe_facts(root: Path, name: str) -> Facts:
     config, architecture, parameters = _build(path, data)
     facts = Facts(config, architecture, parameters, config_file=f"configs/{name}.yaml")
     results = read_json(_kept(root, name) / RESULTS)
-    if results is None:
-        add_results(facts, {"recipe": recipe.model_dump()}, facts.config_file)
-    else:
+    if results is not None:
         check_same_run(recipe, results["recipe"], _kept(root, name) / RESULTS)
         add_results(facts, results, f"model_cards/results/{name}/{RESULTS}")
+        facts.paper = recipe.paper and recipe.paper.model_dump()
     facts.dataset, facts.dataset_name, facts.dataset_on_hub = data.dataset, data.name, True
     _, source = _about(path)
     facts.base_model = source[0] if source else None
@@ -203,12 +232,6 @@ def _commands(path: Path, name: str, data: Data) -> str:
 def _card(root: Path, name: str, facts: Facts) -> str:
     path, data = _recipe_path(root, name), _data(name)
     recipe: Recipe = load_recipe(path)
-    was_run = bool(facts.results)
-    status = (
-        "The weights are not on the Hub: the command below makes them."
-        if was_run
-        else "No trained weights exist yet: this recipe was not run, and nothing on this card was measured."
-    )
     kept = _kept(root, name)
     link = f"[{data.name}](https://huggingface.co/datasets/{data.dataset})"
     card = fill_card(
@@ -217,8 +240,7 @@ def _card(root: Path, name: str, facts: Facts) -> str:
         source=recipe.output_dir,
         marker=MARKER,
         pictures={f"../results/{name}/{file}": text for file, text in PICTURES.items() if (kept / file).is_file()},
-        status=status,
-        is_untrained_recipe=not was_run,
+        status="The weights are not on the Hub: the command below makes them.",
         recipe={
             "path": f"configs/{name}.yaml",
             "link": f"../../configs/{name}.yaml",
@@ -231,20 +253,30 @@ def _card(root: Path, name: str, facts: Facts) -> str:
     return str(card).rstrip() + "\n"
 
 
-def _index(facts: dict[str, Facts]) -> str:
-    """A table of the cards."""
+def _index(root: Path, facts: dict[str, Facts]) -> str:
+    """Tables of all recipes, and the paper's other rows."""
     lines = [
-        "# Cards of the recipes",
+        "# Recipes, the paper's scores and ours",
         "",
-        "One for each recipe in `configs`, written by `scripts/write_model_cards.py`. A result is there where the",
-        "recipe was run; `results` has the files that it comes from.",
+        MARKER,
         "",
-        "| recipe | parameters | data | result |",
-        "|---|---:|---|---|",
+        "Every recipe in `configs`: the row of the paper that it repeats, the score that the paper reports, and what",
+        "a run of ours measured. Scores are bits per byte, bits per dim or top-1 accuracy (0 to 1), on the test data,",
+        "of ImageNet on the validation data. A recipe that was run has a card; `results` has its files.",
+        "The paper's recipes need days on several GPUs, and were not run.",
     ]
     for name, each in facts.items():
-        best = [fact for fact in each.results if fact.split == each.results[-1].split][:1]
-        result = ", ".join(f"{measured(f.value)} {f.name.replace('_', ' ')}, {f.split}" for f in best) or "not run"
+        group, _, title = name.partition("/")
+        if f"## {group}" not in lines:
+            lines += ["", f"## {group}", "", "| recipe | row of the paper | parameters | paper | ours |"]
+            lines.append("|---|---|---:|---:|---:|")
+        recipe = load_recipe(_recipe_path(root, name))
+        last = [fact for fact in each.results if fact.split == each.results[-1].split]
+        ours = [f"{fact.value:.3f} ({fact.split})" for fact in last if fact.name == SCORES[recipe.task]]
+        rows, score = (recipe.paper.rows, f"{recipe.paper.score:.3f}") if recipe.paper else (["none, ours"], "")
+        link = f"{name}.md" if each.results else f"../configs/{name}.yaml"
         size = f"{each.parameters / 1e6:.2f} M"
-        lines.append(f"| [{name}]({name}.md) | {size} | {each.dataset_name} | {result} |")
+        lines.append(f"| [{title}]({link}) | {'; '.join(rows)} | {size} | {score} | {(ours or ['not run'])[0]} |")
+    lines += ["", "## Rows of the paper without a recipe", "", "| where | model | paper |", "|---|---|---:|"]
+    lines += [f"| {' | '.join(row)} |" for row in QUOTED]
     return "\n".join(lines) + "\n"

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from ..configuration_aft import AFTConfig, pair
 from ..publishing import write_card
+from ..reading import first_line
 from .distillation import distillation_loss
 from .optimization import parameter_groups
+from .records import move_into
 
 
 class FineTuner(Trainer):
@@ -94,6 +97,20 @@ class FineTuner(Trainer):
             super().create_model_card(*arguments, **options)
         elif self.is_world_process_zero():
             write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Trainer's, which leaves an earlier model as it was if it cannot write all files of the new one."""
+        if not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        directory = Path(output_dir or self.args.output_dir)
+        try:
+            with move_into(directory) as aside:
+                super()._save(str(aside), state_dict)
+        except (OSError, RuntimeError, SafetensorError) as error:  # each writer has an error of its own
+            raise OSError(
+                f"cannot write the model to {directory} ({first_line(error)}); what was there stays as it was"
+            ) from error
 
     @torch.no_grad()
     def _teacher_logits(self, pixel_values: torch.Tensor) -> torch.Tensor:

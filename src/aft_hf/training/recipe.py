@@ -81,8 +81,9 @@ class Augmentation(Section):
     crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = None  # share of the area
     flip: bool = True
     rand_augment_operations: Annotated[int, Field(ge=0)] = 0
-    rand_augment_magnitude: Annotated[int, Field(ge=1, le=30)] = 9
-    erasing: Probability = 0.0
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0  # the mean of what each operation draws
+    rand_augment_noise: NonNegative = 0.0  # its standard deviation
+    erasing: Probability = 0.0  # a part of an image becomes noise
     mixup: NonNegative = 0.0  # alpha of its Beta distribution
     cutmix: NonNegative = 0.0
     repetitions: Count = 1  # repeated augmentation: copies of an image in each batch
@@ -133,6 +134,14 @@ class Schedule(Section):
         return self
 
 
+class Paper(Section):
+    """What of the paper a recipe repeats."""
+
+    rows: Annotated[list[str], Field(min_length=1)]  # "Table 4: AFT-local-32, L = 24, d = 256"
+    # Of the data that it is tested on: bits per byte or per dimension, or top-1 accuracy in 0 .. 1.
+    score: Positive
+
+
 class Recipe(Section):
     """One training run.
 
@@ -143,6 +152,7 @@ class Recipe(Section):
 
     task: Literal["bytes", "pixels", "images"]
     notes: str = ""  # where the paper is silent: what was chosen, and why
+    paper: Paper | None = None  # None: the recipe is ours
     model: dict[str, Any]
     data: Data
     optimizer: Optimizer
@@ -151,6 +161,7 @@ class Recipe(Section):
     steps: Count | None = None
     global_batch_size: Count  # samples in each step of the optimizer, over all processes
     micro_batch_size: Count | None = None  # samples in each pass of a process; None: its whole share
+    context_parallel: Count = 1  # processes that share each sequence, a piece for each
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     max_grad_norm: Positive | None = None
     gradient_checkpointing: bool = False

@@ -25,7 +25,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from ..data.byte_tokenizer import build_byte_tokenizer
 from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
-from ..data.loading import hold_out, load_named, load_splits, require_column
+from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.streaming import StreamedEvaluation, StreamedSamples
 from ..data.text import join_texts
@@ -43,6 +43,9 @@ class First(Dataset):
     def __init__(self, dataset: Dataset, count: int | None):
         self.dataset, self.count = dataset, len(dataset) if count is None else min(count, len(dataset))
 
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint()
+
     def __len__(self) -> int:
         return self.count
 
@@ -57,7 +60,7 @@ class Task(ABC):
     unit: str  # what rates count
     units_per_sample: int = 1
     repetitions: int = 1  # copies of a sample in a row
-    train: Dataset  # indexed by `SampleKey`, or `StreamedSamples`
+    train: Dataset  # indexed by `SampleKey`, or `StreamedSamples`; with `fingerprint()`
     # Indexed by numbers, or iterated over; the first is looked at during training, all at the end.
     evaluated: dict[str, Dataset]
     config_values: dict[str, Any]  # what the data say about the model's config
@@ -172,7 +175,7 @@ class PixelsTask(SequenceTask):
         augment = {"flip": data.flip, "brightness_shift": data.brightness_shift}
         rows = splits.pop("train")
         train = PixelSequences(rows, seed=recipe.seed, **options, **augment)
-        self.train = StreamedSamples(rows, train.sample) if data.streaming else train
+        self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
         self.evaluated = {}
         for split, rows in splits.items():
             samples = PixelSequences(rows, **options)
@@ -210,7 +213,7 @@ class ImagesTask(Task):
         rows = splits.pop("train")
         crop = {"size": data.image_size, "crop_scale": augmentation.crop_scale, "seed": recipe.seed}
         train = TrainingImages(rows, numbers["train"], **crop, **columns)
-        self.train = StreamedSamples(rows, train.sample) if data.streaming else train
+        self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
         self.evaluated = {}
         for split, rows in splits.items():
             pipeline = ImagePipeline(self.processor, numbers=numbers[split], **columns)
@@ -224,6 +227,7 @@ class ImagesTask(Task):
             flip=augmentation.flip,
             operations=augmentation.rand_augment_operations,
             magnitude=augmentation.rand_augment_magnitude,
+            noise=augmentation.rand_augment_noise,
             erasing=augmentation.erasing,
             mixup=augmentation.mixup,
             cutmix=augmentation.cutmix,
@@ -315,6 +319,11 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
     splits = hold_out(splits, 0.05)
     require_column(splits, data.image_column, "data.image_column")
     return splits
+
+
+def read_files(data: ImageRows) -> list[Path]:
+    """The files of the training rows that lie on this machine."""
+    return [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
 
 
 def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRows) -> dict[str, Rows | StreamedRows]:

@@ -1,0 +1,274 @@
+"""`aft-hf visualize`: the paper's figures of any checkpoint. What it needs is imported when it runs."""
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+    from PIL import Image
+    from transformers import PreTrainedModel
+    from transformers.image_processing_utils import BaseImageProcessor
+
+    from ..modeling_aft import AFTPreTrainedModel
+
+
+class Kind(str, Enum):
+    """What there is to see."""
+
+    biases = "biases"
+    attention = "attention"
+    keys = "keys"
+    implicit = "implicit"
+    completions = "completions"
+    losses = "losses"
+
+
+KINDS = (
+    "biases: w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: average relative attention of a ViT or "
+    "DeiT over --images (1, 5). keys: of all layers over an image (9 to 12) or a text. implicit: the weight that one "
+    "position gives to each (Eq. 3). completions: of images by a model of sub-pixels (4). losses: of a training run."
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be drawn of what."""
+
+    checkpoint: str
+    values: str
+    layers: str | None
+    heads: int
+    images: Path | None
+    num_images: int | None
+    text: str | None
+    position: str | None
+    rows: int | None
+    seed: int
+
+
+def visualize_command(
+    checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id.")],
+    kind: Annotated[Kind, typer.Argument(help=KINDS)],
+    out: Annotated[
+        list[Path] | None, typer.Option(help="A picture, .png or .svg, as often as you like; by default KIND.png.")
+    ] = None,
+    values: Annotated[str, typer.Option(help="Of biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "expm1",
+    layers: Annotated[str | None, typer.Option(help="The layers to draw, such as 1,3,5; by default all.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="The most heads, or features, of a layer to draw.")] = 16,
+    images: Annotated[Path | None, typer.Option(help="An image, a folder of images, or parquet files.")] = None,
+    num_images: Annotated[
+        int | None, typer.Option(min=1, help="How many of them: by default 256 for attention, 8 for completions.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="For keys and implicit, of a model of text.")] = None,
+    position: Annotated[
+        str | None,
+        typer.Option(help="For implicit: ROW,COLUMN of a patch (the centre), or the index of a token (the last)."),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="For completions: how many rows are given; by default half.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For completions: of the random numbers.")] = 0,
+) -> None:
+    """Draw what a checkpoint has learned: pictures that can be read on light and on dark pages."""
+    from .pictures import check_path, save
+
+    paths = out or [Path(f"{kind.value}.png")]
+    for path in paths:
+        check_path(path)
+    request = Request(checkpoint, values, layers, heads, images, num_images, text, position, rows, seed)
+    figure = DRAW[kind](request)
+    for path in paths:
+        save(figure, path)
+        print(path)
+
+
+def _biases(request: Request) -> "Figure":
+    from .pictures import BIASES, draw_maps
+    from .position_bias import bias_maps
+
+    maps, names = _chosen(bias_maps(_load(request.checkpoint), request.values), request.layers)
+    label, scale = BIASES[request.values]
+    return draw_maps(maps, names=names, scale=scale, label=label, most=request.heads)
+
+
+def _attention(request: Request) -> "Figure":
+    from ..conversion.images import pixel_batches
+    from .pictures import draw_maps
+    from .relative_attention import mean_attention, patch_grid, relative_attention
+
+    images = _images(request, 256)
+    model, processor = _load_transformer(request.checkpoint)
+    attention, _ = mean_attention(model, pixel_batches(images, processor))
+    maps, names = _chosen([relative_attention(each, patch_grid(model)) for each in attention], request.layers)
+    return draw_maps(maps, names=names, scale="own", label="attention by offset", most=request.heads)
+
+
+def _keys(request: Request) -> "Figure":
+    from .implicit_attention import key_features
+    from .pictures import draw_maps
+
+    model = _load(request.checkpoint)
+    inputs, image = _inputs(model, request)
+    options = _maps_of_features(model, key_features(model, **inputs), inputs, request)
+    return draw_maps(scale="own" if image else "signed", label="key K", picture=image, most=request.heads, **options)
+
+
+def _implicit(request: Request) -> "Figure":
+    from .implicit_attention import implicit_attention
+    from .pictures import draw_maps
+
+    model = _load(request.checkpoint)
+    inputs, image = _inputs(model, request)
+    attention = implicit_attention(model, _position(model, inputs, request.position), **inputs)
+    if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ by their gates alone
+        attention = [each[:: len(each) // model.config.num_heads] for each in attention]
+    options = _maps_of_features(model, attention, inputs, request)
+    return draw_maps(
+        scale="own" if image else "positive", label="weight (Eq. 3)", picture=image, most=request.heads, **options
+    )
+
+
+def _completions(request: Request) -> "Figure":
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from .completions import complete_images, image_side
+    from .pictures import draw_images
+
+    model = _load(request.checkpoint)
+    side = image_side(model)
+    images = [image.resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)]
+    originals = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    given = originals.clone()
+    given[:, side // 2 if request.rows is None else request.rows :] = 0
+    completed = complete_images(model, originals, rows=request.rows, seed=request.seed)
+    return draw_images({"given": given, "completed": completed, "original": originals})
+
+
+def _losses(request: Request) -> "Figure":
+    from transformers.utils import cached_file
+
+    from .pictures import draw_losses
+
+    results = json.loads(Path(cached_file(request.checkpoint, "results.json")).read_text(encoding="utf-8"))
+    if not results.get("losses"):
+        raise ValueError(f"{request.checkpoint}: results.json has no losses; it is not what a training run leaves")
+    return draw_losses([(Path(request.checkpoint).name, results)])
+
+
+DRAW = {
+    Kind.biases: _biases,
+    Kind.attention: _attention,
+    Kind.keys: _keys,
+    Kind.implicit: _implicit,
+    Kind.completions: _completions,
+    Kind.losses: _losses,
+}
+
+
+def _load(checkpoint: str) -> "AFTPreTrainedModel":
+    """An AFT with the head that it was saved with, in evaluation mode."""
+    from transformers import AutoConfig
+
+    from ..configuration_aft import AFTConfig
+    from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    if not isinstance(config, AFTConfig):
+        raise ValueError(
+            f"{checkpoint} is no AFT but a {config.model_type}: of a ViT or DeiT there is the kind attention to see"
+        )
+    classes = {each.__name__: each for each in (AFTForCausalLM, AFTForImageClassification)}
+    model = classes.get((config.architectures or [""])[0], AFTModel)
+    return model.from_pretrained(checkpoint).eval()
+
+
+def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProcessor]":
+    """A ViT or DeiT of any dialect, or a BEiT, as which our recipes train DeiT, and its image processor."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+    from ..conversion import read_source
+
+    try:
+        is_beit = AutoConfig.from_pretrained(checkpoint).model_type == "beit"
+    except (ValueError, OSError):  # the dialects without a config of transformers
+        is_beit = False
+    if is_beit:
+        model = AutoModelForImageClassification.from_pretrained(checkpoint, dtype="float32").eval()
+        return model, AutoImageProcessor.from_pretrained(checkpoint)
+    source = read_source(checkpoint)
+    return source.to_transformers().float(), source.image_processor
+
+
+def _images(request: Request, usual: int) -> "list[Image.Image]":
+    from ..conversion.images import read_images
+
+    if request.images is None:
+        raise ValueError("give the images to look at: --images FILE_OR_FOLDER")
+    return list(read_images(request.images, request.num_images or usual))
+
+
+def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, Any], Image.Image | None]":
+    """What the model is run on, and the image if it is one."""
+    if model.config.modality == "image":
+        from transformers import AutoImageProcessor
+
+        image = _images(request, 1)[0]
+        return dict(AutoImageProcessor.from_pretrained(request.checkpoint)(image, return_tensors="pt")), image
+    if request.text is None:
+        raise ValueError('the model reads text: give some with --text "..."')
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(request.checkpoint)
+    return {"input_ids": tokenizer(request.text, return_tensors="pt")["input_ids"]}, None
+
+
+def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | None) -> int:
+    """The index of the query that --position names."""
+    from .implicit_attention import grid_of
+
+    if "input_ids" in inputs:
+        if text is not None and not re.fullmatch(r"\d+", text):
+            raise ValueError(f"--position {text!r}: give the index of a token, from 0")
+        return inputs["input_ids"].shape[1] - 1 if text is None else int(text)
+    rows, columns = grid_of(model, inputs["pixel_values"])
+    patch = re.fullmatch(r"(\d+),(\d+)", text or f"{rows // 2},{columns // 2}")
+    if patch is None or int(patch[1]) >= rows or int(patch[2]) >= columns:
+        raise ValueError(f"--position {text!r}: give ROW,COLUMN of one of the {rows} x {columns} patches, from 0")
+    return int(model.config.use_cls_token) + int(patch[1]) * columns + int(patch[2])
+
+
+def _maps_of_features(
+    model: "AFTPreTrainedModel", features: "list[torch.Tensor]", inputs: dict[str, Any], request: Request
+) -> dict[str, Any]:
+    """(n, T) of each layer for `draw_maps`: a map over the patches for each feature, or all features of a text in
+    one."""
+    from .implicit_attention import grid_of, on_patches
+
+    features, names = _chosen(features, request.layers)
+    if "pixel_values" not in inputs:
+        return {"layers": [each[None] for each in features], "names": names, "axes_labels": ("position", "feature")}
+    grid_size = grid_of(model, inputs["pixel_values"])
+    per_head = all(len(each) == model.config.num_heads for each in features)
+    column = "head" if per_head else "feature"
+    return {"layers": [on_patches(each, grid_size) for each in features], "names": names, "column": column}
+
+
+def _chosen(layers: "list[torch.Tensor]", numbers: str | None) -> "tuple[list[torch.Tensor], list[str]]":
+    """Those of the layers that --layers names, counted from 1, and their names."""
+    if numbers is None:
+        chosen = list(range(1, len(layers) + 1))
+    else:
+        chosen = [int(number) if number.strip().isdigit() else 0 for number in numbers.split(",")]
+    if not all(1 <= number <= len(layers) for number in chosen):
+        raise ValueError(f"--layers {numbers}: give numbers from 1 to {len(layers)}, with commas between")
+    return [layers[number - 1] for number in chosen], [f"layer {number}" for number in chosen]

@@ -1,0 +1,127 @@
+"""RandAugment (Cubuk et al. 2019) as in DeiT: each image of a batch draws its own operations and strengths.
+
+kornia's own RandAugment draws one policy for a whole batch, and its scale of magnitudes ends at 30 in place of 10.
+"""
+
+from collections.abc import Callable
+
+import torch
+from kornia.enhance import (
+    adjust_brightness_accumulative,
+    adjust_contrast_with_mean_subtraction,
+    adjust_saturation_with_gray_subtraction,
+    equalize,
+    invert,
+    normalize_min_max,
+    posterize,
+    sharpness,
+)
+from kornia.geometry.transform import rotate, shear, translate
+from torch import nn
+
+
+MAX_MAGNITUDE = 10
+PROBABILITY = 0.5  # of each operation that was drawn
+
+Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RandAugment(nn.Module):
+    """A number of operations for each image, each with probability 1/2.
+
+    Args:
+        operations: how many to draw for each image, with replacement.
+        magnitude: mean strength, from 0 to 10.
+        noise: standard deviation of the strength, which is drawn for each operation and clipped to 0 .. 10.
+        fill: the colour of what rotations, shears and shifts bring in from outside, in [0, 1], one value per channel.
+    """
+
+    def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
+        super().__init__()
+        self.operations, self.magnitude, self.noise = operations, magnitude, noise
+        self.fill = torch.tensor(fill).view(-1, 1, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, 3, H, W) in [0, 1] to the same. Random numbers come from the CPU's generator, on any device."""
+        batch = len(images)
+        for _ in range(self.operations):
+            chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < PROBABILITY, -1)
+            level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, MAX_MAGNITUDE) / MAX_MAGNITUDE
+            strength = level * (1 - 2 * torch.randint(2, (batch,)))
+            images = images.clone()
+            for number, operation in enumerate(OPERATIONS.values()):
+                rows = (chosen == number).nonzero()[:, 0]
+                if len(rows):
+                    few, few_strengths = images[rows.to(images.device)], strength[rows].to(images.device)
+                    images[rows.to(images.device)] = self._apply(operation, few, few_strengths)
+        return images
+
+    def _apply(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+        if operation in GEOMETRIC:  # they bring in zeros
+            fill = self.fill.to(images.device)
+            return operation(images - fill, strength).add(fill).clamp(0, 1)
+        return operation(images, strength).clamp(0, 1)
+
+
+# Each takes images and a strength for each, in [-1, 1]; those without a direction look at its size alone. The ranges
+# are those of DeiT's "increasing" operations: whatever is stronger changes the image more.
+
+
+def _factor(strength: torch.Tensor) -> torch.Tensor:
+    """Of an enhancement: 1 changes nothing, 0 takes away what is enhanced."""
+    return (1 + 0.9 * strength).clamp_min(0.1)
+
+
+def _posterize(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    bits = 4 - (4 * strength.abs()).to(torch.int64)
+    return torch.where(bits.view(-1, 1, 1, 1) == 0, 0.0, posterize(images, bits))
+
+
+def _solarize(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    threshold = 1 - strength.abs().view(-1, 1, 1, 1)
+    return torch.where(images < threshold, images, 1 - images)
+
+
+def _solarize_add(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    added = 110 / 255 * strength.abs().view(-1, 1, 1, 1)
+    return torch.where(images < 128 / 255, images + added, images)
+
+
+def _rotate(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    return rotate(images, 30 * strength)
+
+
+def _shear_x(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    return shear(images, torch.stack([0.3 * strength, torch.zeros_like(strength)], 1))
+
+
+def _shear_y(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    return shear(images, torch.stack([torch.zeros_like(strength), 0.3 * strength], 1))
+
+
+def _translate_x(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    return translate(images, torch.stack([0.45 * images.shape[-1] * strength, torch.zeros_like(strength)], 1))
+
+
+def _translate_y(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    return translate(images, torch.stack([torch.zeros_like(strength), 0.45 * images.shape[-2] * strength], 1))
+
+
+GEOMETRIC = {_rotate, _shear_x, _shear_y, _translate_x, _translate_y}
+OPERATIONS: dict[str, Operation] = {
+    "auto_contrast": lambda images, strength: normalize_min_max(images),
+    "equalize": lambda images, strength: equalize(images),
+    "invert": lambda images, strength: invert(images),
+    "rotate": _rotate,
+    "posterize": _posterize,
+    "solarize": _solarize,
+    "solarize_add": _solarize_add,
+    "colour": lambda images, strength: adjust_saturation_with_gray_subtraction(images, _factor(strength)),
+    "contrast": lambda images, strength: adjust_contrast_with_mean_subtraction(images, _factor(strength)),
+    "brightness": lambda images, strength: adjust_brightness_accumulative(images, _factor(strength)),
+    "sharpness": lambda images, strength: sharpness(images, _factor(strength)),
+    "shear_x": _shear_x,
+    "shear_y": _shear_y,
+    "translate_x": _translate_x,
+    "translate_y": _translate_y,
+}

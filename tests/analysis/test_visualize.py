@@ -1,0 +1,265 @@
+"""`aft-hf visualize` and the arrays behind its pictures."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import BeitConfig, BeitForImageClassification, ViTConfig, ViTForImageClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from typer.testing import CliRunner
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.analysis import bias_maps, complete_images, implicit_attention, key_features, on_patches, pictures
+from aft_hf.cli import app
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2}
+TYPES = ["conv", "full", "local", "simple"]
+
+
+def randomized(model):
+    """Position biases that are not 0."""
+    for name, parameter in model.named_parameters():
+        if "kernel" in name or "position_bias" in name:
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+def image_model(aft_type="conv"):
+    sizes = {"image_size": (8, 12), "patch_size": 2, "num_labels": 3, "conv_kernel_size": 3}
+    return randomized(AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **SMALL, **sizes)))
+
+
+def text_model(aft_type="local"):
+    config = AFTConfig(aft_type=aft_type, max_position_embeddings=16, local_window_size=4, conv_kernel_size=3, **SMALL)
+    return randomized(AFTForCausalLM(config))
+
+
+def pixel_model(side=4):
+    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side}
+    return randomized(AFTForCausalLM(AFTConfig(position_bias_dim=4, local_window_size=4, **SMALL, **sizes)))
+
+
+# ------------------------------------------------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_implicit_attention_of_an_image_is_what_the_model_returns(aft_type):
+    model, pixels = image_model(aft_type), torch.randn(1, 3, 8, 12)
+    attentions = model(pixels, output_attentions=True).attentions
+    for row, whole in zip(implicit_attention(model, 7, pixel_values=pixels), attentions):
+        torch.testing.assert_close(row, whole[0, :, 7])
+
+
+@pytest.mark.parametrize("aft_type", [*TYPES, "alibi"])
+def test_implicit_attention_of_a_text_is_what_the_model_returns(aft_type):
+    model, tokens = text_model(aft_type), torch.randint(256, (1, 12))
+    attentions = model(tokens, output_attentions=True).attentions
+    for row, whole in zip(implicit_attention(model, 7, input_ids=tokens), attentions):
+        torch.testing.assert_close(row, whole[0, :, 7])
+        assert row[:, 8:].abs().max() == 0 < row[:, :8].abs().max()
+
+
+def test_keys_are_those_of_the_projection():
+    model, pixels = image_model(), torch.randn(1, 3, 8, 12)
+    hidden = model(pixels, output_hidden_states=True).hidden_states
+    keys = key_features(model, pixel_values=pixels)
+    for layer, x, key in zip(model.aft.layers, hidden, keys):
+        expected = layer.mixer.k_proj(layer.layernorm_before(x))[0].T
+        torch.testing.assert_close(key, expected)
+        torch.testing.assert_close(on_patches(key, (4, 6))[1, 2, 3], expected[1, 2 * 6 + 3])
+
+
+def test_a_class_token_is_no_patch():
+    (key, _), grid = key_features(image_model("full"), pixel_values=torch.randn(1, 3, 8, 12)), (4, 6)
+    assert key.shape == (8, 25)
+    torch.testing.assert_close(on_patches(key, grid)[:, 0, 0], key[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model: implicit_attention(model, 24, pixel_values=torch.zeros(1, 3, 8, 12)),
+            r"position must be 0 \.\. 23",
+        ),
+        (lambda model: key_features(model, pixel_values=torch.zeros(2, 3, 8, 12)), "got a batch of 2"),
+        (lambda model: bias_maps(model, "log"), "values must be one of w, exp, expm1"),
+    ],
+)
+def test_what_does_not_exist_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(image_model())
+
+
+def test_bias_maps_are_kernels_or_tables():
+    model = image_model()
+    for layer, w, factor in zip(model.aft.layers, bias_maps(model), bias_maps(model, "expm1")):
+        assert torch.equal(w, layer.mixer.kernel_bias()) and w.shape == (2, 3, 3)
+        torch.testing.assert_close(factor, w.exp() - 1)
+    assert [w.shape for w in bias_maps(text_model("conv"))] == [(2, 1, 3)] * 2
+    table = bias_maps(text_model("local"), "exp")[0]
+    assert table.shape == (2, 16, 16) and (table[:, 9, 2] == 1).all()  # outside the window
+
+
+def test_completions_keep_the_rows_that_are_given_and_follow_the_seed():
+    model, images = pixel_model(), torch.randint(256, (3, 4, 4, 3), dtype=torch.uint8)
+    state = torch.get_rng_state()
+    first, again, other = (complete_images(model, images, rows=1, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first[:, :1], images[:, :1]) and first.dtype == torch.uint8 and first.shape == images.shape
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_completions_are_drawn_by_the_model():
+    model, images = pixel_model(), torch.randint(256, (2, 4, 4, 3), dtype=torch.uint8)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.aft.layernorm.weight.zero_()
+        model.aft.layernorm.bias.fill_(1.0)
+        model.lm_head.weight[77] = 100.0  # the one sub-pixel that has any probability
+    completed = complete_images(model, images)
+    assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
+
+
+def test_models_of_something_else_complete_no_images():
+    with pytest.raises(ValueError, match="a model of sub-pixels"):
+        complete_images(text_model(), torch.zeros(1, 4, 4, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"rows must be 0 \.\. 3"):
+        complete_images(pixel_model(), torch.zeros(1, 4, 4, 3, dtype=torch.uint8), rows=4)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def luminance(colour):
+    """Of WCAG 2, for "#rrggbb"."""
+    channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#0d1117"])
+def test_letters_and_curves_stand_out_on_light_and_dark_pages(page):
+    def contrast(colour):
+        low, high = sorted((luminance(colour), luminance(page)))
+        return (high + 0.05) / (low + 0.05)
+
+    assert contrast(pictures.INK) > 4 and min(map(contrast, pictures.CURVES)) > 3
+
+
+def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
+    pictures.save(pictures.draw_maps(bias_maps(image_model()), scale="signed", label="w"), tmp_path / "w.png")
+    pixels = np.asarray(Image.open(tmp_path / "w.png").convert("RGBA")).reshape(-1, 4)
+    assert (pixels[:, 3] == 0).mean() > 0.2
+    opaque = {tuple(pixel[:3]) for pixel in pixels[pixels[:, 3] == 255]}
+    assert tuple(int(pictures.INK[i : i + 2], 16) for i in (1, 3, 5)) in opaque and (0, 0, 0) not in opaque
+
+
+def test_the_same_picture_is_the_same_file(tmp_path):
+    maps = bias_maps(image_model())
+    for name in ("a.svg", "b.svg"):
+        pictures.save(pictures.draw_maps(maps, scale="own"), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_hidden_positions_do_not_spoil_the_scale():
+    assert pictures._limit(np.array([-np.inf, 2.0, -3.0])) == pytest.approx(3.0, rel=1e-2)
+    assert pictures._limit(np.zeros(3)) == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 12})
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes |= {"image_size": 8, "patch_size": 2}
+    for name, model in {
+        "image": image_model(),
+        "full": image_model("full"),
+        "text": text_model(),
+        "pixels": pixel_model(),
+        "vit": ViTForImageClassification(ViTConfig(**sizes)),
+        "beit": BeitForImageClassification(BeitConfig(**sizes, use_absolute_position_embeddings=True)),
+    }.items():
+        model.save_pretrained(root / name)
+    for name in ("image", "full"):
+        processor.save_pretrained(root / name)
+    for name in ("vit", "beit"):
+        ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
+    build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
+    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
+    results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses}
+    results["evaluations"] = [{"step": 20, "bits_per_byte": 2.0}]
+    (root / "text" / "results.json").write_text(json.dumps(results))
+    (root / "images").mkdir()
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / "images" / f"{i}.png")
+    return root
+
+
+def visualize(*arguments):
+    return CliRunner().invoke(app, ["visualize", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("image", "biases", ["--values", "expm1"]),
+        ("full", "biases", ["--values", "exp", "--layers", "2"]),
+        ("text", "biases", ["--values", "w"]),
+        ("vit", "attention", ["--images", "images", "--num-images", "2"]),
+        ("beit", "attention", ["--images", "images"]),
+        ("image", "keys", ["--images", "images"]),
+        ("text", "keys", ["--text", "to be or not"]),
+        ("image", "implicit", ["--images", "images", "--position", "1,2"]),
+        ("full", "implicit", ["--images", "images", "--heads", "4"]),
+        ("text", "implicit", ["--text", "to be or not", "--position", "3"]),
+        ("pixels", "completions", ["--images", "images", "--rows", "3"]),
+        ("text", "losses", []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_kind_of_picture_is_drawn(checkpoints, tmp_path, name, kind, options):
+    options = [checkpoints / "images" if option == "images" else option for option in options]
+    done = visualize(checkpoints / name, kind, *options, "--out", tmp_path / "p.png")
+    assert done.exit_code == 0, done.exception
+    colours = np.unique(np.asarray(Image.open(tmp_path / "p.png").convert("RGBA")).reshape(-1, 4), axis=0)
+    assert len(colours) > 20  # something is on it
+
+
+def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
+    out = [tmp_path / "new" / "w.png", tmp_path / "new" / "w.svg"]
+    done = visualize(checkpoints / "image", "biases", "--out", out[0], "--out", out[1])
+    assert done.exit_code == 0 and done.stdout.split() == [str(path) for path in out]
+    assert Image.open(out[0]).format == "PNG" and re.search(r"<svg.*</svg>", out[1].read_text(), re.DOTALL)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["w.png", "w.svg"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "message"),
+    [
+        ("vit", "biases", [], "is no AFT but a vit"),
+        ("image", "keys", [], "give the images to look at"),
+        ("text", "implicit", [], "give some with --text"),
+        ("text", "implicit", ["--text", "abc", "--position", "1,1"], "the index of a token"),
+        ("image", "implicit", ["--images", "images", "--position", "4,0"], "one of the 4 x 6 patches"),
+        ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
+        ("image", "biases", ["--values", "log"], "values must be one of"),
+        ("text", "completions", ["--images", "images"], "a model of sub-pixels"),
+        ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),
+        ("image", "losses", [], "results.json"),
+    ],
+)
+def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options, message):
+    options = [checkpoints / "images" if option == "images" else option for option in options]
+    done = visualize(checkpoints / name, kind, *options)
+    assert done.exit_code == 1 and isinstance(done.exception, (ValueError, OSError))
+    assert message in str(done.exception)

@@ -1,0 +1,211 @@
+"""labml's AFT-local: its weights by their names against its formula, and against the package where it is installed."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from aft_hf import AFTForCausalLM, AFTLocal
+from aft_hf.conversion import ConversionError, convert_labml
+
+
+LENGTH, WINDOW, WIDTH, INNER, TOKENS = 11, 4, 16, 24, 9
+
+
+def draw(*shape):
+    return torch.randn(*shape) / math.sqrt(shape[-1])
+
+
+def layer_state(prefix="", bias=True):
+    """The tensors of one layer, as the package names them."""
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    state = {"pos_bias": torch.randn(LENGTH, LENGTH), "local_mask": distance < WINDOW}
+    for name in ("query", "key", "value", "output"):
+        state[f"{name}.weight"] = draw(WIDTH, WIDTH)
+        if bias or name == "output":
+            state[f"{name}.bias"] = torch.randn(WIDTH)
+    return {prefix + name: value for name, value in state.items()}
+
+
+def model_state(layers=2, tokens=TOKENS):
+    state = {
+        "src_embed.linear.weight": draw(tokens, WIDTH),
+        "src_embed.positional_encodings": torch.randn(50, 1, WIDTH),
+    }
+    for i in range(layers):
+        layer = f"encoder.layers.{i}."
+        state |= layer_state(f"{layer}self_attn.")
+        for name in ("norm_self_attn", "norm_ff"):
+            state |= {f"{layer}{name}.weight": torch.randn(WIDTH), f"{layer}{name}.bias": torch.randn(WIDTH)}
+        for name, shape in (("layer1", (INNER, WIDTH)), ("layer2", (WIDTH, INNER))):
+            feed_forward = f"{layer}feed_forward.{name}"
+            state |= {f"{feed_forward}.weight": draw(*shape), f"{feed_forward}.bias": torch.randn(shape[0])}
+    state |= {"encoder.norm.weight": torch.randn(WIDTH), "encoder.norm.bias": torch.randn(WIDTH)}
+    return state | {
+        "generator.projection.weight": draw(tokens, WIDTH),
+        "generator.projection.bias": torch.randn(tokens),
+    }
+
+
+def layer_formula(state, x, mask, prefix=""):
+    """What the package's page says of its layer, in float64: x (T, B, d), mask (T, T, B or 1), True where seen."""
+    weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+    def linear(name, z):
+        bias = weights.get(f"{name}.bias")
+        return F.linear(z, weights[f"{name}.weight"].double(), None if bias is None else bias.double())
+
+    length = len(x)
+    query, key, value = (linear(name, x) for name in ("query", "key", "value"))
+    bias = (weights["pos_bias"].double() * weights["local_mask"])[:length, :length, None]
+    shares = (bias + torch.zeros(mask.shape)).masked_fill(~mask, -math.inf).exp()  # (T, T, B)
+    total = torch.einsum("ijb,jbd->ibd", shares.expand(-1, -1, x.shape[1]), key.exp())
+    values = torch.einsum("ijb,jbd->ibd", shares.expand(-1, -1, x.shape[1]), key.exp() * value)
+    return linear("output", query.sigmoid() * values / total)
+
+
+def causal_mask(length):
+    return torch.ones(length, length, dtype=torch.bool).tril()[:, :, None]
+
+
+def model_formula(state, tokens):
+    """Logits (T, B, tokens) in float64 of token numbers (T, B)."""
+
+    def norm(name, z):
+        weight, bias = (state[f"{name}.{part}"].double() for part in ("weight", "bias"))
+        return F.layer_norm(z, (WIDTH,), weight, bias)
+
+    def linear(name, z):
+        return F.linear(z, state[f"{name}.weight"].double(), state[f"{name}.bias"].double())
+
+    x = F.embedding(tokens, state["src_embed.linear.weight"].double()) * math.sqrt(WIDTH)
+    x = x + state["src_embed.positional_encodings"][: len(tokens)].double()
+    for i in range(2):
+        layer = f"encoder.layers.{i}."
+        z = norm(f"{layer}norm_self_attn", x)
+        x = x + layer_formula(state, z, causal_mask(len(tokens)), f"{layer}self_attn.")
+        z = linear(f"{layer}feed_forward.layer1", norm(f"{layer}norm_ff", x)).relu()
+        x = x + linear(f"{layer}feed_forward.layer2", z)
+    return linear("generator.projection", norm("encoder.norm", x))
+
+
+def close(ours, theirs):
+    """Equal up to some thousand roundings in float32, of values around 1."""
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 6])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_layer_is_that_of_the_formula(length, bias, causal):
+    torch.manual_seed(0)
+    state, x = layer_state(bias=bias), torch.randn(length, 3, WIDTH)
+    mixer = convert_labml(state, causal=causal)
+    assert type(mixer) is AFTLocal and mixer.window == WINDOW and (mixer.q_proj.bias is not None) == bias
+    mask = causal_mask(length) if causal else torch.ones(length, length, 1, dtype=torch.bool)
+    close(mixer(x.transpose(0, 1)).transpose(0, 1), layer_formula(state, x.double(), mask))
+
+
+def test_masks_are_permuted_and_a_padding_mask_is_something_else():
+    torch.manual_seed(0)
+    state, x = layer_state(), torch.randn(LENGTH, 2, WIDTH)
+    mask = causal_mask(LENGTH).repeat(1, 1, 2)
+    mask[:, :3, 1] = False  # the second sequence begins at position 3
+    mask[:3, :3, 1] |= torch.eye(3, dtype=torch.bool)  # whoever sees nothing divides by 0 there
+    mixer, expected = convert_labml(state), layer_formula(state, x.double(), mask).transpose(0, 1)
+    close(mixer(x.transpose(0, 1), attention_mask=mask.permute(2, 0, 1)), expected)
+    # Here, the positions of a padded row begin at its first real token, and so do its biases.
+    padded = mixer(x.transpose(0, 1), attention_mask=mask[-1].T.long())
+    close(padded[0], expected[0])
+    assert (padded[1, 3:] - expected[1, 3:]).abs().max() > 0.1
+    close(padded[1, 3:], mixer(x[3:, 1:].transpose(0, 1))[0])
+
+
+def test_a_model_is_that_of_the_formula_and_can_be_saved(tmp_path):
+    torch.manual_seed(0)
+    state, tokens = model_state(), torch.randint(TOKENS, (LENGTH, 3))
+    model = convert_labml(state)
+    close(model(tokens.T).logits.transpose(0, 1), model_formula(state, tokens))
+    model.save_pretrained(tmp_path)
+    close(AFTForCausalLM.from_pretrained(tmp_path)(tokens.T).logits, model(tokens.T).logits)
+
+
+def test_embeddings_without_positions_are_not_scaled():
+    torch.manual_seed(0)
+    state, tokens = model_state(), torch.randint(TOKENS, (LENGTH, 1))
+    plain = {name: value for name, value in state.items() if not name.startswith("src_embed")}
+    plain["src_embed.weight"] = state["src_embed.linear.weight"] * math.sqrt(WIDTH)
+    without = state | {"src_embed.positional_encodings": torch.zeros(50, 1, WIDTH)}
+    close(convert_labml(plain)(tokens.T).logits.transpose(0, 1), model_formula(without, tokens))
+
+
+def test_a_bias_of_the_head_that_no_norm_can_stand_for_is_refused():
+    with pytest.raises(ConversionError, match="one of 40 tokens with 16 features"):
+        convert_labml(model_state(tokens=40))
+    state = model_state(tokens=40)
+    state["generator.projection.bias"].zero_()
+    assert convert_labml(state).config.vocab_size == 40
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("encoder.norm.bias"), "encoder.norm.bias is missing"),
+        (lambda state: state.update({"encoder.layers.0.feed_forward.linear_v.weight": torch.ones(1)}), "no place for"),
+        (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), r"\(11, 4\), \(11, 11\)"),
+        (lambda state: state["encoder.layers.1.self_attn.local_mask"][0].fill_(False), "no window around"),
+        (lambda state: state.clear(), "neither a layer"),
+        (lambda state: state.update({"encoder.norm.weight": torch.ones(3)}), "do not fit each other"),
+    ],
+)
+def test_weights_of_something_else_are_refused(change, message):
+    state = model_state()
+    change(state)
+    with pytest.raises(ConversionError, match=message):
+        convert_labml(state)
+
+
+# -------------------------------------------------------------------------------- the package, where it is installed
+
+
+@pytest.fixture(scope="module")
+def aft():
+    return pytest.importorskip("labml_nn.transformers.aft", reason="labml-nn is not installed")
+
+
+def test_a_layer_of_the_package_gives_the_same(aft):
+    torch.manual_seed(0)
+    theirs = aft.AFTLocal(WIDTH, LENGTH, WINDOW)
+    torch.nn.init.normal_(theirs.pos_bias)
+    x = torch.randn(LENGTH, 3, WIDTH)
+    with torch.no_grad():
+        # Its mask has to have a place for each of the batch, and its own table is filled in place.
+        expected = theirs(query=x, key=x, value=x, mask=causal_mask(LENGTH))
+        close(convert_labml(theirs.state_dict())(x.transpose(0, 1)).transpose(0, 1), expected)
+
+
+@pytest.mark.parametrize("positions", ["EmbeddingsWithPositionalEncoding", "EmbeddingsWithLearnedPositionalEncoding"])
+def test_a_model_of_the_package_gives_the_same(aft, positions):
+    from labml_nn.transformers import models
+    from labml_nn.transformers.feed_forward import FeedForward
+
+    torch.manual_seed(0)
+    attention = aft.AFTLocal(WIDTH, LENGTH, WINDOW)
+    layer = models.TransformerLayer(
+        d_model=WIDTH, self_attn=attention, feed_forward=FeedForward(WIDTH, INNER), dropout_prob=0.1
+    )
+    theirs = torch.nn.ModuleDict(
+        {
+            "src_embed": getattr(models, positions)(WIDTH, TOKENS),
+            "encoder": models.Encoder(layer, 2),
+            "generator": models.Generator(TOKENS, WIDTH),
+        }
+    ).eval()
+    for name, parameter in theirs.named_parameters():
+        if parameter.is_floating_point() and not name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(TOKENS, (LENGTH, 3))
+    with torch.no_grad():
+        hidden = theirs["encoder"](theirs["src_embed"](tokens), causal_mask(LENGTH))
+        close(convert_labml(theirs.state_dict())(tokens.T).logits.transpose(0, 1), theirs["generator"](hidden))
