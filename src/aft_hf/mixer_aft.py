@@ -153,7 +153,9 @@ class AFTMixer(nn.Module):
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
         if shard is not None:
-            self._check_shard(query, key, value, (attention_mask, position_ids, documents, state), output_attentions)
+            self._check_shard(query, key, value, (attention_mask, position_ids, documents), output_attentions)
+            if state is not None and (state.is_initialized or shard.documents is not None):
+                raise ValueError("pieces of a sequence make a state of one text in each row, and do not continue one")
             attention_mask = shard.padding_mask
             self._check_size(shard.longest, None)
         elif state is None:
@@ -262,7 +264,7 @@ class AFTMixer(nn.Module):
             )
         if key is not query or value is not query or output_attentions or any(x is not None for x in others):
             raise ValueError(
-                "a piece of a sequence is one input without attention_mask, position_ids, documents, state and "
+                "a piece of a sequence is one input without attention_mask, position_ids, documents and "
                 "output_attentions: padding and documents are those of the shard"
             )
 

@@ -361,12 +361,14 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         if active_group() is not None:
-            if past_key_values is not None:
-                raise ValueError("within context_parallel there is no cache: call the model without past_key_values")
             shard = shard_of_inputs(active_group(), inputs_embeds, attention_mask, packing)
+            if use_cache and past_key_values is None and shard.documents is None:
+                past_key_values = self.new_cache()
             hidden_states = self.embeddings(inputs_embeds, shard=shard)
-            hidden_states = self._run_layers(hidden_states, None, shard=shard, **kwargs)
-            return BaseModelOutputWithPast(last_hidden_state=hidden_states)
+            hidden_states = self._run_layers(
+                hidden_states, None, past_key_values=past_key_values, shard=shard, **kwargs
+            )
+            return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
         documents = None if continues else packed_documents(packing, attention_mask, *inputs_embeds.shape[:2])
         if documents is not None and past_key_values is not None:

@@ -177,15 +177,15 @@ class SequenceShard:
 
     @cached_property
     def _pieces(self) -> torch.Tensor:
-        """Of all pieces, (N, B, 5): real tokens, those before the first start of a document, those from the last start
-        on, the longest document that starts there, and whether one does.
+        """Of all pieces, (N, B, 6): real tokens, those before the first start of a document, those from the last start
+        on, the longest document that starts there, whether one does, and all tokens.
         """
         return gather_pieces(self._piece(), self.group).cpu()
 
     def _piece(self) -> torch.Tensor:
         """This piece's part of `_pieces`."""
         if self.padding_mask is None and self.documents is None:
-            piece = torch.tensor([self.length, self.length, self.length, 0, 0], device=self.device)
+            piece = torch.tensor([self.length, self.length, self.length, 0, 0, self.length], device=self.device)
             return piece.repeat(self.batch_size, 1)
         mask = self._mask()
         starts = torch.zeros_like(mask) if self.documents is None else self.documents.starts
@@ -197,6 +197,7 @@ class SequenceShard:
             (mask & (document == document[:, -1:])).sum(1),
             lengths.amax(1),
             (document[:, -1] > 0).long(),
+            torch.full_like(document[:, -1], self.length),
         )
         return torch.stack(columns, -1)
 
@@ -218,13 +219,13 @@ class SequenceShard:
     @cached_property
     def open_documents(self) -> torch.Tensor:
         """(N, B), the place where the document starts that is open at the end of each piece."""
-        _, _, last, _, any_start = self._pieces.unbind(-1)
+        _, _, last, _, any_start, _ = self._pieces.unbind(-1)
         return torch.where(any_start > 0, self.starts[1:] - last, 0).cummax(0).values
 
     @cached_property
     def begins(self) -> torch.Tensor:
         """(N + 1, B), the place where the document starts that each piece continues: its own, if it continues none."""
-        _, lead, _, _, any_start = self._pieces.unbind(-1)
+        _, lead, _, _, any_start, _ = self._pieces.unbind(-1)
         before = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
         fresh = torch.nn.functional.pad((any_start > 0) & (lead == 0), (0, 0, 0, 1))
         return torch.where(fresh, self.starts, before)
@@ -237,8 +238,13 @@ class SequenceShard:
     @cached_property
     def longest(self) -> int:
         """The tokens of the longest document of all."""
-        _, lead, _, inner, _ = self._pieces.unbind(-1)
+        _, lead, _, inner, _, _ = self._pieces.unbind(-1)
         return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
+
+    @property
+    def total_length(self) -> int:
+        """The tokens of a row over all pieces, padding included."""
+        return int(self._pieces[:, 0, 5].sum())
 
     @cached_property
     def is_whole(self) -> bool:

@@ -60,6 +60,25 @@ def count_of_past(reach: int, hides_outside: bool) -> int:
     return reach if hides_outside else FAR_TOKENS + reach
 
 
+@torch.no_grad()
+def state_at_end(
+    shard: SequenceShard, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None]:
+    """What generation goes on from after the last piece, in every process. The arguments are those of `with_past`.
+
+    Returns:
+        The last `reach` keys and values of each row on the right, (B, reach, h k) and (B, reach, d), with keys of -inf
+        where a row is shorter; and the sums over what lies before them, (B, h, c) and (B, h, k), as the last token
+        sees them, or None where nothing beyond `reach` is seen.
+    """
+    exchange = _Exchange(shard, **options)
+    own = exchange.forward(key, value)[2]
+    window = exchange.new_window(key, value, exchange.reach)
+    if exchange.reach > 0:
+        exchange.receive_window(key, value, *window, to_end=True)
+    return *window, exchange.combined(exchange.gathered(own), *shard.received(shard.size)) if own else None
+
+
 class _WithPast(torch.autograd.Function):
     """`with_past` to autograd. All processes run it, and its backward pass, at the same point."""
 
@@ -90,30 +109,34 @@ class _Exchange:
 
     def forward(self, key: torch.Tensor, value: torch.Tensor):
         """Keys and values with the past in front, and the sums over this piece and over what lies far back."""
-        batch, length, width = key.shape
-        dtype, past = working_dtype(value), self.far_tokens + self.reach
-        keys = key.new_empty(batch, past + length, width, dtype=dtype)
-        values = value.new_empty(batch, past + length, value.shape[-1], dtype=dtype)
-        keys[:, :past], values[:, :past] = -math.inf, 0.0
+        past = self.far_tokens + self.reach
+        keys, values = self.new_window(key, value, past + key.shape[1])
         keys[:, past:], values[:, past:] = key, value
         if self.reach > 0:
-            window = self._exchange_windows(torch.cat([key, value], -1).flatten(0, 1))
-            routes = self.shard.routes(self.reach)
-            row, slot = routes.received // self.reach, routes.received % self.reach + self.far_tokens
-            keys[row, slot], values[row, slot] = (x.to(dtype) for x in window.split([width, value.shape[-1]], -1))
+            self.receive_window(key, value, keys[:, self.far_tokens :], values[:, self.far_tokens :])
         if not self.far_tokens:
             return keys, values, (), ()
         own = self._sums(keys, values)
-        far = self._combined(self._gathered(own), *self.shard.received())
+        far = self.combined(self.gathered(own), *self.shard.received())
         self._put_far(far, keys, values)
         return keys, values, own, far
 
-    def _exchange_windows(self, tokens: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        """Rows of (B T, c) that go to other pieces for those that come from them; `back` for their gradients."""
-        routes = self.shard.routes(self.reach)
-        sizes = routes.sent_sizes, routes.received_sizes
-        given, taken = sizes[::-1] if back else sizes
-        tokens = tokens if back else tokens[routes.sent]
+    def new_window(self, key: torch.Tensor, value: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of hidden tokens, (B, length, h k) and (B, length, d)."""
+        dtype = working_dtype(value)
+        hidden = key.new_full((len(key), length, key.shape[-1]), -math.inf, dtype=dtype)
+        return hidden, value.new_zeros((len(key), length, value.shape[-1]), dtype=dtype)
+
+    def receive_window(self, key, value, keys, values, *, to_end: bool = False) -> None:
+        """Send tokens to the pieces that need them; what comes goes into the first `reach` of keys and values."""
+        routes = self.shard.routes(self.reach, to_end=to_end)
+        sent = torch.cat([key, value], -1).flatten(0, 1)[routes.sent]
+        received = self._exchange(sent, routes.sent_sizes, routes.received_sizes)
+        row, slot = routes.received // self.reach, routes.received % self.reach
+        keys[row, slot], values[row, slot] = received.to(keys.dtype).split([key.shape[-1], value.shape[-1]], -1)
+
+    def _exchange(self, tokens: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Tokens (M, c) for other pieces, so many for each, in return for theirs."""
         received = tokens.new_empty(sum(taken), tokens.shape[-1])
         distributed.all_to_all_single(received, tokens.contiguous(), taken, given, group=self.shard.group)
         return received
@@ -156,12 +179,12 @@ class _Exchange:
         distance = (last[:, None] - 1 - place).clamp_min(0)  # padding stands behind the last token
         return hidden, (-distance[..., None].to(like.dtype) * self.slopes.to(like.dtype)).unsqueeze(-1)
 
-    def _gathered(self, sums: ScaledSums) -> ScaledSums:
+    def gathered(self, sums: ScaledSums) -> ScaledSums:
         """The sums of all processes, (N, B, h, c) and (N, B, h, k)."""
         widths = [x.shape[-1] for x in sums]
         return ScaledSums(*gather_pieces(torch.cat(sums, -1), self.shard.group).split(widths, -1))
 
-    def _combined(self, sums: ScaledSums, counts: torch.Tensor, distances: torch.Tensor) -> ScaledSums:
+    def combined(self, sums: ScaledSums, counts: torch.Tensor, distances: torch.Tensor) -> ScaledSums:
         """The sum over those of all processes that count, (N, B), as seen from the given distances."""
         maximum = sums.maximum + self._decays(distances, sums.maximum)
         maximum = maximum.masked_fill(~counts.to(maximum.device)[..., None, None], EMPTY)
@@ -203,7 +226,7 @@ class _Exchange:
             routes = self.shard.routes(self.reach)
             row, slot = routes.received // self.reach, routes.received % self.reach + self.far_tokens
             window = torch.cat([of_keys[row, slot], of_values[row, slot]], -1)
-            window = self._exchange_windows(window, back=True)
+            window = self._exchange(window, routes.received_sizes, routes.sent_sizes)
             row, slot = routes.sent // of_key.shape[1], routes.sent % of_key.shape[1]
             for x, gradient in zip((of_key, of_value), window.split([width, values.shape[-1]], -1)):
                 x.index_put_((row, slot), gradient, accumulate=True)
@@ -220,7 +243,7 @@ class _Exchange:
         from_values = (of_average * average).unflatten(-1, (of_key.shape[-1], -1)).sum(-1)
         of_far = ScaledSums(of_average / denominator, (of_key - from_values) / denominator, far.maximum)
         of_far = ScaledSums(*(x.masked_fill(~exists, 0.0) for x in of_far[:2]), of_far.maximum)
-        gathered = self._gathered(of_far)
+        gathered = self.gathered(of_far)
         counts, distances = self.shard.given()
         exponent = own.maximum + self._decays(distances, own.maximum) - gathered.maximum
         counts = counts.to(exponent.device)[..., None, None]
@@ -239,4 +262,4 @@ class _Exchange:
             of_values[:, start:stop] += of_value.flatten(2)
 
 
-__all__ = ["count_of_past", "with_past"]
+__all__ = ["count_of_past", "state_at_end", "with_past"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import finish, launch
+from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
 from torch import distributed
 
 from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_piece
@@ -152,9 +152,36 @@ def compute(directory: Path) -> None:
     group, rank = distributed.group.WORLD, distributed.get_rank()
     found = {name: outcome(*case, group) for name, case in build_cases().items()}
     found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in TYPES for length in (50, 300)}
+    found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
     torch.save(found, directory / f"{rank}.pt")
     distributed.destroy_process_group()
+
+
+PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
+
+
+@torch.no_grad()
+def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
+    """Logits of the last token of a prompt and of tokens after it, one at a time and some at once, whoever took in the
+    prompt: one process or several.
+    """
+    model, inputs = build_model(aft_type).eval(), build_inputs(kind)
+    labels = inputs.pop("labels")
+    given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
+    if group is None:
+        cache = model(**given, use_cache=True).past_key_values
+    else:
+        with context_parallel(group):
+            cache = model(**given, use_cache=True).past_key_values
+    assert cache.get_seq_length() == labels.shape[1]
+    mask = inputs.get("attention_mask", torch.ones_like(labels))
+    found = []
+    for length in (1, 4, 1, 1):
+        tokens = labels[:, :length].clamp_min(0)
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        found.append(model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(found, 1)
 
 
 def error_of(call: Any, group: Any) -> str:
@@ -167,6 +194,7 @@ def error_of(call: Any, group: Any) -> str:
 
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
+CACHE = build_model("conv").aft.new_cache()
 # In every process: what cannot be done with a piece, by what the message must say.
 WRONG = {
     "causal AFTFull cannot take": lambda group: build_model("full")(TOKENS),
@@ -180,8 +208,8 @@ WRONG = {
         TOKENS, position_ids=torch.arange(3, 11)[None]
     ),
     "as the position_ids of the piece": lambda group: build_model("conv")(TOKENS, cu_seq_lens_q=torch.tensor([0, 8])),
-    "without past_key_values": lambda group: build_model("conv")(
-        TOKENS, past_key_values=build_model("conv").aft.new_cache()
+    "do not continue one": lambda group: build_model("conv")(
+        TOKENS, past_key_values=build_model("conv").eval()(TOKENS, past_key_values=CACHE).past_key_values
     ),
     "1 tokens cannot be cut into": lambda group: local_piece(TOKENS[:, :1], group),
 }
@@ -232,6 +260,68 @@ def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(fou
         assert "all_reduce" not in long
 
 
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_in_pieces_leaves_the_state_of_generation_in_every_process(found, prompt):
+    expected = generated(*prompt)
+    for process in found:
+        torch.testing.assert_close(process["generated"][prompt], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_what_a_piece_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
     assert any(message in process["errors"][message] for process in found)
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def recipe_without_dropout(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe of layers of two types, with 17 tokens a sample; pieces could not have the dropout of whole rows."""
+    values = bytes_recipe(directory)
+    values["model"] |= {"hidden_dropout_prob": 0.0, "aft_type": ["local", "alibi"]}
+    values["data"] |= {"seq_len": 17}
+    return values | changes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Any]:
+    """What one process makes of the recipe."""
+    return run(recipe_without_dropout(tmp_path_factory.mktemp("alone")))
+
+
+def test_a_killed_run_of_pieces_and_of_batches_goes_on_as_the_run_of_one_process(tmp_path, alone):
+    values = recipe_without_dropout(tmp_path, context_parallel=2)
+    processes = start(values, 4)
+    wait_for(Path(values["output_dir"]) / "checkpoints" / "step-000000003", processes[0])
+    for process in processes:
+        process.kill()
+    finish(processes)
+    assert finish(start(values, 4)) == [0] * 4
+    assert_same_run(results_of(values), alone)
+
+
+def test_pieces_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
+    values = recipe_without_dropout(tmp_path)
+    assert finish(start(values | {"steps": 6, "context_parallel": 2}, 2, **FSDP2)) == [0, 0]
+    assert finish(start(values, 2, **FSDP2)) == [0, 0]
+    assert_same_run(results_of(values), alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel": 3}, "context_parallel=3 does not divide the 1 processes"),
+        ({"context_parallel": 0}, "context_parallel"),
+    ],
+)
+def test_pieces_that_the_processes_cannot_take_are_an_error(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(recipe_without_dropout(tmp_path, **changes))
+
+
+def test_a_model_that_cannot_take_pieces_is_an_error_before_training(tmp_path):
+    values = recipe_without_dropout(tmp_path, context_parallel=2)
+    values["model"] |= {"aft_type": "full"}
+    assert finish(start(values, 2)) == [1, 1]
+    message = (tmp_path / "run.error").read_text()
+    assert "needs a model whose layers are of the aft_type simple, alibi, local or conv, got aft with full" in message
