@@ -153,6 +153,7 @@ def compute(directory: Path) -> None:
     found = {name: outcome(*case, group) for name, case in build_cases().items()}
     found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in TYPES for length in (50, 300)}
     found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
+    found["offset"] = {t: outputs_of_keys_with_an_offset(t, group) for t in ("simple", "alibi")}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
     torch.save(found, directory / f"{rank}.pt")
     distributed.destroy_process_group()
@@ -182,6 +183,20 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
         mask = torch.cat([mask, torch.ones_like(tokens)], 1)
         found.append(model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
     return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Tensor:
+    """Of keys 4096 + i / 1024, which float32 holds exactly, as it does their sums with the biases of ALiBi."""
+    torch.manual_seed(0)
+    mixer = build_model(aft_type).aft.layers[0].mixer
+    mixer.k_proj.weight.copy_(torch.eye(16))
+    mixer.k_proj.bias.fill_(4096.0)
+    x = torch.randint(-1024, 1024, (1, 45, 16)) / 1024
+    if group is None:
+        return mixer(x)
+    piece = local_piece(x, group)
+    return whole_row(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
 
 
 def error_of(call: Any, group: Any) -> str:
@@ -258,6 +273,13 @@ def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(fou
         sent = (rank < len(found) - 1) + (rank > 0)
         assert long.get("all_to_all_single", 0) == sent * window
         assert "all_reduce" not in long
+
+
+@pytest.mark.parametrize("aft_type", ["simple", "alibi"])
+def test_the_token_that_stands_for_all_before_is_as_exact_as_their_keys(found, aft_type):
+    expected = outputs_of_keys_with_an_offset(aft_type)
+    for process in found:
+        torch.testing.assert_close(process["offset"][aft_type], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
