@@ -28,12 +28,15 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from aft_hf.conversion import read_source
 from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation, class_names, class_numbers
-from aft_hf.data.loading import hold_out, load_splits, require_column
+from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_column
 from aft_hf.data.text import group_into_blocks
+from aft_hf.loading import load
+from aft_hf.reading import explained, read_json
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner
@@ -93,7 +96,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, training_args = _parse(arguments)
     set_seed(training_args.seed)
     hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
-    config = AutoConfig.from_pretrained(model_args.model_name_or_path, **hub)
+    config = load(AutoConfig, model_args.model_name_or_path, **hub)
     build = _classification if is_image_classifier(config) else _language_modeling
     with training_args.main_process_first():
         splits = load_splits(
@@ -126,6 +129,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     metrics = {}
     if training_args.do_train:
         checkpoint = _checkpoint(training_args)
+        if checkpoint is not None:
+            read_json(Path(checkpoint, TRAINER_STATE_NAME), dict[str, Any])
+            with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
+                TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
         with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
             result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
@@ -207,7 +214,8 @@ def _classification(
     splits = hold_out(_decoded(splits, data_args.image_column), data_args.validation_share)
     if sorted(names) == sorted(config.id2label.values()):
         names = [config.id2label[number] for number in range(len(names))]  # the order that the weights know
-    model = AutoModelForImageClassification.from_pretrained(
+    model = load(
+        AutoModelForImageClassification,
         model_args.model_name_or_path,
         id2label=dict(enumerate(names)),
         label2id={name: number for number, name in enumerate(names)},
@@ -215,7 +223,7 @@ def _classification(
         dtype="float32",
         **hub,
     )
-    processor = AutoImageProcessor.from_pretrained(model_args.model_name_or_path, **hub)
+    processor = load(AutoImageProcessor, model_args.model_name_or_path, **hub)
     datasets = {
         split: rows.with_transform(
             ImagePipeline(
@@ -243,7 +251,7 @@ def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
     if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
         return splits
     try:
-        return splits.cast_column(column, Image())
+        return splits.cast_column(column, ImageColumn())
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"--image_column: {column!r} holds no images, nor their bytes or paths") from error
 
@@ -259,8 +267,8 @@ def _language_modeling(
     if model_args.teacher is not None or data_args.augmentation != "none":
         raise ValueError("--teacher and --augmentation are for image classifiers")
     require_column(splits, data_args.text_column, "--text_column")
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype="float32", **hub)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **hub)
+    model = load(AutoModelForCausalLM, model_args.model_name_or_path, dtype="float32", **hub)
+    tokenizer = load(AutoTokenizer, model_args.model_name_or_path, **hub)
     block_size = data_args.block_size
     if block_size is None:
         limits = (1024, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))

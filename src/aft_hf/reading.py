@@ -257,6 +257,11 @@ def described(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text of any length in `LONGEST_MESSAGE` characters, none of which moves the cursor of a terminal."""
-    text = "".join(character if character.isprintable() else " " for character in text)
+    """A text of any length in `LONGEST_MESSAGE` characters, all of them printable."""
+    text = printable(text)
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 4]} ..."
+
+
+def printable(text: str) -> str:
+    """A text on one line, without characters that move the cursor of a terminal or change its colours."""
+    return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))

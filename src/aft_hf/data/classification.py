@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from .fingerprint import sum_rows
+from .image_files import row_at
 from .order import SampleKey
 from .rand_augment import RandAugment
 
@@ -53,7 +54,7 @@ class TrainingImages(Dataset):
         return len(self.rows)
 
     def __getitem__(self, key: SampleKey) -> dict[str, torch.Tensor]:
-        return self.sample(self.rows[key.index], key)
+        return self.sample(row_at(self.rows, key.index), key)
 
     def sample(self, row: dict[str, Any], key: SampleKey) -> dict[str, torch.Tensor]:
         """That of a row, cropped by the random numbers of a key."""

@@ -9,6 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from .fingerprint import sum_rows
+from .image_files import row_at
 from .order import SampleKey
 
 
@@ -70,8 +71,8 @@ class PixelSequences(Dataset):
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
         if self.seed is None:
-            return self.sample(self.rows[key])
-        return self.sample(self.rows[key.index], key)
+            return self.sample(row_at(self.rows, key))
+        return self.sample(row_at(self.rows, key.index), key)
 
     def sample(self, row: dict[str, Any], key: SampleKey | None = None) -> dict[str, torch.Tensor]:
         """That of a row, as it is or augmented by the random numbers of a key."""

@@ -1,7 +1,6 @@
 """A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..configuration_aft import AFTConfig, pair
 from ..publishing import write_card
-from ..reading import first_line
+from ..reading import explained, first_line
 from .distillation import distillation_loss
 from .optimization import parameter_groups
 from .records import move_into
@@ -51,15 +50,11 @@ class FineTuner(Trainer):
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
             self.model_accepts_loss_kwargs = False
             teacher.to(self.args.device).eval().requires_grad_(False)
-        if self.label_smoother is not None:
-            if getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
-                raise ValueError(
-                    "label_smoothing_factor takes the place of the model's own loss, and so of what "
-                    "position_bias_entropy_weight adds to it: set one of them to 0"
-                )
-            # Trainer shifts the labels of language models that it knows by name, which AFT is not.
-            if self.model.loss_type == "ForCausalLM":
-                self.label_smoother = partial(self.label_smoother, shift_labels=True)
+        if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
+            raise ValueError(
+                "label_smoothing_factor takes the place of the model's own loss, and so of what "
+                "position_bias_entropy_weight adds to it: set one of them to 0"
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
@@ -84,6 +79,18 @@ class FineTuner(Trainer):
             teacher_logits = self._teacher_logits(inputs["pixel_values"])
             loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
         return (loss, outputs) if return_outputs else loss
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with explained(f"{checkpoint}: its random states cannot be loaded; give an earlier checkpoint"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with explained(f"{resume_from_checkpoint}: its model cannot be loaded; give an earlier checkpoint"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def evaluate(self, *arguments, **options) -> dict[str, float]:
         """Trainer's, which leaves the random numbers of the training that goes on as they were."""

@@ -19,16 +19,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from ..data.byte_tokenizer import build_byte_tokenizer
+from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
 from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
 from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.streaming import StreamedEvaluation, StreamedSamples
 from ..data.text import join_texts
+from ..loading import load
+from ..reading import explained
 from .code_length import CodeLength
 from .metrics import AccuracyAndLoss
 from .recipe import BytesData, BytesRecipe, Data, ImageRows, ImagesRecipe, PixelsRecipe, Recipe
@@ -74,16 +77,14 @@ class Task(ABC):
         fields = dict(self.recipe.model)
         if "pretrained" in fields:
             source = fields.pop("pretrained")
-            values = self._fitting(type(AutoConfig.from_pretrained(source))) | fields
+            values = self._fitting(type(load(AutoConfig, source))) | fields
             # Whatever it was saved in: small updates would be lost in half precision.
             values["dtype"] = torch.float32
-            return self.auto_model.from_pretrained(source, ignore_mismatched_sizes=True, **values)
+            return load(self.auto_model, source, ignore_mismatched_sizes=True, **values)
         architecture = fields.pop("architecture")
-        try:
+        with explained("model: cannot be built"):
             config = AutoConfig.for_model(architecture, **(self._fitting(CONFIG_MAPPING[architecture]) | fields))
             return self.auto_model.from_config(config)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"model: {error}") from error
 
     def _fitting(self, config: type) -> dict[str, Any]:
         """`config_values` as far as a class of configs has them."""
@@ -148,14 +149,23 @@ class BytesTask(SequenceTask):
             for split, part in parts.items()
         }
         self.units_per_sample = data.seq_len
+        self.processor = self._tokenizer()
         self.config_values = {
             "modality": "text",
-            "vocab_size": 256,
+            "vocab_size": len(self.processor),
             "max_position_embeddings": data.seq_len,
             "bos_token_id": None,
-            "eos_token_id": None,
+            "eos_token_id": self.processor.eos_token_id,
+            "pad_token_id": self.processor.pad_token_id,
         }
-        self.processor = build_byte_tokenizer(model_max_length=data.seq_len)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of bytes, with special tokens unless a pretrained model has embeddings of the bytes alone."""
+        special_tokens: dict[str, None] = {}
+        source = self.recipe.model.get("pretrained")
+        if source is not None and AutoConfig.from_pretrained(source).vocab_size == NUM_BYTES:
+            special_tokens = dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
+        return build_byte_tokenizer(model_max_length=self.recipe.data.seq_len, **special_tokens)
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         counted = labels != IGNORED
@@ -251,7 +261,7 @@ class ImagesTask(Task):
         options |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
         options |= {"image_mean": data.image_mean, "image_std": data.image_std}
         if "pretrained" in self.recipe.model:
-            return AutoImageProcessor.from_pretrained(self.recipe.model["pretrained"], **options)
+            return load(AutoImageProcessor, self.recipe.model["pretrained"], **options)
         return ViTImageProcessorPil(**options)
 
     def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
