@@ -26,6 +26,7 @@ SHORTER = {
     "python scripts/measure_generation.py": "--contexts 16 --repeats 1",
     "python scripts/measure_large_keys.py": "--repeats 1 --only simple",
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
+    "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
 }
 NOT_RUN = {
     r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",
