@@ -130,7 +130,7 @@ class _Exchange:
     def receive_window(self, key, value, keys, values, *, to_end: bool = False) -> None:
         """Send tokens to the pieces that need them; what comes goes into the first `reach` of keys and values."""
         routes = self.shard.routes(self.reach, to_end=to_end)
-        sent = torch.cat([key, value], -1).flatten(0, 1)[routes.sent]
+        sent = torch.cat([x.flatten(0, 1)[routes.sent] for x in (key, value)], -1)
         received = self._exchange(sent, routes.sent_sizes, routes.received_sizes)
         row, slot = routes.received // self.reach, routes.received % self.reach
         keys[row, slot], values[row, slot] = received.to(keys.dtype).split([key.shape[-1], value.shape[-1]], -1)
