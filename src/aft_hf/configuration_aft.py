@@ -25,7 +25,7 @@ AUTO_MAPS = {
 }
 
 # How Eq. 2 may be computed: "auto" takes the first backend of mixing_aft.py that supports the problem.
-MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable")
+MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable", "triton")
 
 # The largest values of fields. No real model meets them: a damaged config.json does, and is refused before its numbers
 # take memory or time.
@@ -114,7 +114,9 @@ class AFTConfig(PreTrainedConfig):
         gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
         mixing_implementation (`str`, defaults to `"auto"`):
             How Eq. 2 is computed: `"auto"` (the fastest backend for the device), `"reference"` (slow, Eq. 2 as
-            printed), or the backend to ask first, `"cpu"` or `"portable"`.
+            printed), or the backend to ask first: `"cpu"`, `"portable"`, or `"triton"` for the fused kernels of
+            causal models on a GPU, which need the package triton. What the named one does not support, the others
+            compute.
         vocab_size (`int`, defaults to 256): Number of tokens (text).
         max_position_embeddings (`int`, defaults to 1024):
             Longest text, where position embeddings or a table of biases (`full`, `local`) set a limit.

@@ -24,11 +24,11 @@ class Documents:
 
     Args:
         starts: (B, T) boolean, True at the first token of each document; the first token of a row always is one.
-        first_positions: (B,), the position of the first token of each row where it continues a document; None for 0.
+        offsets: (B,), the position of the first token of each row where it continues a document; None for 0.
     """
 
     starts: torch.Tensor
-    first_positions: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor, batch_size: int) -> "Documents":
@@ -56,14 +56,15 @@ class Documents:
         return self.can_be_unpacked and not self.starts[:, 1:].any()
 
     def longest(self) -> int | None:
-        """The length of the longest document; None where the host may not know."""
-        return max((rows.longest for rows in self.rows), default=0) if self.can_be_unpacked else None
+        """The length of the longest document; None where the host may not know, or would have to wait for it."""
+        known = may_look_at(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
+        return max((rows.longest for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """The same documents on another device, for the hooks of models that lie on several."""
         if self.starts.device == torch.device(device):
             return self
-        first = self.first_positions
+        first = self.offsets
         first = first if first is None else first.to(device, non_blocking=non_blocking)
         return Documents(self.starts.to(device, non_blocking=non_blocking), first)
 
@@ -77,11 +78,21 @@ class Documents:
         counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
         before = counted.cumsum(1) - counted.long()
         positions = before - torch.where(self.starts, before, 0).cummax(1).values
-        if self.first_positions is None:
+        if self.offsets is None:
             return positions
         continues = self.starts[:, 1:].cumsum(1) == 0
         continues = nn.functional.pad(continues, (1, 0), value=True)
-        return positions + torch.where(continues, self.first_positions[:, None], 0)
+        return positions + torch.where(continues, self.offsets[:, None], 0)
+
+    def first_positions(self) -> torch.Tensor:
+        """(B, T), for each token the place in its row where its document starts."""
+        places = torch.arange(self.starts.shape[1], device=self.starts.device)
+        return torch.where(self.starts, places, 0).cummax(1).values
+
+    def moved(self, order: torch.Tensor) -> "Documents":
+        """The documents after tokens moved to places order[b, t], which keeps those of a document side by side."""
+        document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
+        return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
 
     @cached_property
     def rows(self) -> list["DocumentRows"]:
@@ -93,8 +104,8 @@ class Documents:
         first = self.starts.flatten().nonzero().squeeze(1)
         lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
         positions = torch.zeros_like(lengths)
-        if self.first_positions is not None:
-            positions[first % self.starts.shape[1] == 0] = self.first_positions
+        if self.offsets is not None:
+            positions[first % self.starts.shape[1] == 0] = self.offsets
         batches: dict[tuple[int, int], list[int]] = {}
         for document, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist())):
             batches.setdefault((power_of_two_from(length), position), []).append(document)
@@ -147,16 +158,22 @@ class DocumentRows:
 
 
 def packed_documents(
-    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+    inputs: dict[str, torch.Tensor | None],
+    mask: torch.Tensor | None,
+    batch_size: int,
+    length: int,
+    *,
+    may_wait: bool = True,
 ) -> Documents | None:
     """The documents that `position_ids` or `cu_seq_lens_q` give.
 
     Args:
         inputs: those of a model in `PACKING_INPUTS`.
         mask: the attention mask of the model, if any.
+        may_wait: whether the host may wait for an accelerator to know whether each row is one document.
 
     Returns:
-        The documents; None where each row is one.
+        The documents; None where each row is one, and that may be known.
 
     Raises:
         ValueError: positions that are not those of documents, or a 3-D mask beside them.
@@ -168,7 +185,7 @@ def packed_documents(
         documents = _documents_of_positions(position_ids, mask, batch_size, length)
     else:
         return None
-    if documents.are_rows():
+    if (may_wait or may_look_at(documents.starts)) and documents.are_rows():
         return None
     if mask is not None and mask.dim() == 3:
         raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")

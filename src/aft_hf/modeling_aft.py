@@ -383,7 +383,10 @@ class AFTModel(AFTPreTrainedModel):
             )
             return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
-        documents = None if continues else packed_documents(packing, attention_mask, *inputs_embeds.shape[:2])
+        documents = None
+        if not continues:  # a training step needs no cache, and so need not know whether it could have one
+            size = inputs_embeds.shape[:2]
+            documents = packed_documents(packing, attention_mask, *size, may_wait=not self.training)
         if documents is not None and past_key_values is not None:
             raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several")
         if use_cache and past_key_values is None and not pairwise and documents is None:
