@@ -22,6 +22,7 @@ from .conversion import convert_deit, convert_labml
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import AFTBackbone, AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .sequence_shards_aft import context_parallel, local_piece
 
 
 def _register() -> None:
@@ -61,6 +62,8 @@ __all__ = [
     "AFTSimple",
     "__version__",
     "build_byte_tokenizer",
+    "context_parallel",
     "convert_deit",
     "convert_labml",
+    "local_piece",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from .scaled_sums_aft import may_look_at, power_of_two_from
 
@@ -23,9 +24,11 @@ class Documents:
 
     Args:
         starts: (B, T) boolean, True at the first token of each document; the first token of a row always is one.
+        offsets: (B,), the position of the first token of each row where it continues a document; None for 0.
     """
 
     starts: torch.Tensor
+    offsets: torch.Tensor | None = None
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor, batch_size: int) -> "Documents":
@@ -61,7 +64,9 @@ class Documents:
         """The same documents on another device, for the hooks of models that lie on several."""
         if self.starts.device == torch.device(device):
             return self
-        return Documents(self.starts.to(device, non_blocking=non_blocking))
+        first = self.offsets
+        first = first if first is None else first.to(device, non_blocking=non_blocking)
+        return Documents(self.starts.to(device, non_blocking=non_blocking), first)
 
     def pairs(self) -> torch.Tensor:
         """(B, T, T), whether two tokens are of one document."""
@@ -72,7 +77,12 @@ class Documents:
         """(B, T), the position of each token in its document, where padding does not count."""
         counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
         before = counted.cumsum(1) - counted.long()
-        return before - torch.where(self.starts, before, 0).cummax(1).values
+        positions = before - torch.where(self.starts, before, 0).cummax(1).values
+        if self.offsets is None:
+            return positions
+        continues = self.starts[:, 1:].cumsum(1) == 0
+        continues = nn.functional.pad(continues, (1, 0), value=True)
+        return positions + torch.where(continues, self.offsets[:, None], 0)
 
     def first_positions(self) -> torch.Tensor:
         """(B, T), for each token the place in its row where its document starts."""
@@ -86,17 +96,24 @@ class Documents:
 
     @cached_property
     def rows(self) -> list["DocumentRows"]:
-        """All documents as rows, in batches of those whose lengths have the same next power of two.
+        """All documents as rows, in batches of those that start at the same position and whose lengths have the same
+        next power of two.
 
         Made once for all layers: the host has to know the lengths.
         """
         first = self.starts.flatten().nonzero().squeeze(1)
         lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
-        by_size: dict[int, list[int]] = {}
-        for document, length in enumerate(lengths.tolist()):
-            by_size.setdefault(power_of_two_from(length), []).append(document)
-        chosen = (torch.tensor(documents, device=first.device) for documents in by_size.values())
-        return [DocumentRows(first[documents], lengths[documents]) for documents in chosen]
+        positions = torch.zeros_like(lengths)
+        if self.offsets is not None:
+            positions[first % self.starts.shape[1] == 0] = self.offsets
+        batches: dict[tuple[int, int], list[int]] = {}
+        for document, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist())):
+            batches.setdefault((power_of_two_from(length), position), []).append(document)
+        rows = []
+        for (_, position), documents in batches.items():
+            chosen = torch.tensor(documents, device=first.device)
+            rows.append(DocumentRows(first[chosen], lengths[chosen], position))
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +123,12 @@ class DocumentRows:
     Args:
         first: (N,), the place of the first token of each document in all rows of the batch one after the other.
         lengths: (N,).
+        position: of the first tokens in their documents, 0 unless these began elsewhere.
     """
 
     first: torch.Tensor
     lengths: torch.Tensor
+    position: int = 0
 
     @cached_property
     def longest(self) -> int:

@@ -21,6 +21,8 @@ from .mixing_triton_aft import TritonBackend
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
 from .scaled_sums_aft import join_heads, split_heads, widen
+from .sequence_shards_aft import SequenceShard
+from .shard_exchange_aft import count_of_past, with_past
 
 
 # By type of device, the backends in the order in which they are asked; `None` stands for every other type. Those that
@@ -48,6 +50,8 @@ class Mixing:
         pair_mask: (B or 1, T, T') boolean, False where a query must not look.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
         documents: the documents that are packed into the rows; None where each row is one sequence.
+        shard: where the rows are pieces of longer ones, the others of which are in other processes; its padding and
+            its documents are then those of the problem.
         query: (B, T, d), where the averages are to be multiplied by sigmoid(query); None for the averages alone.
     """
 
@@ -61,6 +65,7 @@ class Mixing:
     pair_mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
+    shard: SequenceShard | None = None
     query: torch.Tensor | None = None
 
     @property
@@ -125,6 +130,9 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     """
     if problem.length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
+    if problem.shard is not None:
+        context = _mix_shard(replace(problem, query=None), implementation)
+        return context if problem.query is None else torch.sigmoid(problem.query) * context
     if implementation == "reference":
         return reference_mixing(problem)
     backend, order, prepared = _choose(problem, implementation)
@@ -153,7 +161,8 @@ def _choose(problem: Mixing, implementation: str) -> tuple[type[Backend] | None,
     """
     backends, order = _backends(problem.key.device, implementation), None
     if problem.documents is not None:
-        backends = [backend for backend in backends if backend.takes_documents]
+        from_start = problem.documents.offsets is None
+        backends = [backend for backend in backends if backend.takes_documents and from_start]
     if backends and problem.padding_mask is not None and not problem.is_pairwise:
         problem, order = without_padding(problem, moved=problem.biases.ordered)
     return next((backend for backend in backends if backend.supports(problem)), None), order, problem
@@ -201,8 +210,49 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
             padding_mask=None if mask is None else rows.take(mask.unsqueeze(-1), False).squeeze(-1),
             documents=None,
         )
+        if rows.position != 0:
+            part = replace(part, biases=part.biases.from_position(rows.position, rows.longest))
         context = rows.put(context, mix(part, implementation))
     return context
+
+
+def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
+    """A piece of longer rows: what comes before it is put in front, and then it is a problem like any other."""
+    shard, biases, order = problem.shard, problem.biases, None
+    if problem.padding_mask is not None:
+        problem, order = without_padding(problem, moved=True)
+    past = count_of_past(biases.reach, biases.hides_outside)
+    options = {"reach": biases.reach, "slopes": biases.slopes, "hides_outside": biases.hides_outside}
+    key, value = with_past(shard, problem.key, problem.value, num_heads=problem.num_heads, **options)
+    starts, documents = shard.before - past, shard.real_documents  # positions of the first tokens of the rows
+    one_table = biases.relative or bool((starts == starts[0]).all())
+    if documents is not None or not one_table:
+        documents = _with_tokens_in_front(shard, past, None if biases.relative else starts)
+    elif not biases.relative:
+        biases = biases.from_position(int(starts[0]), key.shape[1])
+    whole = replace(
+        problem,
+        key=key,
+        value=value,
+        biases=biases,
+        num_queries=None,
+        shard=None,
+        documents=documents,
+        padding_mask=None,
+    )
+    context = mix(whole, implementation)[:, past:].to(problem.value.dtype)
+    return context if order is None else gather(context, order)
+
+
+def _with_tokens_in_front(shard: SequenceShard, count: int, positions: torch.Tensor | None) -> Documents:
+    """The documents of a piece when `count` tokens are put in front of each row."""
+    starts = torch.zeros(shard.batch_size, count + shard.length, dtype=torch.bool, device=shard.device)
+    if shard.real_documents is not None:
+        starts[:, count:] = shard.real_documents.starts
+        # A document that starts with the piece has nothing before it: what is put in front of it is hidden.
+        starts[:, count] = False
+    starts[:, 0] = True
+    return Documents(starts, positions if positions is None else positions.to(shard.device))
 
 
 def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:

@@ -32,6 +32,14 @@ from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .documents_aft import PACKING_INPUTS, Documents, packed_documents
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from .sequence_shards_aft import (
+    SequenceShard,
+    active_group,
+    average_over,
+    following_labels,
+    shard_of_inputs,
+    total_over,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -54,15 +62,20 @@ class AFTTextEmbeddings(nn.Module):
         padding_mask: torch.Tensor | None = None,
         state: AFTLayerState | None = None,
         documents: Documents | None = None,
+        shard: SequenceShard | None = None,
     ) -> torch.Tensor:
         if self.position_embeddings is not None:
-            positions = self._positions(inputs_embeds, padding_mask, state, documents)
+            positions = self._positions(inputs_embeds, padding_mask, state, documents, shard)
             inputs_embeds = inputs_embeds + self.position_embeddings(positions)
         return self.dropout(inputs_embeds)
 
-    def _positions(self, inputs_embeds, padding_mask, state, documents) -> torch.Tensor:
+    def _positions(self, inputs_embeds, padding_mask, state, documents, shard) -> torch.Tensor:
         """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
         length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
+        if shard is not None:
+            if shard.longest > limit:
+                raise ValueError(f"a text of {shard.longest} tokens is longer than max_position_embeddings={limit}")
+            return shard.positions().clamp_max(limit - 1)
         if documents is not None:
             longest = documents.longest()
             if longest is not None and longest > limit:
@@ -212,6 +225,7 @@ class AFTLayer(GradientCheckpointingLayer):
         grid_size: tuple[int, int] | None = None,
         past_key_values: AFTCache | None = None,
         documents: Documents | None = None,
+        shard: SequenceShard | None = None,
         output_attentions: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
@@ -219,6 +233,7 @@ class AFTLayer(GradientCheckpointingLayer):
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
             documents=documents,
+            shard=shard,
             grid_size=grid_size,
             state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
             output_attentions=output_attentions,
@@ -362,6 +377,15 @@ class AFTModel(AFTPreTrainedModel):
                 "it: use prompt tuning or LoRA"
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
+        if active_group() is not None:
+            shard = shard_of_inputs(active_group(), inputs_embeds, attention_mask, packing)
+            if use_cache and past_key_values is None and shard.documents is None:
+                past_key_values = self.new_cache()
+            hidden_states = self.embeddings(inputs_embeds, shard=shard)
+            hidden_states = self._run_layers(
+                hidden_states, None, past_key_values=past_key_values, shard=shard, **kwargs
+            )
+            return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
         documents = None
         if not continues:  # a training step needs no cache, and so need not know whether it could have one
@@ -537,9 +561,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         entropy, loss = self.aft.position_bias_entropy(), None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            targets = (labels[..., 1:] != -100).sum()
-            loss = _with_entropy(loss, entropy, self.config, targets, kwargs.get("num_items_in_batch"))
+            loss = self._loss(logits, labels, entropy, **kwargs)
         return AFTCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -548,6 +570,22 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             position_bias_entropy=entropy,
         )
+
+    def _loss(
+        self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs
+    ) -> torch.Tensor:
+        """The loss of next tokens; of whole rows, where these are pieces of them."""
+        asked, group = kwargs.get("num_items_in_batch"), active_group()
+        if group is None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            return _with_entropy(loss, entropy, self.config, (labels[..., 1:] != -100).sum(), asked)
+        following = following_labels(labels, group)
+        targets = total_over(group, (following != -100).sum())
+        # The sum here counts as many times as there are pieces, since gradients are averaged over them.
+        kwargs["num_items_in_batch"] = (targets if asked is None else asked) / group.size()
+        vocab_size = self.config.vocab_size
+        loss = self.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
+        return _with_entropy(average_over(group, loss), entropy, self.config, targets, asked)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -5,7 +5,7 @@ w between any positions, w of chunks of a sequence, and w of the next token. It 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,13 @@ class PositionBias:
         queries = starts[:, None] + torch.arange(size, device=self.device)
         keys = starts[:, None] + torch.arange(-size, (2 if following else 1) * size, device=self.device)
         return self.between(queries, keys).movedim(-3, 0)
+
+    def from_position(self, start: int, length: int) -> "PositionBias":
+        """The w of a sequence whose first token has the position `start` of this one.
+
+        `start` may be negative: w of positions before 0, and of those beyond a learned table, has no meaning.
+        """
+        return self
 
     def tensors(self) -> list[torch.Tensor]:
         """What w is made of."""
@@ -127,6 +134,11 @@ class Dense(PositionBias):
         if self.key is None:
             return self._multiplied(self.query[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
         return (self._multiplied(self.query[:, queries]) @ widen(self.key[:, keys]).mT).movedim(0, -3)
+
+    def from_position(self, start, length):
+        if self.key is None:
+            return replace(self, query=_cut(_cut(self.query, 1, start, length), 2, start, length))
+        return replace(self, query=_cut(self.query, 1, start, length), key=_cut(self.key, 1, start, length))
 
     def next_token(self, position):
         raise NotImplementedError("w of all positions before a token has no fixed size: ask `between`")
@@ -313,6 +325,13 @@ class SelectedPosition(PositionBias):
         column = positions % columns + selected % size - size // 2
         inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
         return (row * columns + column).clamp(0, length - 1), inside
+
+
+def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """`length` entries of one dimension from `start` on, 0 where there are none."""
+    first, last = max(start, 0), min(start + length, x.shape[dim])
+    x, padding = x.narrow(dim, first, last - first), (first - start, start + length - last)
+    return x if padding == (0, 0) else nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(padding))
 
 
 def _products_of_neighbours(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

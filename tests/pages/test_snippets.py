@@ -27,6 +27,8 @@ SHORTER = {
     "python scripts/measure_generation.py": "--contexts 16 --repeats 1",
     "python scripts/measure_large_keys.py": "--repeats 1 --only simple",
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
+    "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
+    "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
 }
 NOT_RUN = {
     r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",
