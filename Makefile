@@ -5,13 +5,14 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 DOCS_INSTALLED := $(VENV)/.installed-docs
+CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Nothing here needs the Hub, except a quickstart whose --source lies there.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo docs test test-all conformance conformance-report roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo docs test test-all clients conformance conformance-report roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -51,6 +52,15 @@ test: install  ## All tests but the slow ones
 test-all: install  ## All tests
 	$(PYTEST) $(ARGS)
 
+$(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt tests/clients/constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[test]"
+	touch $@
+
+clients: $(CLIENTS)/.installed  ## TRL, lm-evaluation-harness, peft and others on AFT, and the examples of docs/integrations.md
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
@@ -61,9 +71,10 @@ conformance-report: install  ## The same tests on AFT, GPT-2 and ViT; writes the
 roundtrip: install  ## Every type saved here and loaded in a new environment with torch and transformers only
 	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
 
-soak: install  ## One training run killed 20 times at random moments, and runs of two processes
-	KILLS=20 KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
-		$(RUN) -m pytest tests/training/test_kill.py tests/training/test_distributed.py $(ARGS)
+soak: install  ## What takes long: training runs killed 20 times at random moments (tests/soak), thousands of examples of each property
+	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
+		$(RUN) -m pytest -o python_files="soak_*.py" tests/soak $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(RUN) -m pytest tests/properties $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .
@@ -74,4 +85,4 @@ format: install
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) .conformance outputs build dist src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) .conformance outputs build dist src/*.egg-info

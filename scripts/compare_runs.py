@@ -6,7 +6,6 @@ Everything is taken from the `results.json` that a run leaves in its directory: 
 recipe repeats a row of the paper.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from aft_hf.analysis import draw_losses, metric_of, save
+from aft_hf.reading import explained, read_json
 
 
 def name_of(results: dict[str, Any]) -> str:
@@ -43,14 +43,15 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Where to draw the losses.")] = None,
 ) -> None:
     """Print a table of finished runs, and draw them."""
-    results = [json.loads((run / "results.json").read_text()) for run in runs]
-    print(table(results))
-    if picture is not None:
-        save(draw_losses([(name_of(each), each) for each in results]), picture)
+    results = [read_json(run / "results.json", dict[str, Any]) for run in runs]
+    with explained("results.json: not of a run of the training loop"):
+        print(table(results))
+        if picture is not None:
+            save(draw_losses([(name_of(each), each) for each in results]), picture)
 
 
 if __name__ == "__main__":
     try:
         typer.run(main)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"compare_runs.py: {error}")

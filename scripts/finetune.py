@@ -7,6 +7,7 @@ All options of `TrainingArguments` work; a JSON or YAML file with them may be gi
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,20 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from aft_hf.conversion import read_source
 from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation, class_names, class_numbers
-from aft_hf.data.loading import hold_out, load_splits, require_column
+from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_column
 from aft_hf.data.text import group_into_blocks
+from aft_hf.loading import load
+from aft_hf.reading import explained, read_json
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner
 from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
+from aft_hf.training.safe_loading import data_only
 
 
 @dataclass
@@ -91,7 +96,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, training_args = _parse(arguments)
     set_seed(training_args.seed)
     hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
-    config = AutoConfig.from_pretrained(model_args.model_name_or_path, **hub)
+    config = load(AutoConfig, model_args.model_name_or_path, **hub)
     build = _classification if is_image_classifier(config) else _language_modeling
     with training_args.main_process_first():
         splits = load_splits(
@@ -123,7 +128,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     )
     metrics = {}
     if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=_checkpoint(training_args))
+        checkpoint = _checkpoint(training_args)
+        if checkpoint is not None:
+            read_json(Path(checkpoint, TRAINER_STATE_NAME), dict[str, Any])
+            with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
+                TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+        with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
+            result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_state()
         metrics |= result.metrics
@@ -139,6 +150,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         on_hub = [name] if name is not None and not Path(name).exists() else []
         task = "image-classification" if build is _classification else "text-generation"
         trainer.push_to_hub(tasks=task, dataset=on_hub, dataset_tags=on_hub)
+    if training_args.do_train:
+        _say(f"the model is in {training_args.output_dir}", training_args)
     return metrics
 
 
@@ -155,20 +168,36 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     training_args.remove_unused_columns = False  # images become pixel values when a row is read
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train, --do_eval, or both")
+    if training_args.fp16 and training_args.device.type == "cpu":  # where Accelerate would compute in float32
+        raise ValueError("--fp16 needs a GPU, and there is none to use: give --bf16, or neither")
     return parsed
 
 
 def _checkpoint(training_args: TrainingArguments) -> str | None:
-    """Where to go on from: a directory, or the newest checkpoint for `--resume_from_checkpoint true`."""
+    """Where to go on from: a directory, or the newest checkpoint for `--resume_from_checkpoint true`. Says so where a
+    run begins anew although there are checkpoints."""
     wanted = str(training_args.resume_from_checkpoint)  # a JSON file may have a real `true`
-    if wanted.lower() in ("none", "false"):
-        return None
-    if wanted.lower() != "true":
+    if wanted.lower() not in ("none", "false", "true"):
         return wanted
     # The state is written last: a checkpoint without one is that of a run that was stopped while it wrote.
     states = Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    checkpoints = sorted((state.parent for state in states), key=lambda path: int(path.name.rpartition("-")[2]))
-    return str(checkpoints[-1]) if checkpoints else None
+    found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
+    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    if wanted.lower() == "true":
+        return None if newest is None else str(newest)
+    if newest is not None:
+        _say(
+            f"begins at step 0, although {newest} is there: --resume_from_checkpoint true goes on from it, another "
+            "--output_dir keeps the two runs apart",
+            training_args,
+        )
+    return None
+
+
+def _say(message: str, training_args: TrainingArguments) -> None:
+    """A line on the standard output, by one process."""
+    if training_args.process_index == 0:
+        print(f"finetune.py: {message}", flush=True)
 
 
 def _classification(
@@ -185,7 +214,8 @@ def _classification(
     splits = hold_out(_decoded(splits, data_args.image_column), data_args.validation_share)
     if sorted(names) == sorted(config.id2label.values()):
         names = [config.id2label[number] for number in range(len(names))]  # the order that the weights know
-    model = AutoModelForImageClassification.from_pretrained(
+    model = load(
+        AutoModelForImageClassification,
         model_args.model_name_or_path,
         id2label=dict(enumerate(names)),
         label2id={name: number for number, name in enumerate(names)},
@@ -193,7 +223,7 @@ def _classification(
         dtype="float32",
         **hub,
     )
-    processor = AutoImageProcessor.from_pretrained(model_args.model_name_or_path, **hub)
+    processor = load(AutoImageProcessor, model_args.model_name_or_path, **hub)
     datasets = {
         split: rows.with_transform(
             ImagePipeline(
@@ -221,7 +251,7 @@ def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
     if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
         return splits
     try:
-        return splits.cast_column(column, Image())
+        return splits.cast_column(column, ImageColumn())
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"--image_column: {column!r} holds no images, nor their bytes or paths") from error
 
@@ -237,8 +267,8 @@ def _language_modeling(
     if model_args.teacher is not None or data_args.augmentation != "none":
         raise ValueError("--teacher and --augmentation are for image classifiers")
     require_column(splits, data_args.text_column, "--text_column")
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype="float32", **hub)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **hub)
+    model = load(AutoModelForCausalLM, model_args.model_name_or_path, dtype="float32", **hub)
+    tokenizer = load(AutoTokenizer, model_args.model_name_or_path, **hub)
     block_size = data_args.block_size
     if block_size is None:
         limits = (1024, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))

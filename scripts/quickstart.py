@@ -247,12 +247,16 @@ def text(
     set_seed(0)
     length = 256
     train, test = _documentation()
+    tokenizer = build_byte_tokenizer(model_max_length=length)
     config = AFTConfig(
         hidden_size=128,
         num_hidden_layers=4,
         max_position_embeddings=length,
         position_bias_dim=64,
         local_window_size=32,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model = AFTForCausalLM(config)
 
@@ -274,7 +278,7 @@ def text(
     trainer = Trainer(model, arguments, train_dataset=_Windows(train, length), optimizers=(optimizer, None))
     training = trainer.train().metrics
     model.save_pretrained(out)
-    build_byte_tokenizer(model_max_length=length).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
     console.rule("2. On the held-out tenth")
     bits = _bits_per_byte(model, test, length)

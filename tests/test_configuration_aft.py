@@ -1,9 +1,13 @@
 """AFTConfig: the defaults of the design, what is derived from them, every validator, and the way to disk and back."""
 
+import math
+
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from aft_hf import AFTConfig
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf.configuration_aft import LARGEST
 
 
 IMAGE = {"modality": "image", "aft_type": "full"}
@@ -202,13 +206,41 @@ for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
 for name in ("conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
-for name in ("layer_norm_eps", "gumbel_temperature"):
+for name in ("layer_norm_eps", "gumbel_temperature", "initializer_range"):  # the last would be divided by
     INVALID[f"{name} of 0"] = ({name: 0.0}, (name, "0.0"))
 for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
     INVALID[f"negative {name}"] = ({name: -0.5}, (name, "-0.5"))
 for name in ("hidden_dropout_prob", "drop_path_rate"):
     INVALID[f"{name} of 1.5"] = ({name: 1.5}, (name, "1.5"))
     INVALID[f"{name} of 1"] = ({name: 1.0}, (name, "1.0"))
+HUGE = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "position_bias_dim", "num_labels")
+HUGE += ("local_window_size", "conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels")
+for name in HUGE:
+    INVALID[f"{name} of a billion"] = ({name: 10**9}, (name, "1000000000", str(LARGEST[name])))
+    INVALID[f"{name} of 400 digits"] = ({name: 10**400}, (name, "1000", str(LARGEST[name])))
+for name in ("image_size", "patch_size"):
+    INVALID[f"{name} of a billion"] = ({**IMAGE, name: 10**9}, (name, "1000000000", str(LARGEST[name])))
+for name in ("layer_norm_eps", "initializer_range", "position_bias_init_std", "gumbel_temperature"):
+    for value in (math.nan, math.inf, -math.inf, 1e300):
+        INVALID[f"{name} of {value}"] = ({name: value}, (name, str(value)))
+for name in ("hidden_dropout_prob", "drop_path_rate", "position_bias_entropy_weight"):
+    INVALID[f"{name} of nan"] = ({name: math.nan}, (name, "nan"))
+INVALID |= {
+    "sizes that are large together": ({"hidden_size": 2**17, "num_hidden_layers": 2**12}, ("hidden_size=131072",)),
+    "a table that is large": ({"position_bias_dim": None, "max_position_embeddings": 2**22}, ("parameters",)),
+    "labels less than none": ({"num_labels": -1}, ("num_labels", "-1")),
+    "type of the number of labels": ({"num_labels": 2.5}, ("num_labels", "2.5")),
+    "labels with a gap": ({"id2label": {0: "a", 2: "b"}}, ("id2label", "0 .. num_labels - 1")),
+    "labels without numbers": ({"id2label": {"cat": "dog"}}, ("id2label",)),
+    "labels that are a list": ({"id2label": ["cat", "dog"]}, ("id2label",)),
+    "labels without names": ({"id2label": {0: None}}, ("id2label",)),
+    "unknown dtype": ({"dtype": "float31"}, ("dtype", "'float31'")),
+    "dtype that is a module": ({"dtype": "nn"}, ("dtype", "'nn'")),
+    "dtype that is a list": ({"torch_dtype": ["float32"]}, ("torch_dtype", "['float32']")),
+    "architectures that are a name": ({"architectures": "AFTModel"}, ("architectures", "'AFTModel'")),
+    "auto_map that is a list": ({"auto_map": ["AutoModel"]}, ("auto_map", "['AutoModel']")),
+    "unknown problem": ({"problem_type": "sudoku"}, ("problem_type", "'sudoku'")),
+}
 
 
 @pytest.mark.parametrize(("arguments", "named"), INVALID.values(), ids=INVALID)
@@ -217,6 +249,28 @@ def test_a_wrong_argument_is_a_value_error_that_names_field_and_value(arguments,
         AFTConfig(**arguments)
     for name in named:
         assert name in str(error.value)
+    assert str(error.value).isprintable() and len(str(error.value)) < 400
+
+
+def test_the_number_of_layers_is_checked_before_a_list_of_them_is_made():
+    config = AFTConfig()
+    config.num_hidden_layers = 2**50  # no memory holds a list of that length
+    with pytest.raises(StrictDataclassError, match="num_hidden_layers"):
+        config.validate()
+    with pytest.raises(ValueError, match="num_labels"):
+        config.num_labels = 2**50
+
+
+@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])
+@pytest.mark.parametrize("modality", ["text", "image"])
+@pytest.mark.parametrize("more", [{}, {"position_bias_dim": None, "num_heads": 2, "tie_word_embeddings": True}])
+def test_the_number_of_parameters_is_known_before_there_are_any(aft_type, modality, more):
+    if (modality, aft_type) == ("image", "alibi"):
+        pytest.skip("images have no order")
+    config = AFTConfig(modality=modality, aft_type=aft_type, num_hidden_layers=3, num_labels=10, **more)
+    with torch.device("meta"):
+        model = (AFTForCausalLM if modality == "text" else AFTForImageClassification)(config)
+    assert 0.99 <= config.approximate_num_parameters / model.num_parameters() <= 1
 
 
 VALID = {

@@ -14,8 +14,9 @@ import aft_hf
 
 
 PACKAGE = Path(aft_hf.__file__).parent
-# The package itself and its command line stand above everything and do not travel.
-FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "__main__", "cli"))
+# The package itself, its command line and its readers of files do not travel.
+ABOVE = ("__init__", "__main__", "cli", "loading", "reading")
+FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ABOVE)
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 
 

@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+)
 
 import aft_hf
 from aft_hf.data.pixel_sequences import START_TOKEN
@@ -42,15 +48,16 @@ def load(kind: Kind, source: str) -> tuple[Any, Any]:
     is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
     if is_path and not (Path(source) / "config.json").is_file():
         raise Unavailable(f"There is no model in `{source}` yet. This command makes one: `{kind.command}`")
+    safely = {"trust_remote_code": False}  # a server runs no code that came with a model,
     try:
+        config = AutoConfig.from_pretrained(source, **safely)
+        config._attn_implementation = None  # nor a kernel from the Hub that its config names
         if kind is IMAGE:
-            loaded = (
-                AutoModelForImageClassification.from_pretrained(source),
-                AutoImageProcessor.from_pretrained(source),
-            )
+            processor = AutoImageProcessor.from_pretrained(source, **safely)
+            loaded = AutoModelForImageClassification.from_pretrained(source, config=config, **safely), processor
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source) if kind is TEXT else None
-            loaded = AutoModelForCausalLM.from_pretrained(source), tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(source, **safely) if kind is TEXT else None
+            loaded = AutoModelForCausalLM.from_pretrained(source, config=config, **safely), tokenizer
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {reason}") from error

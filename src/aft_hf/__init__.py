@@ -1,5 +1,7 @@
 """Attention Free Transformer for the Hugging Face ecosystem. Importing it makes the Auto classes know AFT."""
 
+import sys
+
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -34,6 +36,10 @@ def _register() -> None:
 
         processors["torchvision"] = ViTImageProcessor
     AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
+    # `transformers serve` and TRL look for the class that config.json names among those of the library. (The library
+    # replaces itself in `sys.modules` when some of its modules are imported, so what was imported first may be stale.)
+    for model in (AFTModel, AFTForCausalLM, AFTForImageClassification):
+        setattr(sys.modules["transformers"], model.__name__, model)
 
 
 _register()

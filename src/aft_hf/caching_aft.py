@@ -100,8 +100,9 @@ class AFTLayerState(CacheLayerMixin):
         """
         biases, mask = problem.biases, problem.padding_mask
         if self._is_step(problem, implementation):
-            key, value = (widen(x.view(len(x), problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
-            return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(len(key), 1, -1)
+            # `len` would fix the batch size of an exported program.
+            key, value = (widen(x.view(x.shape[0], problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
+            return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(key.shape[0], 1, -1)
         order = counts = None
         if mask is not None:
             counts = mask.sum(-1)

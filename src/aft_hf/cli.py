@@ -15,6 +15,7 @@ from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
 from .publishing.command import publish_command
+from .reading import printable
 from .training.command import evaluate_command, train_command
 
 
@@ -53,6 +54,18 @@ app.command("benchmark")(benchmark_command)
 app.command("visualize")(visualize_command)
 
 
+@app.command(
+    "transformers",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def transformers_command(context: typer.Context) -> None:
+    """The commands of transformers with AFT known to them: `aft-hf transformers serve MODEL`, `chat`."""
+    from transformers.cli.transformers import app as commands  # slow to import
+
+    commands(args=context.args, prog_name="aft-hf transformers")
+
+
 @app.command()
 def convert(
     source: Annotated[
@@ -89,7 +102,9 @@ def convert(
     source_num_heads: Annotated[
         int | None, typer.Option(help="Attention heads of a source that does not tell them; by default width / 64.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT; other files in it stay.")
+    ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT, to be fine-tuned."""
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
@@ -143,8 +158,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
         sys.exit(1)
+    except MemoryError:
+        print("aft-hf: the memory of this machine is full: take smaller sizes or batches", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = printable(str(error)) or type(error).__name__
         print(f"aft-hf: {message}", file=sys.stderr)
         sys.exit(1)
 

@@ -1,9 +1,12 @@
 """AFT model configuration."""
 
+import math
 import os
 from functools import wraps
+from reprlib import repr as shown  # at most a line, whatever the value
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
@@ -24,6 +27,29 @@ AUTO_MAPS = {
 # How Eq. 2 may be computed: "auto" takes the first backend of mixing_aft.py that supports the problem.
 MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable")
 
+# The largest values of fields. No real model meets them: a damaged config.json does, and is refused before its numbers
+# take memory or time.
+LARGEST = {
+    "hidden_size": 2**17,
+    "num_hidden_layers": 2**12,
+    "intermediate_size": 2**20,
+    "num_heads": 2**17,
+    "position_bias_dim": 2**17,
+    "local_window_size": 2**27,
+    "conv_kernel_size": 2**20,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**27,
+    "num_channels": 2**12,
+    "num_labels": 2**22,
+    "image_size": 2**17,
+    "patch_size": 2**12,
+    "position_bias_init_std": 1e3,
+    "position_bias_entropy_weight": 1e6,
+}
+LARGEST_NUM_PARAMETERS = 2**43  # of a whole model: 9e12
+# The smallest and largest of fields that something is divided by, in float32.
+DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "initializer_range": (1e-12, 1e3)}
+
 
 def _raise_value_errors(cls):
     """Let the constructor raise what a user expects of a wrong argument: a ValueError with nothing but the message."""
@@ -35,6 +61,8 @@ def _raise_value_errors(cls):
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(f"AFTConfig: {error.__cause__ or error}") from error
+        except ValueError as error:  # of `__post_init__`
+            raise ValueError(f"AFTConfig: {error}") from error
 
     cls.__init__ = __init__
     return cls
@@ -159,6 +187,8 @@ class AFTConfig(PreTrainedConfig):
     num_channels: int = 3
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.validate_sizes()  # before any of them takes memory
+        self._check_inherited(kwargs)
         types = set(self.layer_aft_types)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
@@ -170,6 +200,36 @@ class AFTConfig(PreTrainedConfig):
             self.pooling = "cls" if self.use_cls_token else "mean"
         self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
+
+    def _check_inherited(self, kwargs: dict[str, Any]) -> None:
+        """Raise a ValueError for fields that transformers takes as they are, and uses: of config.json, any JSON."""
+        for name in ("dtype", "torch_dtype"):
+            dtype = self.dtype if name == "dtype" else kwargs.get(name)
+            known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+            if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+                raise ValueError(f"{name}={shown(dtype)} is no floating point dtype of torch such as 'float32'")
+        names = self.architectures
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(f"architectures must be a list of names, got {shown(names)}")
+        places = kwargs.get("auto_map")
+        if places is not None and not isinstance(places, dict):
+            raise ValueError(f"auto_map must have a place for each Auto class, got {shown(places)}")
+        kinds = (None, "regression", "single_label_classification", "multi_label_classification")
+        _require_one_of("problem_type", self.problem_type, kinds)
+        labels = self.id2label
+        if labels is not None and not (
+            isinstance(labels, dict)
+            and all(isinstance(label, str) for label in labels.values())
+            and {str(number) for number in labels} == {str(number) for number in range(len(labels))}
+        ):
+            raise ValueError("id2label must have the names of the labels 0 .. num_labels - 1")
+
+    @PreTrainedConfig.num_labels.setter
+    def num_labels(self, num_labels: int) -> None:
+        """Gives labels of that number new names; transformers keeps the names alone."""
+        if not isinstance(num_labels, int) or not 0 <= num_labels <= LARGEST["num_labels"]:
+            raise ValueError(f"num_labels must be in 0 .. {LARGEST['num_labels']}, got {shown(num_labels)}")
+        PreTrainedConfig.num_labels.fset(self, num_labels)
 
     @property
     def layer_aft_types(self) -> list[str]:
@@ -200,6 +260,25 @@ class AFTConfig(PreTrainedConfig):
         return plan
 
     @property
+    def approximate_num_parameters(self) -> int:
+        """Parameters of a model with its head, but for the vectors: biases, norms, a class token."""
+        width, heads, text = self.hidden_size, self.num_heads, self.modality == "text"
+        positions, rank = self.max_positions, self.position_bias_dim
+        table = heads * positions * (positions if rank is None else 2 * rank)
+        kernel = heads * self.conv_kernel_size ** (1 if text else 2)
+        projections = 1 + self.use_query + self.use_output_projection  # of the value, of the query, of the output
+        total = 0
+        for aft_type in self.layer_aft_types:
+            key = heads if aft_type == "conv" else width
+            bias = {"full": table, "local": table, "conv": kernel}.get(aft_type, 0)
+            total += width * (projections * width + key + 2 * self.intermediate_size) + bias
+        if text:
+            total += width * self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        else:
+            total += width * (math.prod(pair(self.patch_size)) * self.num_channels + self.num_labels)
+        return total + (width * positions if self.use_position_embeddings else 0)
+
+    @property
     def max_positions(self) -> int:
         """Positions that the learned tables cover: `max_position_embeddings`, or patches and class token."""
         if self.modality == "text":
@@ -221,7 +300,7 @@ class AFTConfig(PreTrainedConfig):
 
     def validate_choices(self) -> None:
         _require_one_of("modality", self.modality, ("text", "image"))
-        for aft_type in self.layer_aft_types:
+        for aft_type in [self.aft_type] if isinstance(self.aft_type, str) else self.aft_type:
             _require_one_of("aft_type", aft_type, AFT_TYPES)
         _require_one_of("hidden_act", self.hidden_act, ACT2FN)
         _require_one_of("query_activation", self.query_activation, ACT2FN)
@@ -230,20 +309,22 @@ class AFTConfig(PreTrainedConfig):
         _require_one_of("pooling", self.pooling, ("cls", "mean") if self.modality == "image" else (None,))
 
     def validate_sizes(self) -> None:
-        positive = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "local_window_size"]
-        positive += ["conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels"]
-        positive += ["layer_norm_eps", "gumbel_temperature"]
-        if self.position_bias_dim is not None:
-            positive.append("position_bias_dim")
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
-        for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        # Written so that NaN is refused, too.
+        counts = ["hidden_size", "num_hidden_layers", "num_heads", "local_window_size", "conv_kernel_size"]
+        counts += ["vocab_size", "max_position_embeddings", "num_channels"]
+        counts += [name for name in ("intermediate_size", "position_bias_dim") if getattr(self, name) is not None]
+        for name in counts:
+            if not 0 < getattr(self, name) <= LARGEST[name]:
+                raise ValueError(f"{name} must be in 1 .. {LARGEST[name]}, got {shown(getattr(self, name))}")
+        for name, (smallest, largest) in DIVISORS.items():
+            if not smallest <= getattr(self, name) <= largest:
+                raise ValueError(f"{name} must be in [{smallest}, {largest}], got {shown(getattr(self, name))}")
+        for name in ("position_bias_init_std", "position_bias_entropy_weight"):
+            if not 0 <= getattr(self, name) <= LARGEST[name]:
+                raise ValueError(f"{name} must be in [0, {LARGEST[name]}], got {shown(getattr(self, name))}")
         for name in ("hidden_dropout_prob", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+                raise ValueError(f"{name} must be in [0, 1), got {shown(getattr(self, name))}")
 
     def validate_layers(self) -> None:
         self.validate_sizes()  # validators run in the order of their names, and this one divides
@@ -274,6 +355,14 @@ class AFTConfig(PreTrainedConfig):
                 f'aft_type="conv", got aft_type={self.aft_type!r}; set it to 0'
             )
 
+    def validate_total(self) -> None:
+        # Validators run in the order of their names: all sizes are sensible here.
+        if self.approximate_num_parameters > LARGEST_NUM_PARAMETERS:
+            raise ValueError(
+                f"hidden_size={self.hidden_size}, num_hidden_layers={self.num_hidden_layers} and the other sizes make "
+                f"{self.approximate_num_parameters:.1e} parameters, more than {LARGEST_NUM_PARAMETERS:.1e}"
+            )
+
     def validate_text(self) -> None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             ids = getattr(self, name)
@@ -291,8 +380,12 @@ class AFTConfig(PreTrainedConfig):
             return
         self.validate_sizes()
         for name in ("image_size", "patch_size"):
-            if len(pair(getattr(self, name))) != 2 or min(pair(getattr(self, name))) <= 0:
-                raise ValueError(f"{name} must be a size or (rows, columns), all > 0, got {getattr(self, name)}")
+            sides = pair(getattr(self, name))
+            if len(sides) != 2 or not 0 < min(sides) <= max(sides) <= LARGEST[name]:
+                raise ValueError(
+                    f"{name} must be a size or (rows, columns), all in 1 .. {LARGEST[name]}, got "
+                    f"{shown(getattr(self, name))}"
+                )
         for size, patch in zip(pair(self.image_size), pair(self.patch_size)):
             if size % patch:
                 raise ValueError(
@@ -330,7 +423,7 @@ def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
 
 def _require_one_of(field: str, value: Any, allowed: Any) -> None:
     if value not in allowed:
-        raise ValueError(f"{field}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{field}={shown(value)} is not known; use one of {', '.join(map(repr, allowed))}")
 
 
 # Saving a config, and so any model, saves this file beside it.

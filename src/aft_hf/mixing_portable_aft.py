@@ -31,6 +31,7 @@ from .scaled_sums_aft import (
     pad_positions,
     power_of_two_from,
     prefix_sums,
+    prefix_sums_of_chunks,
     reversed_triangle_sums,
     single_sums,
     suffix_sums,
@@ -224,7 +225,9 @@ def chunked_mixing(
             distance = torch.arange(chunk_size - 1, -1, -1, device=key.device)
             to_end = (-slopes[:, None] * distance)[:, None, None].expand(-1, chunks, -1, -1)
         totals = block_sums(key, value, to_end)  # (h, n, 1, B, c)
-        totals = prefix_sums(totals.map(lambda x: x.squeeze(2)), decay * chunk_size)  # (h, n, B, c), along chunks
+        totals = prefix_sums_of_chunks(
+            totals.map(lambda x: x.squeeze(2)), decay * chunk_size
+        )  # (h, n, B, c), along chunks
         if previous_bias is None:
             before = delayed(totals, 1)
         else:
@@ -305,7 +308,8 @@ def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
         bias: (h, P, P) with P = T or, for a program of all lengths up to it, P >= T.
     """
     length, longest = key.shape[1], bias.shape[-1]
-    size = power_of_two_from(min(longest, 4 * CHUNK_SIZE))
+    # An exported program has one triangle: of several each would have operations of its own.
+    size = power_of_two_from(longest if torch.compiler.is_exporting() else min(longest, 4 * CHUNK_SIZE))
     padded = -(-longest // size) * size
     bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
     key, value = pad_positions(key, value, padded - length)

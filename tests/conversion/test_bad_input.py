@@ -65,6 +65,10 @@ def damage_tensor(change):
     return damage
 
 
+def damage_value(name, value):
+    return damage_tensor(lambda tensors: tensors[name].view(-1)[:1].fill_(value))
+
+
 def damage_config(path):
     (path / "config.json").write_text("{")
 
@@ -109,9 +113,12 @@ LAYER = "vit.encoder.layer"
             r"is \(24, 41\).* \(24, 40\) is expected",
         ),
         (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
+        (damage_value("vit.layernorm.bias", torch.nan), r"vit.layernorm.bias holds NaN .*\(1 of 24 values\)"),
+        (damage_value(f"{LAYER}.1.output.dense.weight", torch.inf), "output.dense.weight holds NaN or infinity"),
+        (damage_value(f"{LAYER}.0.attention.attention.query.weight", -torch.inf), "query.weight holds NaN"),
         (damage_config, "config.json"),
         (damage_config_type, "config.json"),
-        (damage_index, "weight"),
+        (damage_index, r"index\.json: \[\]: must be an object"),
         (damage_shard, "model-00001-of-00002.safetensors is missing"),
         (damage_processor, "preprocessor_config.json"),
         (damage_processor_type, "preprocessor_config.json"),
@@ -230,6 +237,18 @@ def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change,
 def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, message):
     save_pth(tmp_path / "deit.pth", grid=(2, 3))
     assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM | options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, capsys, monkeypatch, dtype):
+    tensors = {name: tensor.to(dtype) for name, tensor in timm_tensors().items()}
+    tensors["blocks.0.mlp.fc1.weight"][3, 5] = torch.nan
+    torch.save({"model": tensors}, tmp_path / "deit.pth")
+    code, line = command(
+        capsys, monkeypatch, tmp_path / "deit.pth", tmp_path / "aft", "--source-num-heads", 3, "--kernel-size", 3
+    )
+    assert code == 1 and "blocks.0.mlp.fc1.weight holds NaN or infinity (1 of 960 values)" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
 
 
 def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset, Features, Image, load_dataset
 from PIL import Image as PILImage
 
-from aft_hf.data.order import SampleKey
 from aft_hf.data.streaming import StreamedBatches, StreamedEvaluation, StreamedSamples
 
 
@@ -113,7 +112,19 @@ def test_images_are_decoded_where_samples_are_made_and_not_before(files):
     (batch, *_) = sampler(files, stop=1)
     assert isinstance(batch[0].row["image"]["bytes"], bytes)
     assert [samples[streamed] for streamed in batch] == [(s.row["number"], s.key) for s in batch]
-    assert samples.first() == (0, SampleKey(0, 0))
+
+
+def test_a_stream_from_elsewhere_is_told_by_the_first_samples_of_some_shards(files, tmp_path):
+    def fingerprint(names: list[str]) -> str:
+        return StreamedSamples(stream(names), lambda row, _: {"number": np.array(row["number"])}).fingerprint()
+
+    assert fingerprint(files) == fingerprint(files)
+    changed = tmp_path / "changed.parquet"
+    for i in range(len(files)):
+        rows = Dataset.from_parquet(str(files[i]))
+        rows.select([1, 0, *range(2, len(rows))]).to_parquet(changed)
+        assert fingerprint([*files[:i], str(changed), *files[i + 1 :]]) != fingerprint(files)
+    assert fingerprint(files[:-1]) != fingerprint(files)
 
 
 def test_every_row_is_evaluated_once(files):
@@ -126,4 +137,4 @@ def test_a_stream_without_rows_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="has no rows"):
         list(sampler([str(tmp_path / "a.parquet")]))
     with pytest.raises(ValueError, match="has no rows"):
-        StreamedSamples(stream([str(tmp_path / "a.parquet")]), lambda row, key: row).first()
+        StreamedSamples(stream([str(tmp_path / "a.parquet")]), lambda row, key: row).fingerprint()

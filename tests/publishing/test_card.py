@@ -284,7 +284,7 @@ def test_the_command_takes_a_license(directory):
     done = CliRunner().invoke(
         app, [str(directory), "me/tiny", "--license", "mit", "--dry-run"], catch_exceptions=False
     )
-    assert done.exit_code == 0 and license_of(directory) == "mit"
+    assert done.exit_code == 0 and "license mit" in done.output
 
 
 @pytest.mark.parametrize(

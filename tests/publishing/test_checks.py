@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
-from aft_hf.publishing.checks import files_to_upload
+from aft_hf.publishing.folder import files_to_upload
 
 
 TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
@@ -120,7 +120,7 @@ def test_outputs_that_are_not_finite_are_told(directory):
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(saved, tmp_path):
     directory = prepare(saved, "text", tmp_path)
     tiny.build_byte_tokenizer(bos_token="<s>").save_pretrained(directory)
-    assert "257 tokens, the model 256" in only_problem(directory)
+    assert "259 tokens, the model 258" in only_problem(directory)
 
 
 @pytest.mark.parametrize(

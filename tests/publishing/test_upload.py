@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import huggingface_hub
 import pytest
@@ -12,7 +13,7 @@ from processes import HERE, environment, run
 from rich.console import Console
 from typer.testing import CliRunner
 
-from aft_hf.publishing import PublishError, publish, upload
+from aft_hf.publishing import PublishError, find_problems, publish, upload, write_card
 from aft_hf.publishing.command import publish_command
 
 
@@ -40,15 +41,17 @@ def prepared(saved, tmp_path_factory):
     """A checked directory with its card, made once: what is tested here begins with the upload."""
     directory = tmp_path_factory.mktemp("prepared") / "tiny"
     shutil.copytree(saved / "image", directory)
-    publish(directory, "me/tiny", dry_run=True, console=Console(quiet=True))
+    write_card(directory, repo_id="me/tiny")
+    assert find_problems(directory) == []
     return directory
 
 
 @pytest.fixture
-def send(hub, online, prepared, monkeypatch):
+def send(hub, online, prepared, monkeypatch, tmp_path):
     """Publish that directory to the stand-in, without the checks that the fixture has made."""
-    monkeypatch.setattr(upload, "find_problems", lambda directory: [])
-    monkeypatch.setattr(upload, "write_card", lambda directory, **options: None)
+    monkeypatch.setattr(upload, "find_problems", lambda *directories: [])
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(upload, "made_card", lambda *_, **options: nullcontext(tmp_path / "made"))
 
     def send(repo_id="me/tiny", *, token=WRITE, console=None, **options):
         console = console or Console(quiet=True)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) 
 
 def save_language_model(directory: Path, **options) -> Path:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 8}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 8, "vocab_size": 258}
     AFTForCausalLM(AFTConfig(**{"aft_type": "conv", **sizes, **options})).save_pretrained(directory)
     build_byte_tokenizer().save_pretrained(directory)
     return directory
@@ -294,6 +295,59 @@ def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path)
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
+def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
+    hint = f"finetune.py: begins at step 0, although {tmp_path}/checkpoint-2 is there: --resume_from_checkpoint true"
+    for wanted, told in ((None, False), (None, True), ("false", True), ("true", False)):
+        resume = [] if wanted is None else ["--resume_from_checkpoint", wanted]
+        start(classifier, tmp_path, *options, *resume)
+        said = capsys.readouterr().out
+        assert (hint in said) == told
+        assert said.splitlines()[-1] == f"finetune.py: the model is in {tmp_path}"
+
+
+class Payload:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
+def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, tmp_path):
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
+    start(classifier, tmp_path, *options)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    torch.save({"state": Payload(tmp_path / "marker")}, tmp_path / "checkpoint-1" / name)
+    options += ["--resume_from_checkpoint", "true"]
+    if name == "training_args.bin":  # which is never read
+        start(classifier, tmp_path, *options)
+    else:
+        with pytest.raises(ValueError, match=f"checkpoint-1/{name} is not read: it names posix.mkdir") as stopped:
+            start(classifier, tmp_path, *options)
+        assert "\n" not in str(stopped.value)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifier, images, tmp_path, monkeypatch):
+    options = ["--do_train", "--train", images, "--max_steps", 1]
+    start(classifier, tmp_path, *options)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+    def full(arguments, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.trainer.torch.save", full)  # the last file of a model
+    with pytest.raises(OSError, match=rf"cannot write the model to {tmp_path} \(.*No space left.*stays as it was"):
+        start(classifier, tmp_path, *options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
+    assert not list(tmp_path.glob(".*"))
+
+
 # Adapters
 
 
@@ -383,6 +437,7 @@ def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifi
         (["--do_train", "--train", "{images}", "--image_column", "label"], "holds no images"),
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
         (["--do_train", "--train", "{images}", "--validation_share", "1"], "validation_share must be between"),
+        (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
 )
 def test_wrong_options_are_told(options, message, classifier, images, tmp_path):

@@ -25,8 +25,10 @@ def test_a_smoke_run_trains_and_a_second_one_has_nothing_left_to_do(tmp_path):
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "tokens/s" in first.stderr and "GiB" in first.stderr and "loss" in first.stderr
     assert "going on from" in second.stdout
-    assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
-    assert first.stdout.splitlines()[-1].startswith("test: bits_per_byte")
+    assert first.stdout.splitlines()[-2:] == second.stdout.splitlines()[-2:]
+    metrics, place = first.stdout.splitlines()[-2:]
+    assert metrics.startswith("test: bits_per_byte") and place == f"the model is in {tmp_path / 'out'}"
+    assert "already complete" in second.stdout and "already complete" not in first.stdout
 
 
 def test_print_config_prints_the_resolved_recipe_and_trains_nothing(tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,12 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL import Image as Picture
+from safetensors.torch import load_file
 
 from aft_hf.training.loop import train
+from aft_hf.training.manifest import MANIFEST, file_check_sum, read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 
 
@@ -41,7 +46,7 @@ ZERO3 = {
     "DS_ACCELERATOR": "cpu",
 }
 
-CLASSES = ["dark", "light", "red"]  # of the fixture `images`
+CLASSES = ["dark", "light", "red"]  # of `write_images`
 
 
 def write_text(path: Path, size: int = 6000) -> Path:
@@ -50,6 +55,27 @@ def write_text(path: Path, size: int = 6000) -> Path:
     letters = np.cumsum(random.integers(1, 3, size)) % 26 + ord("a")
     path.write_bytes(letters.astype(np.uint8).tobytes())
     return path
+
+
+def write_images(path: Path) -> Path:
+    """A parquet file of 8 x 8 images in three classes that any model can tell apart."""
+    random = np.random.default_rng(0)
+    colours = np.array([[40, 40, 40], [210, 210, 210], [200, 40, 40]])
+    labels = [i % 3 for i in range(36)]
+    pixels = [np.clip(colours[label] + random.integers(-20, 20, (8, 8, 3)), 0, 255) for label in labels]
+    rows = {"image": [Picture.fromarray(each.astype(np.uint8)) for each in pixels], "label": labels}
+    Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=CLASSES)})).to_parquet(path)
+    return path
+
+
+def write_shards(folder: Path, images: Path) -> Path:
+    """A local dataset of 36 images: three files to train on, two to validate on, of which one is shorter."""
+    rows = Dataset.from_parquet(str(images))
+    for i in range(3):
+        rows.shard(3, i).to_parquet(folder / f"train-{i}.parquet")
+    for i in range(2):
+        rows.select(range(7 * i, 7 + 4 * i)).to_parquet(folder / f"validation-{i}.parquet")
+    return folder
 
 
 def bytes_recipe(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -101,6 +127,11 @@ def images_recipe(directory: Path, images: Path, **changes) -> dict:
     return bytes_recipe(directory) | {"task": "images", "label_smoothing": 0.1} | changes
 
 
+def streamed(values: dict, shards: Path, **data) -> dict:
+    data = {"dataset": str(shards), "train": None, "validation": None, "streaming": True, "shuffle_buffer": 5} | data
+    return values | {"data": values["data"] | data, "steps": 12}
+
+
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train here."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -147,6 +178,60 @@ def wait_for(path: Path, process: Any, timeout: float = 300) -> bool:
             return True
         time.sleep(0.005)
     return path.exists()
+
+
+def kill_at_random(values: dict[str, Any], kills: int, seed: int, processes: int = 1) -> int:
+    """Start a run without end that often, killing each start at a random moment; how many steps are done then.
+
+    Every other step writes a checkpoint, so many of the moments lie in the middle of that.
+    """
+    random, checkpoints, done = Random(seed), Path(values["output_dir"]) / "checkpoints", 0
+    endless = values | {"steps": 10**6, "save_every": 2}  # whatever the machine, each kill hits a run that goes on
+    for _ in range(kills):
+        started = start(endless, processes)
+        # It gets some steps further, or none at all.
+        goal = done + 2 * random.randrange(5)
+        if goal > done:
+            assert wait_for(checkpoints / f"step-{goal:09d}", started[0])
+        time.sleep(random.uniform(0, 0.15))
+        random.shuffle(started)
+        for process in started:
+            process.kill()
+            time.sleep(random.uniform(0, 0.02))
+        codes = finish(started)
+        # A process that is alone for a moment may fail before it is killed.
+        assert codes[0] == -9 and set(codes) <= {-9, 1}
+        done = max((int(path.name[-9:]) for path in checkpoints.glob("step-*")), default=0)
+    return done
+
+
+def assert_killing_changes_nothing(values: dict[str, Any], kills: int, seed: int, processes: int = 1) -> None:
+    """That a run that is killed that often gives, bit by bit, what it gives when nothing happens."""
+    done = kill_at_random(values, kills, seed, processes)
+    values = values | {"steps": done + 3}
+    reference = values | {"output_dir": f"{values['output_dir']}-reference"}
+    assert finish(start(values, processes)) == [0] * processes
+    assert finish(start(values, processes)) == [0] * processes  # nothing is left to do but to read the last checkpoint
+    assert finish(start(reference, processes)) == [0] * processes
+
+    results, expected = results_of(values), results_of(reference)
+    assert len(results["losses"]) == done + 3 and results["processes"] == processes
+    for key in ("losses", "evaluations", "metrics"):
+        assert results[key] == expected[key]
+    weights, wanted = (load_file(Path(v["output_dir"]) / "model.safetensors") for v in (values, reference))
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert not list(Path(values["output_dir"]).rglob(".*"))
+
+
+def plant(checkpoint: Path, name: str, content: bytes) -> None:
+    """Write a file into a checkpoint, and its check sums anew, as somebody would who means it."""
+    path = checkpoint / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
+    sums = {str(path.relative_to(checkpoint)): file_check_sum(path) for path in files}
+    write_manifest(checkpoint, read_manifest(checkpoint).model_copy(update={"files": sums}))
 
 
 def results_of(values: dict) -> dict:

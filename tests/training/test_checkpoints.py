@@ -6,10 +6,15 @@ import shutil
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
-from runs import bytes_recipe, finish, launch, run
+from runs import bytes_recipe, finish, launch, plant, run
+from torch.distributed.checkpoint import CheckpointException
 
-from aft_hf.training.checkpoints import MANIFEST, find_damage
+from aft_hf.reading import UnreadableError
+from aft_hf.training import loop
+from aft_hf.training.checkpoints import find_damage
+from aft_hf.training.manifest import MANIFEST, check_sum, read_manifest, sealed, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +47,115 @@ FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", MANIFEST]
 DAMAGES = [cut_in_half, flip_a_bit, Path.unlink]
 
 
-# The manifest has no sum of itself, so a wrong bit in it may pass.
-@pytest.mark.parametrize(
-    ("file", "damage"), [each for each in product(FILES, DAMAGES) if each != (MANIFEST, flip_a_bit)]
-)
+@pytest.mark.parametrize(("file", "damage"), list(product(FILES, DAMAGES)))
 def test_any_damage_to_any_file_is_found(tmp_path, original, file, damage):
     path = tmp_path / "copy"
     shutil.copytree(Path(original[0]["output_dir"]) / "checkpoints/step-000000009", path)
     assert find_damage(path) is None
     damage(path / file)
     assert file in find_damage(path)
+
+
+def test_no_bit_of_a_manifest_changes_unnoticed(tmp_path, original):
+    content = (Path(original[0]["output_dir"]) / "checkpoints/step-000000009" / MANIFEST).read_bytes()
+    random = np.random.default_rng(0)
+    for bit in random.choice(8 * len(content), 2000, replace=False):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / MANIFEST).write_bytes(damaged)
+        with pytest.raises(UnreadableError):
+            read_manifest(tmp_path)
+
+
+NESTED = "[" * 100_000
+SHAPES = ["", "null", "0", "-1", "1e999", "true", '""', "[]", "[[]]", "{", "{}", '{"":{}}', '{"files":[]}', NESTED]
+SHAPES += ['{"a":' * 100_000, "\ufeff{}", '"\\ud800"', "NaN", "{'step': 9}", "9" * 5000]
+WRONG = [None, True, -1, 1.5, "", "nine", [], [[]], {}, {"": None}, [None], 10**30, [1, 2, 3, {}], [[1, 2, 3]]]
+# A few values of each key that may stand there.
+KEYS = {"format": [2], "step": [10**30], "rates": [[]], "record": [], "recipe": [{}, {"": None}], "data": ["", "nine"]}
+KEYS |= {"position": [[], [1, 2, 3, {}]], "files": []}
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[:12])
+def test_a_manifest_of_any_shape_is_damage(tmp_path, shape, sealed):
+    content = shape.encode(errors="surrogatepass")
+    if sealed:  # by somebody who writes the sum anew
+        content = b'"x":%s}' % content
+        content = b'{"sum":"%s",%s' % (check_sum(content).encode(), content)
+    (tmp_path / MANIFEST).write_bytes(content)
+    damage = find_damage(tmp_path)
+    assert damage.startswith(MANIFEST) and "\n" not in damage and len(damage) < 1000
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_another_type_is_damage_also_where_the_sum_is_right(tmp_path, original, key):
+    manifest = read_manifest(Path(original[0]["output_dir"]) / "checkpoints/step-000000009")
+    for value in [value for value in WRONG if value not in KEYS[key]]:
+        (tmp_path / MANIFEST).write_bytes(sealed(manifest.model_dump() | {key: value}))
+        damage = find_damage(tmp_path)
+        assert damage.startswith(f"{MANIFEST}: ") and key in damage and "\n" not in damage
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../step-000000006/model.safetensors", "a/../../b", "", "a\0b", "a\\b"]
+)
+def test_a_manifest_names_files_of_its_own_checkpoint_alone(tmp_path, original, name):
+    manifest = read_manifest(Path(original[0]["output_dir"]) / "checkpoints/step-000000009")
+    write_manifest(tmp_path, manifest.model_copy(update={"files": {name: "1:0"}}))
+    assert "must name a file beside this one" in find_damage(tmp_path)
+
+
+@pytest.mark.parametrize("step", [3, 44, -5])
+def test_a_manifest_of_another_step_is_damage_and_nothing_else_suffers(copied, original, step, capsys):
+    values, checkpoints = copied
+    newest = checkpoints / "step-000000009"
+    write_manifest(newest, read_manifest(newest).model_copy(update={"step": step}))
+    results = run(values)
+    said = capsys.readouterr().out
+    assert f"{newest} is damaged ({MANIFEST}" in said and f"going on from {checkpoints}/step-000000006" in said
+    assert results["losses"] == original[1]["losses"]
+    for path in checkpoints.glob("step-*"):
+        assert find_damage(path) is None
+    assert {path.name for path in checkpoints.glob("step-*")} >= {"step-000000003", "step-000000006"}
+
+
+def test_nothing_is_set_aside_before_a_checkpoint_has_been_loaded(copied):
+    values, checkpoints = copied
+    plant(checkpoints / "step-000000003", "optimizer.bin", b"no optimizer")
+    names = {path.name for path in checkpoints.glob("step-*")}
+    with pytest.raises(ValueError, match="step-000000003"):
+        run(values | {"resume": str(checkpoints / "step-000000003")})
+    assert {path.name for path in checkpoints.glob("*step-*")} == names
+
+
+def test_a_recipe_of_any_shape_in_a_checkpoint_ends_in_one_line(copied):
+    values, checkpoints = copied
+    newest = checkpoints / "step-000000009"
+    for recipe in ({}, {"task": ["bytes"]}, {"task": "bytes", "model": []}, {"task": {}, "a": {"b": []}}):
+        write_manifest(newest, read_manifest(newest).model_copy(update={"recipe": recipe}))
+        with pytest.raises(ValueError, match=f"{newest}: its recipe cannot be read") as stopped:
+            run(values)
+        assert "\n" not in str(stopped.value)
+
+
+def test_what_is_no_checkpoint_by_its_name_is_left_alone(copied, original):
+    values, checkpoints = copied
+    for name in ("step-\u00b2", "step-", "step-9a", "step--9"):
+        (checkpoints / name).mkdir()
+    (checkpoints / "step-000000099").write_text("a file")
+    assert run(values)["losses"] == original[1]["losses"]
+    assert (checkpoints / "step-\u00b2").is_dir() and (checkpoints / "step-000000099").is_file()
+
+
+def test_a_link_to_a_checkpoint_is_one_and_is_removed_as_a_link(tmp_path, copied, original):
+    values, checkpoints = copied
+    elsewhere = tmp_path / "elsewhere"
+    (checkpoints / "step-000000003").rename(elsewhere)
+    (checkpoints / "step-000000003").symlink_to(elsewhere)
+    results = run(values | {"keep_checkpoints": 1})
+    assert results["losses"] == original[1]["losses"] and (elsewhere / MANIFEST).exists()
+    assert [path.name for path in checkpoints.glob("step-*")] == ["step-000000012"]
 
 
 def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_skips(copied, original, capsys):
@@ -76,13 +180,14 @@ def test_a_finished_run_started_again_removes_what_a_kill_left_of_a_checkpoint(t
     (checkpoints / "step-000000003").rename(left)
     (left / MANIFEST).unlink()
     results = run(values)
-    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{step:09d}" for step in (6, 9, 12)]
+    assert not list(checkpoints.glob(".*"))
+    assert sorted(path.name for path in checkpoints.glob("*step-*")) == [f"step-{step:09d}" for step in (6, 9, 12)]
     assert results["losses"] == original[1]["losses"]
 
 
 def test_a_run_with_no_complete_checkpoint_begins_again(copied, original):
     values, checkpoints = copied
-    for path in checkpoints.iterdir():
+    for path in checkpoints.glob("step-*"):
         (path / "model.safetensors").unlink()
     assert run(values)["losses"] == original[1]["losses"]
 
@@ -90,7 +195,7 @@ def test_a_run_with_no_complete_checkpoint_begins_again(copied, original):
 def test_the_newest_checkpoints_are_kept(tmp_path):
     values = bytes_recipe(tmp_path, steps=7, save_every=2, keep_checkpoints=2)
     run(values)
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("*step-*"))
     assert names == ["step-000000006", "step-000000007"]
 
 
@@ -101,7 +206,55 @@ def test_a_disk_that_is_full_leaves_the_last_complete_checkpoint(copied, origina
     assert "OSError: cannot write the checkpoint of step 12" in message and message.count("\n") == 1
     assert f"the last complete one is {checkpoints}/step-000000009" in message
     assert find_damage(checkpoints / "step-000000009") is None and not (checkpoints / "step-000000012").exists()
+    assert not list(checkpoints.glob(".*"))  # nothing holds what is left of the disk
     assert run(values)["losses"] == original[1]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("save_state", "cannot write the checkpoint of step 12"),
+        ("load_state", "step-000000009 does not fit the model"),
+    ],
+)
+def test_an_error_of_sharded_checkpoints_ends_in_one_line(copied, monkeypatch, method, message):
+    """That of `torch.distributed.checkpoint` is no Exception, and tells the errors of all processes."""
+
+    def fail(*_):
+        raise CheckpointException("failed", {0: (OSError(28, "No space left on device"), None)})
+
+    monkeypatch.setattr(f"accelerate.Accelerator.{method}", fail)
+    with pytest.raises((OSError, ValueError), match=rf"{message}.*No space left on device") as stopped:
+        run(copied[0])
+    assert "\n" not in str(stopped.value)
+    assert not list(copied[1].glob(".*"))
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path, original):
+    values = original[0] | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert finish(launch(_run_with_little_room, (values,))) == [1]
+    message = Path(f"{values['output_dir']}.error").read_text()
+    assert f"OSError: cannot write the model and its results to {tmp_path}/run (" in message
+    assert "the same command writes them when there is room" in message and message.count("\n") == 1
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == files
+    assert not list((tmp_path / "run").glob(".*"))
+    assert run(values)["losses"] == original[1]["losses"]
+
+
+def test_what_a_kill_left_of_a_model_holds_no_room_while_the_run_goes_on(tmp_path, original):
+    values = original[0] | {"output_dir": str(tmp_path / "run"), "steps": 15}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    left = tmp_path / "run/.unfinished"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        take_steps = loop.take_steps
+        patch.setattr(loop, "take_steps", lambda run: [seen.append(left.exists()), take_steps(run)])
+        run(values)
+    assert seen == [False]
 
 
 def _run_with_little_room(values) -> None:
@@ -116,7 +269,7 @@ def _run_with_little_room(values) -> None:
 def test_a_folder_that_cannot_be_written_stops_the_run_with_one_message(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").write_text("in the way")
-    with pytest.raises(OSError, match=r"cannot write the checkpoint of step 3 .* there is no earlier one"):
+    with pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run/checkpoints \("):
         run(bytes_recipe(tmp_path))
 
 
@@ -128,6 +281,8 @@ def test_a_checkpoint_asked_for_by_name_has_to_be_complete(copied):
 
 
 def test_the_manifest_says_where_the_run_stands(original):
-    manifest = json.loads((Path(original[0]["output_dir"]) / "checkpoints/step-000000009" / MANIFEST).read_text())
+    path = Path(original[0]["output_dir"]) / "checkpoints/step-000000009"
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert manifest == {"sum": manifest["sum"], **json.loads(read_manifest(path).model_dump_json())}
     assert manifest["step"] == 9 and len(manifest["record"]["losses"]) == 9
     assert manifest["recipe"]["optimizer"]["learning_rate"] == 1e-2

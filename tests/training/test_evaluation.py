@@ -129,6 +129,18 @@ def test_with_a_stride_every_token_but_the_first_counts_once_and_with_context(st
     assert result["bits_per_token"] == pytest.approx(np.mean(losses) / np.log(2), rel=1e-5)
 
 
+def test_the_bits_are_those_of_the_texts_and_not_of_their_ends():
+    tokenizer = build_byte_tokenizer()
+    assert tokenizer.eos_token_id is not None
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
+    texts = ["The quick brown ", "fox jumps ", "over the lazy dog."]
+    results = [
+        evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": rows}), block_size=10)
+        for rows in (texts, ["".join(texts)])
+    ]
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("stride", [-1, 10, 11])
 def test_a_stride_that_leaves_tokens_out_is_refused(stride):
     model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))

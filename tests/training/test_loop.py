@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from aft_hf.data.order import GlobalBatches
 from aft_hf.training import loop
 from aft_hf.training.adamw import build_adamw
 from aft_hf.training.checkpoints import find_damage
+from aft_hf.training.manifest import read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import BytesTask
 
@@ -50,8 +52,13 @@ def test_a_run_leaves_a_model_a_tokenizer_its_results_and_a_picture(finished):
     directory = Path(values["output_dir"])
     assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
     assert (directory / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert AutoTokenizer.from_pretrained(directory)("az")["input_ids"] == [97, 122]
-    assert results["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    assert tokenizer("az")["input_ids"] == [97, 122]
+    assert results["parameters"] == model.num_parameters()
+    assert len(tokenizer) == model.config.vocab_size == 258
+    for name in ("eos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name)
+        assert token == getattr(model.config, name) == getattr(model.generation_config, name) is not None
     assert results["steps"] == len(results["losses"]) == 12 and results["processes"] == 1
     assert torch.__version__.startswith(results["versions"]["torch"])
     assert results["recipe"]["optimizer"]["learning_rate"] == 1e-2
@@ -147,7 +154,7 @@ def test_a_signal_saves_after_the_step_and_exits_and_the_run_goes_on(tmp_path, f
         patched.setattr(loop, "training_pass", interrupted)
         run(values)
     assert stopped.value.code == code
-    assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == "step-000000005"
+    assert [path.name for path in sorted((tmp_path / "run/checkpoints").glob("*step-*"))][-1] == "step-000000005"
     assert same_run(values, run(values), finished)
 
 
@@ -175,11 +182,46 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_the_key_that_differs(tmp_p
 def test_a_checkpoint_from_before_a_key_was_known_has_its_default(tmp_path, finished):
     values = bytes_recipe(tmp_path)
     run(values | {"steps": 6})
-    path = tmp_path / "run/checkpoints/step-000000006/checkpoint.json"
-    manifest = json.loads(path.read_text())
-    del manifest["position"], manifest["recipe"]["data"]["text_separator"], manifest["recipe"]["label_smoothing"]
-    path.write_text(json.dumps(manifest))
+    path = tmp_path / "run/checkpoints/step-000000006"
+    manifest = read_manifest(path)
+    del manifest.recipe["data"]["text_separator"], manifest.recipe["label_smoothing"]
+    write_manifest(path, manifest)
     assert same_run(values, run(values), finished)
+
+
+def test_a_finished_run_started_again_says_so_and_where_the_model_is(tmp_path, finished, capsys):
+    values = finished[0] | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(finished[0]["output_dir"], values["output_dir"])
+    results = run(values)
+    said = capsys.readouterr().out
+    assert "already complete: all 12 steps are done; the model is evaluated and saved again" in said
+    assert said.splitlines()[-1] == f"the model is in {tmp_path}/run"
+    assert same_run(values, results, finished)
+    run(values | {"steps": 13})
+    said = capsys.readouterr().out
+    assert "already complete" not in said and said.splitlines()[-1] == f"the model is in {tmp_path}/run"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without a GPU")
+def test_half_precision_is_refused_without_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or"):
+        run(bytes_recipe(tmp_path, mixed_precision="fp16"))
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant_with_warmup", "cosine_with_restarts", "polynomial"])
+def test_a_schedule_goes_on_from_the_numbers_in_the_manifest(tmp_path, name):
+    values = bytes_recipe(tmp_path, steps=8, save_every=3, schedule={"name": name, "warmup_steps": 2})
+    values |= {"global_batch_size": 2, "evaluate_every": 100}
+    whole = run(values | {"output_dir": str(tmp_path / "whole")})
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "show", lambda run, _: interrupt(run.record.curve()[-1][0] == 5))
+        run(values)
+    assert run(values)["losses"] == whole["losses"]  # which have the learning rates
+
+
+def interrupt(now: bool) -> None:
+    if now:
+        raise KeyboardInterrupt
 
 
 def test_resume_never_refuses_to_run_over_checkpoints(tmp_path):
@@ -205,7 +247,7 @@ def test_gpt2_trains_by_the_same_recipe(tmp_path):
     results = run(values)
     assert losses(results)[-1] < losses(results)[0]
     config = AutoModelForCausalLM.from_pretrained(values["output_dir"]).config
-    assert (config.vocab_size, config.n_positions) == (256, 16)
+    assert (config.vocab_size, config.n_positions, config.eos_token_id) == (258, 16, 256)
 
 
 def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):
@@ -246,6 +288,11 @@ def test_other_data_are_another_run(tmp_path):
     run(values)
     other = tmp_path / "other"
     other.write_bytes((tmp_path / "text").read_bytes()[::-1])
+    with pytest.raises(ValueError, match="other training data"):
+        run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
+    content = bytearray((tmp_path / "text").read_bytes())
+    content[1234] ^= 1  # of no sample that is looked at beforehand
+    other.write_bytes(content)
     with pytest.raises(ValueError, match="other training data"):
         run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
     moved = tmp_path / "moved"

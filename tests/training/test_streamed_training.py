@@ -15,8 +15,12 @@ from runs import (
     results_of,
     run,
     start,
+    streamed,
     wait_for,
+    write_shards,
 )
+
+from aft_hf.training.manifest import read_manifest, write_manifest
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -24,19 +28,7 @@ pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, images) -> Path:
-    """A local dataset of 36 images: three files to train on, two to validate on, of which one is shorter."""
-    folder = tmp_path_factory.mktemp("shards")
-    rows = Dataset.from_parquet(str(images))
-    for i in range(3):
-        rows.shard(3, i).to_parquet(folder / f"train-{i}.parquet")
-    for i in range(2):
-        rows.select(range(7 * i, 7 + 4 * i)).to_parquet(folder / f"validation-{i}.parquet")
-    return folder
-
-
-def streamed(values: dict, shards: Path, **data) -> dict:
-    data = {"dataset": str(shards), "train": None, "validation": None, "streaming": True, "shuffle_buffer": 5} | data
-    return values | {"data": values["data"] | data, "steps": 12}
+    return write_shards(tmp_path_factory.mktemp("shards"), images)
 
 
 def losses(results: dict) -> list[float]:
@@ -94,6 +86,28 @@ def test_other_rows_and_another_buffer_are_another_run(tmp_path, images, shards)
     train, validation = (str(shards / name) for name in ("train-1.parquet", "validation-0.parquet"))
     with pytest.raises(ValueError, match="other training data"):
         run(streamed(values, shards, dataset=None, train=train, validation=validation))
+
+
+def test_a_row_that_was_changed_in_a_file_of_a_stream_is_noticed(tmp_path, images, shards):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    values = streamed(pixels_recipe(tmp_path, images), folder) | {"steps": 3}
+    run(values)
+    rows = Dataset.from_parquet(str(folder / "train-1.parquet"))
+    rows.select([0, 1, 2, 4, 3, *range(5, len(rows))]).to_parquet(folder / "train-1.parquet")
+    with pytest.raises(ValueError, match="other training data"):
+        run(values | {"steps": 6})
+
+
+def test_a_position_of_any_shape_ends_in_one_line(tmp_path, images, shards):
+    values = streamed(pixels_recipe(tmp_path, images), shards, shuffle_buffer=7) | {"steps": 3, "save_every": 3}
+    run(values)
+    checkpoint = tmp_path / "run/checkpoints/step-000000003"
+    manifest = read_manifest(checkpoint)
+    assert manifest.position[3] is not None
+    write_manifest(checkpoint, manifest.model_copy(update={"position": (*manifest.position[:3], {"rows": 1})}))
+    with pytest.raises(ValueError, match="position in the stream of training data cannot be used") as stopped:
+        run(values | {"steps": 6})
+    assert "\n" not in str(stopped.value)
 
 
 @pytest.mark.parametrize("task", ["pixels", "images"])

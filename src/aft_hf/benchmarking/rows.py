@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
@@ -10,15 +9,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
 
 from ..data.json_files import write_json
+from ..reading import Document, UnreadableError, read_json
 from .cases import Case, Sizes
 from .growth import slopes
 from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
+
+
+class SavedRows(Document):
+    """The file that `measure_cases` writes."""
+
+    rows: list[dict[str, Any]]
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -28,9 +35,9 @@ def read_rows(path: Path) -> list[dict]:
         ValueError: it is something else.
     """
     try:
-        return json.loads(path.read_text())["rows"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a result of the benchmark; give another --json") from None
+        return read_json(path, SavedRows).rows
+    except UnreadableError as error:
+        raise ValueError(f"{error}; it is not a result of the benchmark: give another --json") from error
 
 
 def measure_cases(

@@ -16,6 +16,7 @@ from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
 from .attention import fit_position_biases
 from .derivation import MEAN, Derivation, drop_position, resize_positions
+from .errors import ConversionError
 from .report import ConversionReport, TensorRecord
 from .source import VisionTransformerSource, read_source
 
@@ -95,11 +96,12 @@ def convert_deit(
         The model (in the dtype of the source) and the account of every tensor.
 
     Raises:
-        ConversionError: the source cannot be read, or is not a ViT or DeiT.
+        ConversionError: the source cannot be read, is not a ViT or DeiT, or holds NaN or infinity.
         ValueError: options that make no sense, or not for this source.
     """
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
+    _check_finite(source.name, source.tensors)
     if num_heads is None:
         num_heads = NUM_HEADS if "conv" in aft_type else 1
     options = {
@@ -119,6 +121,7 @@ def convert_deit(
     for name, copy in copies.items():
         target[name].copy_(copy.of(source.tensors))
     fitted = {} if images is None else fit_position_biases(model, source, images)
+    _check_finite(f"{source.name}, converted", target)
 
     # It is published with the model: where the source lay is of no use elsewhere.
     name = Path(source.name).name if Path(source.name).exists() else source.name
@@ -127,6 +130,20 @@ def convert_deit(
     report.records += _source_records(source, {name for names in counterparts.values() for name in names})
     report.check(source.tensors, target)
     return model.eval(), report
+
+
+def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights that no training made, or that one spoilt: of a model with them nothing comes but NaN.
+
+    Raises:
+        ConversionError: a tensor holds NaN or infinity; the first is named.
+    """
+    for tensor_name, tensor in tensors.items():
+        if wrong := int((~tensor.isfinite()).sum()):
+            raise ConversionError(
+                f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
+                "damaged, or its training diverged: take an earlier one"
+            )
 
 
 def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) -> AFTConfig:

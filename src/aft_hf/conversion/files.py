@@ -1,57 +1,30 @@
 """The files of a checkpoint: a directory, a repository of the Hub, or a single file of weights."""
 
 import argparse
-import json
 import os
 import pickle
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    cached_file,
 )
 
-from .errors import ConversionError, first_line
+from ..loading import WEIGHT_SUFFIXES, find_file
+from ..reading import WeightsIndex, explained, read_json
+from .errors import ConversionError
 
 
 PICKLE_SUFFIXES = (".bin", ".pth", ".pt")
-WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 # Under which training scripts put the weights, beside optimizers and the like.
 WEIGHT_KEYS = ("model", "state_dict")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def find_file(source: str, filename: str) -> Path | None:
-    """A file of a directory or a repository of the Hub (downloaded if need be); None where there is none.
-
-    Raises:
-        ConversionError: the Hub does not give it.
-    """
-    try:
-        path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{source}: {filename} cannot be read ({first_line(error)})") from error
-    return None if path is None else Path(path)
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        ConversionError: it is not JSON.
-    """
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: no readable {path.name} ({first_line(error)})") from error
 
 
 def read_tensors(source: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -76,23 +49,17 @@ def _weight_files(source: str) -> list[Path]:
     if Path(source).is_file():
         return [Path(source)]
     for filename in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-        if path := find_file(source, filename):
+        if path := find_file(source, filename, ConversionError):
             return [path]
     for filename in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if index := find_file(source, filename):
-            return [_shard(source, shard) for shard in _shards(index)]
+        if index := find_file(source, filename, ConversionError):
+            shards = sorted(set(read_json(index, WeightsIndex, ConversionError).weight_map.values()))
+            return [_shard(source, shard) for shard in shards]
     raise ConversionError(f"{source}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with one")
 
 
-def _shards(index: Path) -> list[str]:
-    try:
-        return sorted(set(read_json(index)["weight_map"].values()))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ConversionError(f"{index}: no index of weights: it lacks a weight_map") from error
-
-
 def _shard(source: str, filename: str) -> Path:
-    path = find_file(source, filename)
+    path = find_file(source, filename, ConversionError)
     if path is None:
         raise ConversionError(f"{source}: {filename} is missing, though its index of weights names it")
     return path
@@ -108,11 +75,9 @@ def _read_weight_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise ConversionError(f"{path}: damaged or truncated safetensors file ({first_line(error)})") from error
+    damaged = f"{path}: damaged or truncated safetensors file"
+    with explained(damaged, ConversionError), safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:

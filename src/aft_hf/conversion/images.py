@@ -1,19 +1,19 @@
 """Images to look at with a teacher: a folder of them, or parquet files."""
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
+from ..data.image_files import SUFFIXES, ImageError, open_image
 from .errors import ConversionError, first_line
 
 
 BATCH_SIZE = 8
-# Pictures, and not all that Pillow can open: documents are not meant, and some of them start other programs.
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
@@ -32,11 +32,11 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     if not path.exists():
         raise ConversionError(f"{path}: no such folder or file of images")
     parquet = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
-    images = _parquet_images(path, parquet) if parquet else _image_files(path)
-    if not len(images):
+    total, image_at = _parquet_images(path, parquet) if parquet else _image_files(path)
+    if not total:
         raise ConversionError(f"{path}: no images in it; give a folder of image files, or parquet files")
-    count = min(limit, len(images))
-    return (_open(images, index * len(images) // count, path) for index in range(count))
+    count = min(limit, total)
+    return (image_at(index * total // count) for index in range(count))
 
 
 def pixel_batches(
@@ -56,30 +56,42 @@ def pixel_batches(
         yield processor(waiting, return_tensors="pt")["pixel_values"]
 
 
-def _image_files(path: Path) -> list[Path]:
-    return [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES] if path.is_dir() else [path]
+def _image_files(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
+    """(how many, the one with a number)."""
+    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES] if path.is_dir() else [path]
+    return len(files), lambda index: _opened(files[index], str(files[index]))
 
 
-def _parquet_images(path: Path, files: list[Path]) -> Any:
-    """The rows of the first column of images, decoded when asked for."""
+def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int], Image.Image]]:
+    """As `_image_files`, of the rows of the first column of images."""
     try:
         import datasets  # an extra ("train"), needed here only
+        from pyarrow import parquet
     except ImportError as error:
         raise ConversionError(f"{path}: parquet files need the library datasets: pip install datasets") from error
     try:
         table = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
+        ends = list(accumulate(parquet.read_metadata(file).num_rows for file in files))
     except Exception as error:  # of many kinds, by pyarrow and by datasets
         raise ConversionError(f"{path}: no readable parquet file ({first_line(error)})") from error
     columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
     if not columns:
         raise ConversionError(f"{path}: none of its columns {', '.join(table.features)} holds images")
-    return table.select_columns(columns[0])
+    rows = table.select_columns(columns[0]).cast_column(columns[0], datasets.Image(decode=False))
+
+    def image_at(index: int) -> Image.Image:
+        number = bisect_right(ends, index)
+        image = rows[index][columns[0]] or {}
+        row = index - (ends[number - 1] if number else 0)
+        return _opened(image.get("bytes") or image.get("path"), f"{files[number]}, row {row}")
+
+    return len(rows), image_at
 
 
-def _open(images: Any, index: int, path: Path) -> Image.Image:
-    where = images[index] if isinstance(images, list) else f"{path}, row {index}"
+def _opened(source: Path | str | bytes | None, name: str) -> Image.Image:
+    if source is None:
+        raise ConversionError(f"{name}: has no image")
     try:
-        image = Image.open(where) if isinstance(images, list) else next(iter(images[index].values()))
-        return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, AttributeError) as error:
-        raise ConversionError(f"{where}: cannot be read as an image ({first_line(error)})") from error
+        return open_image(source, name)
+    except ImageError as error:
+        raise ConversionError(str(error)) from error

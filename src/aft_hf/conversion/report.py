@@ -5,17 +5,20 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from pydantic import Field
 from rich.table import Table
 
+from ..reading import Document, parse_json
 from .derivation import Derivation, row_range
 from .errors import ConversionError
 
 
 REPORT_NAME = "conversion_report.json"
-STATUSES = ("copied", "fitted", "new", "dropped", "folded")
+Status = Literal["copied", "fitted", "new", "dropped", "folded"]
+STATUSES = get_args(Status)
 
 
 @dataclass(frozen=True)
@@ -131,22 +134,39 @@ class ConversionReport:
         """What `to_json` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: it is something else.
+            ConversionError: it is something else.
         """
-        content = json.loads(text)
-        return cls(
-            content["source"],
-            content["options"],
-            content["versions"],
-            [TensorRecord(**{key: _tuples(entry[key]) for key in RECORD_FIELDS}) for entry in content["tensors"]],
-        )
+        return cls.from_saved(parse_json(text, SavedReport, REPORT_NAME, ConversionError))
+
+    @classmethod
+    def from_saved(cls, saved: "SavedReport") -> "ConversionReport":
+        """The report that a file holds."""
+        records = [TensorRecord(**{key: getattr(each, key) for key in RECORD_FIELDS}) for each in saved.tensors]
+        return cls(saved.source, saved.options, saved.versions, records)
 
 
 RECORD_FIELDS = [each.name for each in fields(TensorRecord)]
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+class SavedRecord(Document):
+    """A `TensorRecord` in a file."""
+
+    status: Status
+    target: str | None = None
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
+    sources: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    factor: str | None = None
+    note: str = ""
+
+
+class SavedReport(Document):
+    """conversion_report.json, as `ConversionReport.to_json` writes it."""
+
+    source: str
+    options: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    tensors: list[SavedRecord]
 
 
 def _length(tensor: torch.Tensor | None) -> int:

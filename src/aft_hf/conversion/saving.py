@@ -1,6 +1,7 @@
 """Writing a conversion: all of it, verified, or nothing."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,14 +15,10 @@ from ..data.image_size import resized_processor
 from ..modeling_aft import AFTForImageClassification
 from .deit import convert_deit
 from .errors import ConversionError, first_line
+from .manifest import keep_other_files, write_manifest, written_files
 from .report import REPORT_NAME, ConversionReport
 from .source import read_source
 from .verification import verify_conversion
-
-
-# What a conversion writes, and what publishing adds: all that may be in a directory that is overwritten.
-WRITTEN = (REPORT_NAME, "config.json", "*.safetensors", "*.safetensors.index.json", "preprocessor_config.json")
-WRITTEN += ("*_aft.py", "README.md", "position_biases.png")
 
 
 def save_converted(
@@ -33,12 +30,13 @@ def save_converted(
     source_num_heads: int | None = None,
     **options,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert, write model, image processor and report, and verify what was written, before it gets its name.
+    """Convert, write model, image processor, report and manifest, and verify them before they get their place.
 
     Args:
         source, source_image_size, source_num_heads: as for `read_source`.
         directory: where to write; must not exist or be empty.
-        overwrite: replace an earlier conversion in `directory`.
+        overwrite: replace an earlier conversion in `directory`: what its manifest lists is deleted, and all else that
+            is there stays.
         **options: the other arguments of `convert_deit`.
 
     Raises:
@@ -52,19 +50,15 @@ def save_converted(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
-            finished, replaced = Path(aside) / "finished", Path(aside) / "replaced"
+            finished = Path(aside) / "finished"
             model.save_pretrained(finished)
             processor.save_pretrained(finished)
             (finished / REPORT_NAME).write_text(report.to_json() + "\n")
             verify_conversion(source, finished)
-            if directory.exists():
-                directory.rename(replaced)
-            try:
-                finished.rename(directory)
-            except OSError:
-                if replaced.exists():
-                    replaced.rename(directory)
-                raise
+            write_manifest(finished)
+            if directory.exists() and any(directory.iterdir()):
+                keep_other_files(directory, finished)
+            _put_in_place(finished, directory)
     except (OSError, SafetensorError) as error:
         raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
     return model, report
@@ -82,8 +76,22 @@ def _convert(
     return model, processor, report
 
 
+def _put_in_place(finished: Path, directory: Path) -> None:
+    """Rename `finished` to `directory`, and delete what was there: both, or nothing."""
+    earlier = finished.parent.with_name(f"{finished.parent.name}-earlier")
+    if directory.exists():
+        directory.rename(earlier)
+    try:
+        finished.rename(directory)
+    except OSError:
+        if earlier.exists():
+            earlier.rename(directory)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
 def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -> None:
-    """Refuse to write over anything but an earlier conversion that the user wants to be replaced."""
+    """Refuse to write over anything but an earlier conversion that the user wants to be replaced, before the work."""
     if directory.exists() and not directory.is_dir():
         raise ConversionError(f"{directory}: is a file; give a directory")
     for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
@@ -92,10 +100,4 @@ def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -
     if directory.exists() and any(directory.iterdir()):
         if not overwrite:
             raise ConversionError(f"{directory}: is not empty; give another directory, or ask to overwrite it")
-        if not (directory / REPORT_NAME).exists():
-            raise ConversionError(
-                f"{directory}: only an earlier conversion is overwritten, and there is no {REPORT_NAME} in it"
-            )
-        others = [path.name for path in directory.iterdir() if not any(path.match(name) for name in WRITTEN)]
-        if others:
-            raise ConversionError(f"{directory}: holds {others[0]}, too, which would be lost; give another directory")
+        written_files(directory)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
 from transformers import (
     AutoImageProcessor,
     DeiTConfig,
@@ -24,11 +24,13 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
 from ..configuration_aft import pair
+from ..loading import read_config, read_image_processor
+from ..reading import explained
 from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
 from .derivation import Derivation, cast
 from .dialects import timm_derivations, transformers_derivations
-from .errors import ConversionError, first_line
-from .files import WEIGHT_SUFFIXES, find_file, read_json, read_tensors
+from .errors import ConversionError
+from .files import read_tensors
 from .image_processing import timm_image_processor, vit_image_processor
 from .timm_config import check_timm_config, infer_config
 
@@ -42,9 +44,6 @@ MODEL_CLASSES = {
     ("deit", HEAD): DeiTForImageClassification,
     ("deit", DISTILLED_HEADS): DeiTForImageClassificationWithTeacher,
 }
-
-# What libraries raise for a config or a processor that is damaged, or JSON of another shape.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -134,21 +133,12 @@ def read_source(
 
 
 def _read_config(name: str) -> dict[str, Any]:
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(WEIGHT_SUFFIXES)
-    if looks_local and not Path(name).exists():
-        raise ConversionError(f"{name}: no such directory or file")
-    path = find_file(name, CONFIG_NAME)
-    if path is None and Path(name).is_dir():
+    if Path(name).is_dir() and not Path(name, CONFIG_NAME).exists():
         raise ConversionError(f"{name}: no {CONFIG_NAME} in it; give a file of weights itself if it has none")
-    if path is None:
+    config = read_config(name, ConversionError).model_dump(exclude_unset=True)
+    if not config.keys() & {"model_type", "architecture"}:
         raise ConversionError(
-            f"{name}: no directory or file here, and the Hub does not give it: check the name, download it before "
-            "going offline, or go online (without HF_HUB_OFFLINE)"
-        )
-    config = read_json(path)
-    if not isinstance(config, dict) or not config.keys() & {"model_type", "architecture"}:
-        raise ConversionError(
-            f"{path}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture)"
+            f"{name}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture) is in it"
         )
     return config
 
@@ -160,12 +150,10 @@ def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransforme
             f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
             f"give one of {' or '.join(map(repr, CONFIG_CLASSES))}"
         )
-    try:
+    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         config = CONFIG_CLASSES[model_type].from_dict(dict(config))
         size = pair(config.image_size)
         grid_of(config)  # patches of no size, or a size that is none
-    except UNREADABLE as error:
-        raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
     tensors, own = read_tensors(name), _read_image_processor(name)
     usual = timm_image_processor(name, {}, size) if model_type == "deit" else vit_image_processor(size)
     derivations = transformers_derivations(config, tensors)
@@ -175,29 +163,25 @@ def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransforme
 def _read_timm(
     name: str, timm_config: Mapping[str, Any], image_size: int | tuple[int, int] | None, num_heads: int | None
 ) -> VisionTransformerSource:
-    try:
+    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         if timm_config:
             check_timm_config(name, timm_config)
         tensors = read_tensors(name)
         config = infer_config(name, tensors, timm_config, image_size=image_size, num_heads=num_heads)
         pretrained_cfg = timm_config.get("pretrained_cfg") or {}
         processor = timm_image_processor(name, pretrained_cfg, pair(config.image_size))
-    except ConversionError:
-        raise
-    except UNREADABLE as error:
-        raise ConversionError(f"{name}: no readable {CONFIG_NAME} ({first_line(error)})") from error
     derivations = timm_derivations(config, tensors)
     return VisionTransformerSource(name, config, tensors, derivations, processor, bool(pretrained_cfg))
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:
     """The checkpoint's own; None where it has none. One that cannot be read is an error: means and sizes matter."""
-    if find_file(name, IMAGE_PROCESSOR_NAME) is None:
+    if not read_image_processor(name, ConversionError):
         return None
-    try:
-        return AutoImageProcessor.from_pretrained(name)
-    except UNREADABLE as error:
-        raise ConversionError(f"{name}: no readable {IMAGE_PROCESSOR_NAME} ({first_line(error)})") from error
+    with explained(f"{name}: no readable {IMAGE_PROCESSOR_NAME}", ConversionError):
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+        processor(Image.new("RGB", (32, 32)))  # which finds values that it only takes
+    return processor
 
 
 def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from .errors import ConversionError, first_line
+from ..reading import explained, read_json
+from .errors import ConversionError
 from .files import read_tensors
-from .report import REPORT_NAME, ConversionReport
+from .report import REPORT_NAME, ConversionReport, SavedReport
 
 
 def verify_conversion(source: str | os.PathLike, directory: str | os.PathLike) -> int:
@@ -28,17 +29,12 @@ def verify_conversion(source: str | os.PathLike, directory: str | os.PathLike) -
     """
     tensors, saved = read_tensors(source), read_tensors(directory)
     path = Path(directory) / REPORT_NAME
-    try:
-        report = ConversionReport.from_json(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{path}: no readable report of a conversion ({first_line(error)})") from error
+    report = ConversionReport.from_saved(read_json(path, SavedReport, ConversionError))
     report.check(tensors, saved)
     copied = report.with_status("copied")
     for record in copied:
-        try:
+        with explained(f"{path}: {record.target} cannot be made again", ConversionError):
             expected = record.derivation.of(tensors)
-        except (KeyError, ValueError, RuntimeError, IndexError) as error:
-            raise ConversionError(f"{path}: {record.target} cannot be made again ({first_line(error)})") from error
         if not _equal_bits(expected, saved[record.target]):
             raise ConversionError(f"{directory}: {record.target} is not what {path.name} says was copied to it")
     return len(copied)

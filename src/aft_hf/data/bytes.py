@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from .fingerprint import sum_file
 from .order import SampleKey
 
 
@@ -68,6 +69,10 @@ class ByteWindows(Dataset):
             raise ValueError(
                 f"{path}: {self.stop - self.start} bytes are too few for windows of seq_len={seq_len} bytes"
             )
+
+    def fingerprint(self) -> str:
+        """What tells the bytes from others."""
+        return sum_file(self.path, (self.start, self.stop))
 
     def __len__(self) -> int:
         if self.seed is not None:

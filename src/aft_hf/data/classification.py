@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from .fingerprint import sum_rows
+from .image_files import row_at
 from .order import SampleKey
 from .rand_augment import RandAugment
 
@@ -44,11 +46,15 @@ class TrainingImages(Dataset):
         self.rows, self.numbers, self.size, self.crop_scale, self.seed = rows, numbers, size, crop_scale, seed
         self.image_column, self.label_column = image_column, label_column
 
+    def fingerprint(self) -> str:
+        """What tells the images and labels from others."""
+        return sum_rows(self.rows, self.image_column, self.label_column)
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, key: SampleKey) -> dict[str, torch.Tensor]:
-        return self.sample(self.rows[key.index], key)
+        return self.sample(row_at(self.rows, key.index), key)
 
     def sample(self, row: dict[str, Any], key: SampleKey) -> dict[str, torch.Tensor]:
         """That of a row, cropped by the random numbers of a key."""

@@ -1,12 +1,39 @@
 """Datasets from where people have them: the Hub, local folders, parquet and text files."""
 
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
-from datasets.exceptions import DatasetsError
+import fsspec
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Image,
+    IterableDataset,
+    IterableDatasetDict,
+    load_dataset,
+    load_dataset_builder,
+)
+from PIL import Image as PILImage
+
+from ..reading import described
+from .image_files import open_image
 
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+
+
+class ImageColumn(Image):
+    """A column of images, in RGB, that `open_image` decodes and not `datasets`, which opens whatever Pillow knows."""
+
+    def decode_example(self, value: Any, token_per_repo_id: dict[str, str] | None = None) -> PILImage.Image:
+        """The image of {"bytes": content, "path": where it is or was}."""
+        if isinstance(value, PILImage.Image):
+            return value
+        content, path = value["bytes"], value["path"]
+        if content is None and path is not None and "://" in path:  # of a stream, from the Hub or an archive
+            with fsspec.open(path, "rb") as file:
+                content = file.read()
+        return open_image((path or "") if content is None else content, path or "an image")
 
 
 def load_splits(
@@ -58,7 +85,7 @@ def load_named(
         splits = {"train": load_local(name, streaming=streaming)}
     else:
         splits = load_dataset(name, config_name, streaming=streaming)
-    kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
+    kept = {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
     return IterableDatasetDict(kept) if streaming else DatasetDict(kept)
 
 
@@ -72,8 +99,8 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
     if path.is_dir():
         # All files, in one split: left alone, `datasets` takes "test_1.png" for a part of a test split.
         reader, options = "imagefolder", {"data_dir": str(path), "data_files": "**"}
-    elif not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+    elif not path.is_file():
+        raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
     elif path.suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
     else:
@@ -82,10 +109,34 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
         # A text file is one text: lines mean nothing to a language model of bytes, and line breaks must stay.
         options["sample_by"] = "document"
     try:
-        return load_dataset(reader, split="train", streaming=streaming, **options)
-    except (DatasetsError, OSError, ValueError) as error:
+        return with_safe_images(load_dataset(reader, split="train", streaming=streaming, **options))
+    except Exception as error:  # readers of formats raise anything
         what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
-        raise ValueError(f"{path}: cannot be read as {what} ({error.__cause__ or error})") from error
+        raise ValueError(f"{path}: cannot be read as {what} ({described(error.__cause__ or error)})") from error
+
+
+def local_files(
+    dataset_name: str | None = None, dataset_config_name: str | None = None, train: str | None = None
+) -> list[Path]:
+    """The files of the split "train", as `load_splits` reads it, in an order that their folder's name does not change;
+    none where they are on the Hub."""
+    place = Path(train if dataset_name is None else dataset_name)
+    if place.is_file():
+        return [place]
+    if dataset_name is None:
+        return sorted(path for path in place.rglob("*") if path.is_file())
+    if not place.is_dir():
+        return []
+    files = load_dataset_builder(dataset_name, dataset_config_name).config.data_files or {}
+    return [Path(file) for file in files.get("train", [])]
+
+
+def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """The same rows, each column of images being an `ImageColumn`."""
+    for column, feature in (rows.features or {}).items():
+        if isinstance(feature, Image) and not isinstance(feature, ImageColumn):
+            rows = rows.cast_column(column, ImageColumn())
+    return rows
 
 
 def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:

@@ -8,6 +8,8 @@ from datasets import Dataset as Rows
 from PIL import Image
 from torch.utils.data import Dataset
 
+from .fingerprint import sum_rows
+from .image_files import row_at
 from .order import SampleKey
 
 
@@ -60,13 +62,17 @@ class PixelSequences(Dataset):
         self.rows, self.image_size, self.image_column = rows, image_size, image_column
         self.seed, self.flip, self.brightness_shift = seed, flip, brightness_shift
 
+    def fingerprint(self) -> str:
+        """What tells the images from others."""
+        return sum_rows(self.rows, self.image_column)
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
         if self.seed is None:
-            return self.sample(self.rows[key])
-        return self.sample(self.rows[key.index], key)
+            return self.sample(row_at(self.rows, key))
+        return self.sample(row_at(self.rows, key.index), key)
 
     def sample(self, row: dict[str, Any], key: SampleKey | None = None) -> dict[str, torch.Tensor]:
         """That of a row, as it is or augmented by the random numbers of a key."""

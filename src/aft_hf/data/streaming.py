@@ -1,7 +1,8 @@
 """Streams of rows, of which only a part is in memory: their order, and where it goes on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 from datasets import IterableDataset as StreamedRows
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from ..reading import explained
+from .fingerprint import spread, sum_files, sum_samples
 from .order import SampleKey, share
+
+
+SHARDS = 4  # of a stream from elsewhere, of which the first row is read
 
 
 Row = dict[str, Any]
@@ -38,23 +44,30 @@ class StreamedSamples(Dataset):
     Args:
         rows: of `datasets`, streamed.
         make: the sample of a decoded row and its key.
+        files: those that the rows are read from, where they lie on this machine (see `loading.local_files`).
     """
 
-    def __init__(self, rows: StreamedRows, make: Callable[[Row, SampleKey], Sample]):
-        self.rows, self.make, self.features = rows, make, rows.features
+    def __init__(self, rows: StreamedRows, make: Callable[[Row, SampleKey], Sample], files: Sequence[Path] = ()):
+        self.rows, self.make, self.features, self.files = rows, make, rows.features, files
 
     def __getitem__(self, streamed: StreamedKey) -> Sample:
         return self.make(self.features.decode_example(streamed.row), streamed.key)
 
-    def first(self) -> Sample:
-        """That of the first row.
+    def fingerprint(self) -> str:
+        """What tells them from others: a sum of their files; of a stream from elsewhere, which would have to be read
+        for that, the number of its shards and the first samples of some.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no row.
         """
-        for row in self.rows:
-            return self.make(row, SampleKey(0, 0))
-        raise ValueError("the stream of training data has no rows")
+        if self.files:
+            return sum_files(self.files)
+        count = self.rows.num_shards
+        parts = [self.rows.shard(count, i) for i in spread(count, SHARDS)] if count > 1 else [self.rows]
+        first = [self.make(row, SampleKey(0, 0)) for part in parts for row in part.take(1)]
+        if not first:
+            raise ValueError("the stream of training data has no rows")
+        return f"{count} shards, {sum_samples(first)}"
 
 
 class StreamedEvaluation(IterableDataset):
@@ -142,9 +155,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
         while True:
             # The number of an epoch also seeds the order of the files in it.
             self.rows.set_epoch(int(np.random.SeedSequence((self.seed, block.epoch)).generate_state(1)[0]))
-            if block.state is not None:
-                self.rows.load_state_dict(block.state)
-            stream = iter(self.rows)
+            stream = self._rows_from(block)
             while rows := list(islice(stream, self.shuffle_buffer)):
                 following = Block(block.rows + len(rows), block.epoch, block.number + 1, self.rows.state_dict())
                 yield block, rows
@@ -154,3 +165,16 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
                 raise ValueError("the stream of training data has no rows")
             block = block._replace(epoch=block.epoch + 1, number=0, state=None)
             self.begun.append(block)
+
+    def _rows_from(self, block: Block) -> Iterator[Row]:
+        """The rows from a block on, to the end of its epoch.
+
+        Raises:
+            ValueError: its state is not one of this stream.
+        """
+        if block.state is None:
+            return iter(self.rows)
+        with explained("the checkpoint's position in the stream of training data cannot be used"):
+            self.rows.load_state_dict(block.state)
+            stream = iter(self.rows)
+            return chain(list(islice(stream, 1)), stream)

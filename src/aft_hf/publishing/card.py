@@ -5,18 +5,26 @@ import math
 import os
 import re
 import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, metadata_save
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from transformers import PreTrainedConfig
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.errors import first_line
+from ..data.whole_files import write_whole
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
 from .errors import PublishError
-from .facts import MODEL_ID, RESULTS, Fact, Facts, measured, read_facts
+from .escaping import code, escaped, plain, quoted
+from .facts import CONVERSION, MODEL_ID, RESULTS, Fact, Facts, is_hub_id, measured, read_facts
+from .folder import refuse_misplaced_files
 from .licenses import DEFAULT, known_license
 
 
@@ -29,6 +37,7 @@ PICTURES = {
 MAX_POSITIONS_DRAWN = 1100  # tables of T x T numbers, for all layers and heads at once
 # A card with this line is written anew whenever the model is published.
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
+SOFTWARE = "aft-hf"  # in our pictures
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 TASKS = {
     ("AFTForCausalLM", "text"): "text-generation",
@@ -44,7 +53,8 @@ SWITCHES += ("position_bias_entropy_weight", "position_bias_selection")
 
 
 def write_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> Path:
-    """Write README.md into the directory of a saved model, and a picture of its position biases if there is none.
+    """Write README.md into the directory of a saved model, and a picture of its position biases if there is none
+    but ours.
 
     A README.md without the line that marks it as ours is the user's, and stays as it is, but for a license that is
     given.
@@ -55,23 +65,37 @@ def write_card(directory: str | os.PathLike, *, repo_id: str | None = None, lice
         license: of the weights, as the Hub calls it; by default what README.md says already, or else Apache 2.0.
 
     Raises:
-        PublishError: config.json is not that of an AFT, a file with results cannot be read, or the Hub does not know
-            the license.
+        PublishError: a file is a link out of the directory, config.json is not that of an AFT, a file with results
+            cannot be read, or the Hub does not know the license.
     """
     directory = Path(directory)
-    path, aside = directory / README, directory / f".{README}.tmp"
+    with made_card(directory, repo_id=repo_id, license=license) as made:
+        put_into(directory, made)
+    return directory / README
+
+
+@contextmanager
+def made_card(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> Iterator[Path]:
+    """A temporary directory with what `write_card` writes. Arguments and errors are those of `write_card`."""
+    refuse_misplaced_files(directory)
     terms = _license(directory, license)
-    if path.is_file() and not is_ours(path.read_text(encoding="utf-8", errors="replace")):
-        if license is not None:
-            shutil.copyfile(path, aside)
-            _set_license(aside, terms)
-            aside.replace(path)
-        return path
-    facts = read_facts(directory)
-    _draw_position_biases(directory, facts)
-    build_card(directory, repo_id=repo_id, license=license).save(aside)
-    aside.replace(path)
-    return path
+    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as made:
+        made, path = Path(made), directory / README
+        if not path.is_file() or is_ours(path.read_text(encoding="utf-8", errors="replace")):
+            facts = read_facts(directory)
+            _draw_position_biases(directory, facts, made)
+            _card(directory, facts, made, repo_id=repo_id, license=license).save(made / README)
+        elif license is not None:
+            shutil.copyfile(path, made / README)
+            _set_license(made / README, terms)
+        yield made
+
+
+def put_into(directory: Path, made: Path) -> None:
+    """Copy the files of `made`, each as a whole or not at all; a link in the place of one is replaced."""
+    for path in made.iterdir():
+        with write_whole(directory / path.name) as file:
+            file.write(path.read_bytes())
 
 
 def is_ours(content: str) -> bool:
@@ -82,7 +106,10 @@ def is_ours(content: str) -> bool:
 def build_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> ModelCard:
     """The card of a saved model, without writing anything. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
-    facts = read_facts(directory)
+    return _card(directory, read_facts(directory), directory, repo_id=repo_id, license=license)
+
+
+def _card(directory: Path, facts: Facts, made: Path, *, repo_id: str | None, license: str | None) -> ModelCard:
     name = repo_id or directory.resolve().name
     status = (
         "Nothing in this repository records a training: take the weights as untrained, for tests and for fine-tuning."
@@ -92,7 +119,9 @@ def build_card(directory: str | os.PathLike, *, repo_id: str | None = None, lice
         name.split("/")[-1],
         source=name,
         marker=MARKER,
-        pictures={file: text for file, text in PICTURES.items() if (directory / file).is_file()},
+        pictures={
+            file: text for file, text in PICTURES.items() if (directory / file).is_file() or (made / file).is_file()
+        },
         status="" if facts.was_trained else status,
         **_license(directory, license),
     )
@@ -127,7 +156,7 @@ def fill_card(
         _metadata(facts, name, license=license, license_name=license_name, license_link=license_link),
         template_path=str(TEMPLATE),
         marker=marker,
-        model_name=name,
+        model_name=escaped(name),
         summary=_summary(facts),
         is_aft=facts.is_aft,
         status=status,
@@ -138,10 +167,10 @@ def fill_card(
         architecture=[{"name": label, "value": value} for label, value in _architecture(facts)],
         config_file=facts.config_file,
         parameters=facts.parameters,
-        conversion=facts.conversion,
+        conversion=_conversion(facts),
         training=_rows(facts.training),
         training_file=_one_file(facts.training),
-        versions=facts.versions,
+        versions=escaped(facts.versions or ""),
         results=[
             row | {"value": measured(fact.value), "data": _data(facts, fact)}
             for row, fact in zip(_rows(facts.results), facts.results)
@@ -155,8 +184,13 @@ def fill_card(
     )
 
 
-def card_problems(path: str | os.PathLike) -> list[str]:
-    """What the Hub, or a reader, would miss in a card; an empty list if nothing. Needs no network."""
+def card_problems(path: str | os.PathLike, names: Collection[str] = ()) -> list[str]:
+    """What the Hub, or a reader, would miss in a card; an empty list if nothing. Needs no network.
+
+    Args:
+        path: of the card.
+        names: of files that will lie beside it, and need not yet.
+    """
     path = Path(path)
     if not path.is_file():
         return ["is missing; `aft_hf.publishing.write_card` writes it"]
@@ -174,12 +208,17 @@ def card_problems(path: str | os.PathLike) -> list[str]:
         if not MODEL_ID.fullmatch(str(base)):
             problems.append(f"base_model {base!r} is no id on the Hub")
     for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
-        if "://" not in picture and not (path.parent / picture).is_file():
+        if "://" not in picture and picture not in names and not (path.parent / picture).is_file():
             problems.append(f"shows {picture}, which is not there")
     return problems
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
+
+
+def card_license(path: Path) -> str:
+    """What a card without problems names as the license of the weights."""
+    return metadata_load(path)["license"]
 
 
 def _license(directory: Path, license: str | None) -> dict[str, str]:
@@ -227,11 +266,11 @@ def _metadata(facts: Facts, name: str, **license: str | None) -> ModelCardData:
         results = [
             EvalResult(
                 task_type=task,
-                dataset_type=facts.dataset,
-                dataset_name=facts.dataset_name or facts.dataset.split("/")[-1],
+                dataset_type=plain(facts.dataset),
+                dataset_name=plain(facts.dataset_name or facts.dataset.split("/")[-1]),
                 dataset_split=fact.split,
-                metric_type=fact.name,
-                metric_name=fact.name.replace("_", " "),
+                metric_type=plain(fact.name),
+                metric_name=plain(fact.name.replace("_", " ")),
                 metric_value=fact.value,
             )
             for fact in facts.results
@@ -245,8 +284,8 @@ def _metadata(facts: Facts, name: str, **license: str | None) -> ModelCardData:
         tags=_tags(facts),
         datasets=[facts.dataset] if facts.dataset_on_hub else None,
         base_model=facts.base_model,
-        metrics=sorted({fact.name for fact in facts.results}) or None,
-        model_name=name if results else None,
+        metrics=sorted({plain(fact.name) for fact in facts.results}) or None,
+        model_name=plain(name) if results else None,
         eval_results=results or None,
         **base,
     )
@@ -283,7 +322,7 @@ def _architecture(facts: Facts) -> list[tuple[str, str]]:
     if not facts.is_aft:
         rows += [("type", config.model_type), ("layers", config.num_hidden_layers), ("width", config.hidden_size)]
         rows.append(("attention heads", config.num_attention_heads))
-        return [(label, str(value)) for label, value in [*rows, *_input_sizes(facts)]]
+        return [(label, escaped(str(value))) for label, value in [*rows, *_input_sizes(facts)]]
     types = set(config.layer_aft_types)
     rows += [
         ("type", config.aft_type if isinstance(config.aft_type, str) else ", ".join(config.aft_type)),
@@ -302,7 +341,7 @@ def _architecture(facts: Facts) -> list[tuple[str, str]]:
     usual = AFTConfig()
     switched = [name for name in SWITCHES if getattr(config, name) != getattr(usual, name)]
     rows += [(name.replace("_", " "), getattr(config, name)) for name in switched]
-    return [(label, _escaped(str(value))) for label, value in [*rows, *_input_sizes(facts)]]
+    return [(label, escaped(str(value))) for label, value in [*rows, *_input_sizes(facts)]]
 
 
 def _input_sizes(facts: Facts) -> list[tuple[str, Any]]:
@@ -322,7 +361,7 @@ def _longest(config: PreTrainedConfig) -> int | str:
 
 
 def _rows(facts: list[Fact]) -> list[dict[str, str]]:
-    return [{"name": _label(fact.name), "value": _escaped(fact.text), "file": fact.file} for fact in facts]
+    return [{"name": _label(fact.name), "value": escaped(fact.text), "file": fact.file} for fact in facts]
 
 
 def _one_file(facts: list[Fact]) -> str | None:
@@ -332,18 +371,24 @@ def _one_file(facts: list[Fact]) -> str | None:
 
 
 def _label(name: str) -> str:
-    return _escaped(name.replace("_", " ").replace(".", ": "))
-
-
-def _escaped(text: str) -> str:
-    """Text that stays in its cell."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return escaped(name.replace("_", " ").replace(".", ": "))
 
 
 def _data(facts: Facts, fact: Fact) -> str:
     """The data and the part of it that a result is about, as far as its file tells."""
     dataset = (facts.dataset_name or facts.dataset) if Path(fact.file).name == RESULTS else None
-    return ", ".join(part for part in (dataset, fact.split) if part) or "not recorded"
+    return escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
+
+
+def _conversion(facts: Facts) -> dict[str, Any] | None:
+    """What the model was converted from, and what became of the tensors."""
+    if facts.conversion is None:
+        return None
+    source, counts = facts.conversion["source"], facts.conversion["counts"]
+    link = f"[{escaped(source)}](https://huggingface.co/{source})" if is_hub_id(source) else code(Path(source).name)
+    numbers = [f"{count} tensors ({size} parameters) {escaped(status)}" for status, count, size in counts]
+    is_new = any(status == "new" for status, _, _ in counts)
+    return {"source": link, "file": CONVERSION, "counts": ", ".join(numbers), "new": is_new}
 
 
 def _limits(facts: Facts) -> list[str]:
@@ -392,7 +437,7 @@ def _code(facts: Facts, source: str, *, remote: bool) -> str:
     """How to load and run the model; from the code beside it or, with aft_hf imported, without it."""
     task, option = _task(facts), ", trust_remote_code=True" if remote and facts.is_aft else ""
     lines = [] if remote else ["import aft_hf  # makes the Auto classes know AFT"]
-    name = ["", f'name = "{source}"']
+    name = ["", f"name = {quoted(source)}"]
     auto = {"image-classification": "AutoModelForImageClassification"}.get(
         task, "AutoModel" if task.endswith("feature-extraction") else "AutoModelForCausalLM"
     )
@@ -439,10 +484,10 @@ def _code(facts: Facts, source: str, *, remote: bool) -> str:
     return "\n".join(lines)
 
 
-def _draw_position_biases(directory: Path, facts: Facts) -> None:
-    """A picture, if there is none, the model learns position biases, and matplotlib is there to draw it."""
+def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
+    """A picture, if there is none but ours, the model learns position biases, and matplotlib is there to draw it."""
     learned = set(facts.config.layer_aft_types) & {"full", "local", "conv"}
-    if (directory / PICTURE).exists() or not learned or not facts.parameters:
+    if not (_is_our_picture(directory / PICTURE) and learned and facts.parameters):
         return
     if importlib.util.find_spec("matplotlib") is None:
         return
@@ -450,9 +495,22 @@ def _draw_position_biases(directory: Path, facts: Facts) -> None:
         return
     classes = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
     try:
-        model = classes[facts.architecture].from_pretrained(directory, dtype="auto")
+        model = classes[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
     except Exception:  # the checks before an upload say why
         return
-    aside = directory / f".{PICTURE}"
-    plot_position_biases(model, aside)
-    aside.replace(directory / PICTURE)
+    plot_position_biases(model, made / PICTURE)
+    ours = PngInfo()
+    ours.add_text("Software", SOFTWARE)
+    with Image.open(made / PICTURE) as picture:
+        picture.save(made / PICTURE, pnginfo=ours)
+
+
+def _is_our_picture(path: Path) -> bool:
+    """Whether a picture may be drawn anew: it is ours, which may show an earlier model, or there is none."""
+    if not path.exists():
+        return True
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return picture.info.get("Software") == SOFTWARE
+    except (OSError, ValueError, Image.DecompressionBombError):  # whatever it is, it is not ours
+        return False

@@ -1,25 +1,27 @@
 """What must be true of a directory before anybody else gets to see it."""
 
 import filecmp
-import json
 import os
 import re
 import struct
 import zipfile
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from PIL import Image
+from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import is_vision_available
 
 from ..configuration_aft import AFTConfig, pair
-from ..conversion.errors import first_line
+from ..loading import read_image_processor
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from ..reading import ModelConfig, explained
 from .card import card_problems
-from .facts import RESULTS, read_json
+from .errors import PublishError
+from .facts import RESULTS, Results, read_json
+from .folder import files_by_name, misplaced_files
 
 
 CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
@@ -32,10 +34,8 @@ PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
 
-# What training leaves behind and nobody loads: it stays where it is. Hidden files too, but for Git's own.
-LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
-LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
-LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
+# Whatever the config names as attention: AFT has none, and the name of a kernel has it fetched from the Hub and run.
+LOADING = {"dtype": "auto", "attn_implementation": "eager"}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -63,35 +63,26 @@ ABSOLUTE_PATHS = (
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
 
-def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
-    """(what belongs to the model, what is left out), sorted; of a folder that is left out only the folder."""
-    kept, left_out = [], []
-    for folder, folders, names in os.walk(directory):
-        here = Path(folder)
-        for name in [*folders, *names]:
-            hidden = name.startswith(".") and name not in (".gitattributes", ".gitignore")
-            if hidden or any(fnmatch(name, pattern) for pattern in LEFT_OUT):
-                left_out.append(here / name)
-            elif name in names:
-                kept.append(here / name)
-        folders[:] = [name for name in folders if here / name not in left_out]
-    return sorted(kept), sorted(left_out)
-
-
-def find_problems(directory: str | os.PathLike) -> list[str]:
+def find_problems(directory: str | os.PathLike, made: Path | None = None) -> list[str]:
     """Everything that stands against publishing a directory, a line each; an empty list if nothing does.
 
-    The model loads from its weights alone and runs once with finite results; the code beside it is that of this
-    package; the card has all that the Hub asks for; no file is a pickle, holds a key or tells where it was on the
-    machine that wrote it.
+    All files lie in the directory (where they do not, nothing else is looked at); the model loads from its weights
+    alone and runs once with finite results; the code beside it is that of this package; the card has all that the Hub
+    asks for; no file is a pickle, holds a key or tells where it was on the machine that wrote it.
+
+    Args:
+        directory: of a saved model.
+        made: a directory with what is to be written into that one first, if there is anything.
     """
     directory = Path(directory)
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
-    files, _ = files_to_upload(directory)
-    problems = [f"{path.relative_to(directory)}: {problem}" for path in files for problem in _file_problems(path)]
+    if problems := misplaced_files(directory):
+        return problems
+    files = files_by_name(directory, *([] if made is None else [made]))
+    problems = [f"{name}: {problem}" for name, path in files.items() for problem in _file_problems(path)]
     problems += _model_problems(directory)
-    problems += [f"{README}: {problem}" for problem in card_problems(directory / README)]
+    problems += [f"{README}: {problem}" for problem in card_problems(files.get(README, directory / README), files)]
     return problems
 
 
@@ -99,9 +90,6 @@ def find_problems(directory: str | os.PathLike) -> list[str]:
 
 
 def _file_problems(path: Path) -> Iterator[str]:
-    if path.is_symlink() and not path.exists():
-        yield "is a link to nothing"
-        return
     if _is_pickle(path):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
@@ -156,16 +144,17 @@ def _model_problems(directory: Path) -> Iterator[str]:
         yield f"{CONFIG}: is missing{hint}"
         return
     try:
-        values = json.loads(config_file.read_text(encoding="utf-8"))
-        if values.get("model_type") != AFTConfig.model_type:
-            yield f'{CONFIG}: model_type is {values.get("model_type")!r}, not "aft"'
+        config = read_json(config_file, ModelConfig)
+        if config.model_type != AFTConfig.model_type:
+            yield f'{CONFIG}: model_type is {config.model_type!r}, not "aft"'
             return
-        AFTConfig.from_pretrained(directory)
-    except (ValueError, OSError) as error:
-        yield f"{CONFIG}: cannot be read ({first_line(error)})"
+        with explained(f"{CONFIG}: cannot be read", PublishError):
+            AFTConfig.from_pretrained(directory)
+    except PublishError as error:
+        yield str(error)
         return
-    yield from _code_problems(directory, values)
-    names = values.get("architectures") or [None]
+    yield from _code_problems(directory, config)
+    names = config.architectures or [None]
     if names[0] not in ARCHITECTURES:
         yield f"{CONFIG}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
         return
@@ -176,13 +165,13 @@ def _model_problems(directory: Path) -> Iterator[str]:
     yield from _loading_problems(directory, ARCHITECTURES[names[0]])
 
 
-def _code_problems(directory: Path, config: dict) -> Iterator[str]:
+def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
-    if not config.get("auto_map"):
+    if not config.auto_map:
         yield f"{CONFIG}: has no auto_map, so the model does not load without aft_hf; {again}"
         return
-    for name, place in config["auto_map"].items():
-        if "--" in place:
+    for name, place in config.auto_map.items():
+        if "--" in str(place):
             yield f"{CONFIG}: auto_map takes {name} from another repository, {place}; {again}"
     for name in CODE:
         if not (directory / name).is_file():
@@ -194,14 +183,15 @@ def _code_problems(directory: Path, config: dict) -> Iterator[str]:
 @torch.no_grad()
 def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) -> Iterator[str]:
     try:
-        for path in directory.glob("*.safetensors"):
-            with safe_open(path, "pt"):
-                pass
-        model, info = model_class.from_pretrained(
-            directory, output_loading_info=True, dtype="auto", ignore_mismatched_sizes=True
-        )
-    except (ValueError, OSError, RuntimeError, SafetensorError, KeyError) as error:
-        yield f"the model does not load: {first_line(error)}"
+        with explained("the model does not load", PublishError):
+            for path in directory.glob("*.safetensors"):
+                with safe_open(path, "pt"):
+                    pass
+            model, info = model_class.from_pretrained(
+                directory, output_loading_info=True, ignore_mismatched_sizes=True, **LOADING
+            )
+    except PublishError as error:
+        yield str(error)
         return
     for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "have no place in it")):
         if names := sorted(info[kind]):
@@ -210,7 +200,12 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
         yield f"the model does not load: {sorted(info['mismatched_keys'])[0][0]} has another shape"
     if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return
-    outputs = model.eval()(**_example(model.config))
+    try:
+        with explained("the model does not run", PublishError):
+            outputs = model.eval()(**_example(model.config))
+    except PublishError as error:
+        yield str(error)
+        return
     if not outputs[0].float().isfinite().all():
         yield "the model does not run: its outputs are not finite"
     yield from _companion_problems(directory, model)
@@ -226,7 +221,7 @@ def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
 def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
     """Tokenizer and image processor, without which `pipeline` does not know what to do."""
     is_text = model.config.modality == "text"
-    if is_text and (read_json(directory / RESULTS) or {}).get("recipe", {}).get("task") == "pixels":
+    if is_text and (read_json(directory / RESULTS, Results) or Results()).recipe.task == "pixels":
         return  # sub-pixels are numbers already: there is no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
@@ -234,13 +229,17 @@ def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[
         yield f"{file}: is missing; save the {what} beside the model (`save_pretrained`)"
         return
     try:
-        if is_text:
-            tokenizer = auto_class.from_pretrained(directory)
-            if len(tokenizer) > model.config.vocab_size:
-                yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
-            if model.can_generate():
-                GenerationConfig.from_pretrained(directory)
-        elif is_vision_available():
-            auto_class.from_pretrained(directory)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        yield f"{file}: the {what} does not load ({first_line(error)})"
+        with explained(f"{file}: the {what} does not load", PublishError):
+            if is_text:
+                tokenizer = auto_class.from_pretrained(directory, trust_remote_code=False)
+                tokenizer("a")
+                if len(tokenizer) > model.config.vocab_size:
+                    yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
+                if model.can_generate():
+                    GenerationConfig.from_pretrained(directory)
+            elif is_vision_available():
+                read_image_processor(directory, PublishError)
+                processor = auto_class.from_pretrained(directory, trust_remote_code=False)
+                processor(Image.new("RGB", (32, 32)))
+    except PublishError as error:
+        yield str(error)

@@ -27,7 +27,7 @@ def publish_command(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check, write the card and show what would be sent; send nothing.")
+        bool, typer.Option("--dry-run", help="Check and show what would be sent; write and send nothing.")
     ] = False,
 ) -> None:
     """Check a model, write its card, upload it to the Hub in one commit and verify what arrived."""

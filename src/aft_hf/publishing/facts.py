@@ -1,19 +1,20 @@
 """What the files beside a model say about it: the only source of the numbers on its card."""
 
-import json
 import math
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BeforeValidator
 from transformers import PreTrainedConfig
 
 from ..configuration_aft import AFTConfig
-from ..conversion.errors import first_line
+from ..conversion.report import SavedReport
+from ..reading import Document, ModelConfig, UnreadableError, explained, read_safetensors_header
+from ..reading import read_json as read_document
 from .errors import PublishError
 
 
@@ -33,6 +34,7 @@ UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.
 UNTOLD += ("recipe.data.text_separator", "recipe.data.shuffle_buffer")
 UNTOLD += ("recipe.data.train", "recipe.data.validation", "recipe.data.test")
 COST = re.compile(r"carbon|co2|emission|energy|kwh|cost|price|watt", re.IGNORECASE)
+Content = TypeVar("Content")
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -113,14 +115,10 @@ def read_facts(directory: Path) -> Facts:
     Raises:
         PublishError: config.json is not that of an AFT, or another file is not JSON.
     """
-    raw = read_json(directory / "config.json")
-    if raw is None:
-        raise PublishError(f"{directory / 'config.json'}: no such file")
-    try:
+    raw = read_document(directory / "config.json", ModelConfig, PublishError)
+    with explained(f"{directory / 'config.json'}: cannot be read", PublishError):
         config = AFTConfig.from_pretrained(directory)
-    except (ValueError, OSError) as error:
-        raise PublishError(f"{directory / 'config.json'}: cannot be read ({first_line(error)})") from error
-    architecture = (raw.get("architectures") or ["AFTModel"])[0]
+    architecture = (raw.architectures or ["AFTModel"])[0]
     facts = Facts(config, architecture, _count_parameters(directory))
     _read_results(directory, facts)
     _read_trainer(directory, facts)
@@ -128,16 +126,38 @@ def read_facts(directory: Path) -> Facts:
     return facts
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PublishError(f"{path}: is not JSON ({first_line(error)})") from error
-    if not isinstance(content, dict):
-        raise PublishError(f"{path}: holds no keys and values")
-    return content
+Section = Annotated[dict[str, Any], BeforeValidator(lambda value: value if isinstance(value, dict) else {})]
+
+
+class RecipeFacts(Document):
+    """The recipe in results.json, as far as a card tells it."""
+
+    task: Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)] = None
+    model: Section = {}
+    data: Section = {}
+    paper: Annotated[
+        dict[str, Any] | None, BeforeValidator(lambda value: value if isinstance(value, dict) else None)
+    ] = None
+
+
+class Results(Document):
+    """results.json of `aft_hf.training`. Other programs name their files so, too: what is no section of ours is none,
+    and all else is told as it is."""
+
+    metrics: Section = {}
+    recipe: Annotated[RecipeFacts, BeforeValidator(lambda value: value if isinstance(value, dict) else {})] = (
+        RecipeFacts()
+    )
+    versions: Section = {}
+
+
+def read_json(path: Path, kind: type[Content] = dict[str, Any]) -> Content | None:
+    """What a file holds; None where there is none.
+
+    Raises:
+        PublishError: it does not hold that.
+    """
+    return read_document(path, kind, PublishError) if path.exists() else None
 
 
 def _count_parameters(directory: Path) -> int | None:
@@ -145,11 +165,10 @@ def _count_parameters(directory: Path) -> int | None:
     count = 0
     for path in sorted(directory.glob("model*.safetensors")):
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        except (struct.error, ValueError, OverflowError, MemoryError):
-            return None  # not safetensors, as the checks say in their words
-        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+            header = read_safetensors_header(path)
+        except UnreadableError:
+            return None  # as the checks say in their words
+        count += sum(math.prod(tensor.shape) for tensor in header.values())
     return count or None
 
 
@@ -163,12 +182,12 @@ def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _split_of(name: str) -> tuple[str | None, str]:
     """("validation", "accuracy") of "eval_accuracy", "validation.accuracy" and the like."""
-    head, separator, rest = re.match(r"([a-z]+)?([._])?(.*)", name).groups()
+    head, separator, rest = re.match(r"(?s)([a-z]+)?([._])?(.*)", name).groups()
     if head in SPLITS and separator:
         return SPLITS[head], rest
     return None, name
@@ -182,32 +201,28 @@ def _is_result(name: str) -> bool:
 
 
 def _read_results(directory: Path, facts: Facts) -> None:
-    content = read_json(directory / RESULTS)
-    if content is not None:
-        add_results(facts, content, RESULTS)
+    results = read_json(directory / RESULTS, Results)
+    if results is not None:
+        add_results(facts, results, RESULTS)
 
 
-def add_results(facts: Facts, content: dict[str, Any], file: str) -> None:
+def add_results(facts: Facts, results: Results, file: str) -> None:
     """Take over results.json of `aft_hf.training`: metrics, recipe, versions and what else it measured; `file` is the
     name that a card gives it."""
-    for name, value in _flat(content.get("metrics")):
+    for name, value in _flat(results.metrics):
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric):
             facts.results.append(Fact(metric, value, file, split))
-    recipe = content.get("recipe") if isinstance(content.get("recipe"), dict) else {}
-    facts.task = recipe.get("task")
-    facts.paper = recipe.get("paper") if isinstance(recipe.get("paper"), dict) else None
-    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
+    facts.task, facts.paper = results.recipe.task, results.recipe.paper
+    data, model = results.recipe.data, results.recipe.model
     if data.get("dataset"):
         facts.dataset, facts.dataset_on_hub = str(data["dataset"]), is_hub_id(str(data["dataset"]))
     elif data.get("train"):
         facts.dataset = re.split(r"[/\\]", str(data["train"]).rstrip("/\\"))[-1]
-    model = recipe.get("model") if isinstance(recipe.get("model"), dict) else {}
     if is_hub_id(str(model.get("pretrained"))):
         facts.base_model = str(model["pretrained"])
-    versions = content.get("versions") if isinstance(content.get("versions"), dict) else {}
     taken: set[str] = set()
-    for name, value in _flat(content):
+    for name, value in _flat(results.model_dump(exclude_unset=True)):
         if value is False or any(name == each or name.startswith(f"{each}.") for each in UNTOLD):
             continue
         if isinstance(value, float) and not math.isfinite(value):
@@ -216,8 +231,8 @@ def add_results(facts: Facts, content: dict[str, Any], file: str) -> None:
         if fact.name not in taken:
             (facts.cost if COST.search(name) else facts.training).append(fact)
         taken.add(fact.name)
-    if versions:
-        facts.versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if results.versions:
+        facts.versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
 
 
 # ---------------------------------------------------------------------------------------------------------- Trainer
@@ -245,20 +260,12 @@ def _read_trainer(directory: Path, facts: Facts) -> None:
 
 
 def _read_conversion(directory: Path, facts: Facts) -> None:
-    content = read_json(directory / CONVERSION)
-    if content is None:
+    report = read_json(directory / CONVERSION, SavedReport)
+    if report is None:
         return
-    source = str(content.get("source", "another model"))
-    on_hub = is_hub_id(source)
-    tensors = [each for each in content.get("tensors") or [] if isinstance(each, dict)]
-    counts, sizes = Counter(), Counter()
-    for each in tensors:
-        counts[each.get("status")] += 1
-        sizes[each.get("status")] += math.prod(each.get("shape") or [0])
-    facts.base_model = facts.base_model or (source if on_hub else None)
-    facts.conversion = {
-        "source": f"[{source}](https://huggingface.co/{source})" if on_hub else f"`{Path(source).name}`",
-        "file": CONVERSION,
-        "counts": ", ".join(f"{counts[each]} tensors ({sizes[each]} parameters) {each}" for each in counts),
-        "new": counts["new"] > 0,
-    }
+    source, counts, sizes = report.source, Counter(), Counter()
+    for each in report.tensors:
+        counts[each.status] += 1
+        sizes[each.status] += math.prod(each.shape)
+    facts.base_model = facts.base_model or (source if is_hub_id(source) else None)
+    facts.conversion = {"source": source, "counts": [(each, counts[each], sizes[each]) for each in counts]}

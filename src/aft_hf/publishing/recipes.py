@@ -18,12 +18,14 @@ from transformers import PreTrainedConfig
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
+from ..reading import ModelConfig
+from ..reading import read_json as read_document
 from ..training.recipe import Recipe, load_recipe
 from ..training.setup import check_same_run
 from ..training.tasks import TASKS
 from .card import PICTURE, PICTURES, fill_card
 from .errors import PublishError
-from .facts import RESULTS, Facts, add_results, read_json
+from .facts import RESULTS, Facts, Results, add_results, read_json
 
 
 MARKER = "<!-- Written by scripts/write_model_cards.py from the recipe and the results of its run. -->"
@@ -132,9 +134,9 @@ def recipe_facts(root: Path, name: str) -> Facts:
     recipe, data = load_recipe(path), _data(name)
     config, architecture, parameters = _build(path, data)
     facts = Facts(config, architecture, parameters, config_file=f"configs/{name}.yaml")
-    results = read_json(_kept(root, name) / RESULTS)
+    results = read_json(_kept(root, name) / RESULTS, Results)
     if results is not None:
-        check_same_run(recipe, results["recipe"], _kept(root, name) / RESULTS)
+        check_same_run(recipe, results.recipe.model_dump(exclude_unset=True), _kept(root, name) / RESULTS)
         add_results(facts, results, f"model_cards/results/{name}/{RESULTS}")
         facts.paper = recipe.paper and recipe.paper.model_dump()
     facts.dataset, facts.dataset_name, facts.dataset_on_hub = data.dataset, data.name, True
@@ -154,20 +156,24 @@ def keep_run(root: Path, name: str, directory: Path) -> Path:
     Raises:
         ValueError: it is the run of another recipe, or has no results.
     """
-    results = read_json(directory / RESULTS)
+    results = read_json(directory / RESULTS, Results)
     if results is None:
         raise PublishError(f"{directory / RESULTS}: no such file")
-    check_same_run(load_recipe(_recipe_path(root, name)), results["recipe"], directory)
+    check_same_run(load_recipe(_recipe_path(root, name)), results.recipe.model_dump(exclude_unset=True), directory)
     kept = _kept(root, name)
     kept.mkdir(parents=True, exist_ok=True)
-    trimmed = {key: value for key, value in results.items() if key not in ("losses", "evaluations")}
+    trimmed = {
+        key: value
+        for key, value in results.model_dump(exclude_unset=True).items()
+        if key not in ("losses", "evaluations")
+    }
     (kept / RESULTS).write_text(json.dumps(trimmed, indent=1) + "\n")
     if (directory / "losses.png").is_file():
         shutil.copyfile(directory / "losses.png", kept / "losses.png")
-    config = json.loads((directory / "config.json").read_text())
-    if config["model_type"] == AFTConfig.model_type and config["aft_type"] not in ("simple", "alibi"):
+    config = read_document(directory / "config.json", ModelConfig, PublishError)
+    if config.model_type == AFTConfig.model_type and config.model_extra["aft_type"] not in ("simple", "alibi"):
         models = (AFTForCausalLM, AFTForImageClassification)
-        model = next(each for each in models if each.__name__ in config["architectures"])
+        model = next(each for each in models if each.__name__ in config.architectures)
         plot_position_biases(model.from_pretrained(directory), kept / PICTURE)
     return kept
 

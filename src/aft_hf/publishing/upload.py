@@ -5,7 +5,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,14 @@ from huggingface_hub.errors import (
 )
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
-from ..conversion.errors import first_line
-from .card import write_card
-from .checks import CODE, files_to_upload, find_problems
+from ..reading import described, first_line
+from .card import README, card_license, made_card, put_into
+from .checks import CODE, CONFIG, find_problems
 from .errors import PublishError
+from .folder import files_by_name, files_to_upload
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
@@ -79,7 +81,7 @@ def publish(
         revision: a branch to commit to, made from main if it is not there; main by default.
         create_pr: open a pull request instead of committing.
         license: of the weights, as `write_card` takes it.
-        dry_run: check and show only; nothing is sent, and no network is needed.
+        dry_run: check and show only; nothing is written or sent, and no network is needed.
         token: of the Hub; by default that of `hf auth login` or HF_TOKEN.
         endpoint: of the Hub; by default HF_ENDPOINT.
         console: where to print.
@@ -91,30 +93,33 @@ def publish(
     directory, console = Path(directory), console or Console()
     if create_pr and revision is not None:
         raise PublishError("give a revision or ask for a pull request, not both: a pull request is against main")
-    if (directory / "config.json").is_file():
-        write_card(directory, repo_id=repo_id, license=license)
-    if problems := find_problems(directory):
-        raise PublishError(f"{directory} is not fit to be published: {'; '.join(problems)}")
-    files, left_out = files_to_upload(directory)
-    names = [path.relative_to(directory).as_posix() for path in files]
-    console.print(_table(directory, repo_id, files))
-    if left_out:
-        console.print(f"left out: {', '.join(path.relative_to(directory).as_posix() for path in left_out)}")
+    if not (directory / CONFIG).is_file():
+        _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
-    if dry_run:
-        console.print("nothing was sent")
-        return Publication(f"{api.endpoint}/{repo_id}", None, names)
-
+    with made_card(directory, repo_id=repo_id, license=license) as made:
+        _refuse_unfit(directory, made)
+        files = files_by_name(directory, made)
+        _show(console, directory, repo_id, files)
+        if dry_run:
+            console.print("nothing was sent")
+            return Publication(f"{api.endpoint}/{repo_id}", None, list(files))
+        put_into(directory, made)
     with _impatient():
+        files = {name: directory / name for name in files}
         return _send(
             api, directory, files, repo_id, private=private, revision=revision, create_pr=create_pr, console=console
         )
 
 
+def _refuse_unfit(directory: Path, made: Path | None = None) -> None:
+    if problems := find_problems(directory, made):
+        raise PublishError(f"{directory} is not fit to be published: {'; '.join(problems)}")
+
+
 def _send(
     api: HfApi,
     directory: Path,
-    files: list[Path],
+    files: dict[str, Path],
     repo_id: str,
     *,
     private: bool | None,
@@ -123,14 +128,13 @@ def _send(
     console: Console,
 ) -> Publication:
     """Make the repository, commit, verify."""
-    names = [path.relative_to(directory).as_posix() for path in files]
     with _explained(lambda error: f"{repo_id}: nothing was committed"):
         repository = _prepare_repository(api, repo_id, private, revision)
-    head, stale = repository.sha, _stale_weights(repository, names)
+    head, stale = repository.sha, _stale_weights(repository, files)
     with _explained(lambda error: _outcome(error, api, repo_id, revision, head, create_pr)):
         commit = _commit(
             api,
-            list(zip(names, files)),
+            files,
             stale,
             repo_id=repo_id,
             revision=revision,
@@ -140,9 +144,9 @@ def _send(
         )
     url = commit.pr_url or f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
     with _explained(lambda error: f"committed to {url}, but not verified; run the same again to verify it"):
-        _verify(api, repo_id, commit, dict(zip(names, files)))
+        _verify(api, repo_id, commit, files)
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
-    return Publication(url, commit.oid, names)
+    return Publication(url, commit.oid, list(files))
 
 
 @contextmanager
@@ -156,16 +160,21 @@ def _impatient() -> Iterator[None]:
         session.timeout = before
 
 
-def _table(directory: Path, repo_id: str, files: list[Path]) -> Table:
-    sizes = [path.stat().st_size for path in files]
-    table = Table(title=f"{directory} to {repo_id}", caption=f"{len(files)} files, {decimal(sum(sizes))}")
+def _show(console: Console, directory: Path, repo_id: str, files: dict[str, Path]) -> None:
+    """Print what is sent and what is left out. Names are escaped: rich takes brackets for markup."""
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {card_license(files[README])}"}
+    table = Table(title=escape(f"{directory} to {repo_id}"))
+    table.caption = f"{len(files)} files, {decimal(sum(sizes.values()))}"
     table.add_column("file", overflow="fold")
     table.add_column("what")
     table.add_column("size", justify="right")
-    for path, size in zip(files, sizes):
-        kind = "weights" if path.suffix == ".safetensors" else "code" if path.name in CODE else ""
-        table.add_row(path.relative_to(directory).as_posix(), kind, decimal(size))
-    return table
+    for name, size in sizes.items():
+        kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
+        table.add_row(escape(name), kind, decimal(size))
+    console.print(table)
+    if left_out := [path.relative_to(directory).as_posix() for path in files_to_upload(directory)[1]]:
+        console.print(f"left out: {', '.join(left_out)}", markup=False)
 
 
 def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> ModelInfo:
@@ -186,7 +195,7 @@ def _repository_info(api: HfApi, repo_id: str, revision: str | None = None) -> M
 
 
 def _commit(
-    api: HfApi, files: list[tuple[str, Path]], stale: list[str], *, head: str | None, create_pr: bool, **options
+    api: HfApi, files: dict[str, Path], stale: list[str], *, head: str | None, create_pr: bool, **options
 ) -> CommitInfo:
     """One commit of everything, on top of `head`: `files` added, `stale` ones deleted.
 
@@ -197,7 +206,7 @@ def _commit(
 
     def attempt() -> CommitInfo:
         # Operations remember what became of them, so each attempt has its own.
-        operations = [CommitOperationAdd(name, path) for name, path in files]
+        operations = [CommitOperationAdd(name, path) for name, path in files.items()]
         operations += [CommitOperationDelete(name) for name in stale]
         parent = None if create_pr else head
         return api.create_commit(operations=operations, parent_commit=parent, create_pr=create_pr, **options)
@@ -207,10 +216,10 @@ def _commit(
     )
 
 
-def _stale_weights(repository: ModelInfo, names: list[str]) -> list[str]:
+def _stale_weights(repository: ModelInfo, names: Collection[str]) -> list[str]:
     """Weights of an earlier model that the new ones do not replace: one file would be read in place of new shards."""
     there = {file.rfilename for file in repository.siblings or ()}
-    return sorted(name for name in there - set(names) if re.fullmatch(WEIGHTS, name))
+    return sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
 
 
 def _outcome(
@@ -312,7 +321,7 @@ def _explained(context: Callable[[Exception], str]) -> Iterator[None]:
         yield
     except PublishError as error:
         raise PublishError(f"{error} ({context(error)})") from error
-    except (HfHubHTTPError, httpx2.TransportError, ValueError, OSError, RuntimeError) as error:
+    except Exception as error:  # of answers that are not what the Hub gives, huggingface_hub raises anything
         raise PublishError(f"{_reason(error)} ({context(error)})") from error
 
 
@@ -339,4 +348,6 @@ def _reason(error: Exception) -> str:
             return "the Hub did not answer in time; run the same again"
         if isinstance(each, httpx2.TransportError):
             return f"the connection to the Hub failed ({first_line(each)}); run the same again"
-    return first_line(error)
+        if isinstance(each, (httpx2.HTTPError, httpx2.InvalidURL)):
+            return f"the Hub sends elsewhere, and nothing is there ({first_line(each)}); look at HF_ENDPOINT"
+    return described(error)

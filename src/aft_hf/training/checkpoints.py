@@ -1,16 +1,19 @@
 """Checkpoints that are either complete or not there, and the way back from the newest one."""
 
-import json
 import os
+import re
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch.distributed.checkpoint import CheckpointException
+
+from ..reading import UnreadableError, first_line
+from .manifest import MANIFEST, Manifest, file_check_sum, read_manifest, write_manifest
+from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
-MANIFEST = "checkpoint.json"  # written last: what the checkpoint consists of, and the state of the run
 PREFIX, PARTIAL, ASIDE = "step-", ".partial-", "set-aside-"
 
 
@@ -19,9 +22,10 @@ class Checkpoints:
 
     One is written under another name, with a manifest of the sizes and check sums of its files, and then renamed. So
     whatever ends the process, a directory of the right name is complete, and one that was damaged later is noticed.
+    None is removed or renamed before another one has been written or loaded.
 
     Args:
-        accelerator: what to save: the model, the optimizer, the schedule, the scaler and all random states.
+        accelerator: what to save: the model, the optimizer, the scaler and all random states.
         directory: shared by all processes.
         keep: how many of the newest to keep.
     """
@@ -30,10 +34,10 @@ class Checkpoints:
         self.accelerator, self.directory, self.keep = accelerator, Path(directory), keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Save after `step` steps; the manifest gets the entries of `state`, too.
+        """Save after `step` steps; `state` has the other entries of `Manifest`.
 
         Raises:
-            OSError: it cannot be written. Checkpoints that were there stay as they are.
+            OSError: it cannot be written. Checkpoints that were there stay as they are, and nothing else is left.
         """
         target = self.directory / f"{PREFIX}{step:09d}"
         partial = self.directory / f"{PARTIAL}{step:09d}"
@@ -44,16 +48,19 @@ class Checkpoints:
             self.accelerator.save_state(str(partial))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                _write_manifest(partial, {"step": step, **state})
+                _seal(partial, {"step": step, **state})
                 if target.exists():  # of an earlier run that did not resume here
-                    shutil.rmtree(target)
+                    _remove(target)
                 os.replace(partial, target)
                 _sync(self.directory)
                 self._remove_old()
-        except Exception as error:  # PyTorch and safetensors have errors of their own for a disk that is full
+        # PyTorch and safetensors have errors of their own for a disk that is full.
+        except (Exception, CheckpointException) as error:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(partial, ignore_errors=True)  # it would hold what is left of the disk
             last = next(iter(self.steps()), None)
             kept = "there is no earlier one" if last is None else f"the last complete one is {last[1]}"
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(cause_of(error))
             raise OSError(
                 f"cannot write the checkpoint of step {step} to {self.directory} ({reason}); {kept}"
             ) from error
@@ -65,15 +72,19 @@ class Checkpoints:
         the first `save`: only one run writes to a directory, so what is there then belongs to no living process."""
         if self.accelerator.is_main_process:
             for path in self.directory.glob(f"{PARTIAL}*"):
-                shutil.rmtree(path)
+                _remove(path)
 
     def steps(self) -> list[tuple[int, Path]]:
         """All checkpoints with their steps, the newest first."""
-        found = [path for path in self.directory.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-        return sorted(((int(path.name.removeprefix(PREFIX)), path) for path in found), reverse=True)
+        found = [(step_of(path), path) for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
+        return sorted(((step, path) for step, path in found if step is not None), reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; says which ones it passes over, and why."""
+        """The newest complete checkpoint; says which ones it passes over, and why.
+
+        Raises:
+            ValueError: it is of an earlier version.
+        """
         for _, path in self.steps():
             damage = find_damage(path)
             if damage is None:
@@ -85,7 +96,7 @@ class Checkpoints:
         """That checkpoint.
 
         Raises:
-            ValueError: it is not complete.
+            ValueError: it is not complete, or of an earlier version.
         """
         damage = find_damage(Path(path))
         if damage is not None:
@@ -96,14 +107,18 @@ class Checkpoints:
         """Load a checkpoint into what the accelerator has prepared.
 
         Raises:
-            ValueError: it does not fit that.
+            ValueError: it does not fit that, or could run code.
         """
         try:
-            self.accelerator.load_state(str(path))
+            with data_only(path):
+                self.accelerator.load_state(str(path))
             # Its count of micro-batches: what goes on is a new step, which may have another number of them.
             self.accelerator.step = 0
-        except Exception as error:  # DeepSpeed has errors of its own, such as for another number of processes
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        except UnsafeCheckpointError:
+            raise
+        # DeepSpeed has errors of its own, such as for another number of processes.
+        except (Exception, CheckpointException) as error:
+            reason = first_line(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
 
     def set_aside(self, step: int) -> None:
@@ -111,11 +126,13 @@ class Checkpoints:
 
         Among the checkpoints that are still to come they would count as the newest.
         """
+        self.accelerator.wait_for_everyone()  # others may still be reading what is now renamed
         if self.accelerator.is_main_process:
             for number, path in self.steps():
                 if number > step:
                     aside = path.with_name(f"{ASIDE}{path.name}")
-                    shutil.rmtree(aside, ignore_errors=True)
+                    if aside.exists():
+                        _remove(aside)
                     os.replace(path, aside)
                     self.accelerator.print(f"{path} is now {aside}")
         self.accelerator.wait_for_everyone()
@@ -125,46 +142,52 @@ class Checkpoints:
             # A directory that is half removed must not look like a checkpoint.
             aside = path.with_name(PARTIAL + path.name)
             os.replace(path, aside)
-            shutil.rmtree(aside)
+            _remove(aside)
 
 
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint."""
-    return json.loads((Path(path) / MANIFEST).read_text())
+def step_of(path: Path) -> int | None:
+    """The step that the name of a checkpoint tells, None where it tells none."""
+    match = re.fullmatch(rf"{PREFIX}([0-9]+)", path.name)
+    return None if match is None else int(match[1])
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is: every file has to have the size and sum of its manifest."""
+    """What is wrong with a checkpoint, None if nothing is: every file has to have the size and sum of its manifest,
+    and the manifest its own and the step of the checkpoint's name.
+
+    Raises:
+        ValueError: it is whole, but of an earlier version.
+    """
     try:
-        files = read_manifest(path)["files"]
-    except OSError:
-        return f"no {MANIFEST}"
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST} is not readable"
-    for name, expected in files.items():
+        manifest = read_manifest(path)
+    except UnreadableError as error:
+        return str(error)
+    if step_of(path) not in (None, manifest.step):
+        return f"{MANIFEST} is that of step {manifest.step}"
+    for name, expected in manifest.files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        if _check_sum(path / name) != expected:
+        if file_check_sum(path / name) != expected:
             return f"{name} is not what was written"
     return None
 
 
-def _write_manifest(directory: Path, content: dict[str, Any]) -> None:
+def _seal(directory: Path, state: dict[str, Any]) -> None:
+    """Write the manifest, when all other files of a checkpoint are on the disk."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
         _sync(path)
-    content["files"] = {str(path.relative_to(directory)): _check_sum(path) for path in files}
-    (directory / MANIFEST).write_text(json.dumps(content))
+    sums = {str(path.relative_to(directory)): file_check_sum(path) for path in files}
+    write_manifest(directory, Manifest(**state, files=sums))
     _sync(directory / MANIFEST)
 
 
-def _check_sum(path: Path) -> str:
-    """Size and CRC-32 of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return f"{size}:{crc:08x}"
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or the link to one."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

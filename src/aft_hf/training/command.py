@@ -58,27 +58,32 @@ def evaluate_command(
 
     from ..data.json_files import write_json
     from ..data.loading import load_local
+    from ..loading import load
+    from ..reading import explained
     from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier
 
     dataset = load_local(data)
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
-    config = AutoConfig.from_pretrained(model)
+    config = load(AutoConfig, model)
+    config._attn_implementation = None  # by default as transformers has it; a name here may be of a kernel to fetch
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
-        classifier = AutoModelForImageClassification.from_pretrained(model).to(device)
-        processor = AutoImageProcessor.from_pretrained(model)
+        classifier = load(AutoModelForImageClassification, model, config=config).to(device)
+        processor = load(AutoImageProcessor, model)
         options = {"batch_size": batch_size, "image_column": image_column, "label_column": label_column}
         for side in image_size or [None]:
             size = None if side is None else (side, side)
             name = "as trained" if side is None else f"{side} px"
-            results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
+            with explained(f"{model}: cannot be evaluated on {data}"):
+                results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
     else:
-        language_model = AutoModelForCausalLM.from_pretrained(model).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        language_model = load(AutoModelForCausalLM, model, config=config).to(device)
+        tokenizer = load(AutoTokenizer, model)
         options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}
-        results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
+        with explained(f"{model}: cannot be evaluated on {data}"):
+            results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
     metrics = list(next(iter(results.values())))
     table = Table("", *metrics, title=f"{model} on {data}")
     for name, values in results.items():

@@ -84,6 +84,8 @@ def evaluate_language_model(
 ) -> dict[str, float]:
     """Bits per token and perplexity over blocks of a text.
 
+    The tokens are those of the text alone, without any that mark its end: the bits of a byte model are per byte.
+
     By default blocks do not overlap, and the first token of each, which has no context, does not count. With a stride
     each token in a block but the first of the text counts once, after at least `block_size - stride` others where
     there are so many. The rest of a text that fills no block is left out.
@@ -101,7 +103,7 @@ def evaluate_language_model(
         ValueError: a text shorter than a block, or a stride that would leave tokens out.
     """
     piece = block_size if stride is None else max(stride, 2)
-    blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column)
+    blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column, mark_ends=False)
     if len(blocks) * piece < block_size:
         raise ValueError(f"the text is shorter than one block of {block_size} tokens")
     if stride is not None:

@@ -1,18 +1,20 @@
 """A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from ..configuration_aft import AFTConfig, pair
 from ..publishing import write_card
+from ..reading import explained, first_line
 from .distillation import distillation_loss
 from .optimization import parameter_groups
+from .records import move_into
 
 
 class FineTuner(Trainer):
@@ -48,15 +50,11 @@ class FineTuner(Trainer):
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
             self.model_accepts_loss_kwargs = False
             teacher.to(self.args.device).eval().requires_grad_(False)
-        if self.label_smoother is not None:
-            if getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
-                raise ValueError(
-                    "label_smoothing_factor takes the place of the model's own loss, and so of what "
-                    "position_bias_entropy_weight adds to it: set one of them to 0"
-                )
-            # Trainer shifts the labels of language models that it knows by name, which AFT is not.
-            if self.model.loss_type == "ForCausalLM":
-                self.label_smoother = partial(self.label_smoother, shift_labels=True)
+        if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
+            raise ValueError(
+                "label_smoothing_factor takes the place of the model's own loss, and so of what "
+                "position_bias_entropy_weight adds to it: set one of them to 0"
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
@@ -82,6 +80,18 @@ class FineTuner(Trainer):
             loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
         return (loss, outputs) if return_outputs else loss
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with explained(f"{checkpoint}: its random states cannot be loaded; give an earlier checkpoint"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with explained(f"{resume_from_checkpoint}: its model cannot be loaded; give an earlier checkpoint"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def evaluate(self, *arguments, **options) -> dict[str, float]:
         """Trainer's, which leaves the random numbers of the training that goes on as they were."""
         with torch.random.fork_rng(devices=[]):
@@ -94,6 +104,20 @@ class FineTuner(Trainer):
             super().create_model_card(*arguments, **options)
         elif self.is_world_process_zero():
             write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Trainer's, which leaves an earlier model as it was if it cannot write all files of the new one."""
+        if not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        directory = Path(output_dir or self.args.output_dir)
+        try:
+            with move_into(directory) as aside:
+                super()._save(str(aside), state_dict)
+        except (OSError, RuntimeError, SafetensorError) as error:  # each writer has an error of its own
+            raise OSError(
+                f"cannot write the model to {directory} ({first_line(error)}); what was there stays as it was"
+            ) from error
 
     @torch.no_grad()
     def _teacher_logits(self, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
+from ..reading import first_line
+from .ownership import owned
 from .recipe import Recipe
 from .records import move_into, peak_memory, plot_losses, write_results
-from .setup import Run, set_up
+from .setup import Run, checkpoint_directory, join_processes, set_up
 from .stopping import StopSignal
 from .tasks import Batch
 
@@ -30,11 +32,20 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
     Raises:
         ValueError: a recipe that does not fit the data, the checkpoint or the processes, or a loss that is not finite.
-        OSError: data that cannot be read, or a checkpoint that cannot be written.
+        OSError: data that cannot be read, checkpoints or a model that cannot be written, or another process that
+            trains in the same output directory.
         SystemExit: with 128 + the number of the signal, after SIGTERM or Ctrl-C and a checkpoint.
     """
-    run = set_up(recipe)
-    batches, record = iter(run.batches), run.record
+    join_processes()
+    with owned(checkpoint_directory(recipe)):
+        run = set_up(recipe)
+        take_steps(run)
+        return finish(run)
+
+
+def take_steps(run: Run) -> None:
+    """The steps of a run that are still to be done, with evaluations and checkpoints between them."""
+    recipe, batches, record = run.recipe, iter(run.batches), run.record
     run.model.train()
     record.lap()
     with StopSignal(run.accelerator) as stop, progress_bar(run) as progress:
@@ -66,7 +77,6 @@ def train(recipe: Recipe) -> dict[str, Any]:
                     f"{signal.Signals(stopped).name}: saved {path}; the same command goes on from it"
                 )
                 raise SystemExit(128 + stopped)
-    return finish(run)
 
 
 def state(run: Run, step: int) -> dict[str, Any]:
@@ -75,7 +85,8 @@ def state(run: Run, step: int) -> dict[str, Any]:
         "record": run.record.state(),
         "recipe": run.recipe.model_dump(),
         "data": run.data,
-        "position": run.batches.batch_sampler.position(step),
+        "rates": run.scheduler.get_last_lr(),
+        "position": tuple(run.batches.batch_sampler.position(step)),
     }
 
 
@@ -163,14 +174,28 @@ def show(run: Run, progress: tqdm) -> None:
 
 def finish(run: Run) -> dict[str, Any]:
     """Evaluate all splits, save the model, and write down what came of the run."""
-    accelerator, directory = run.accelerator, Path(run.recipe.output_dir)
+    accelerator = run.accelerator
     metrics = {split: evaluate(run, split) for split in run.evaluated}
     with averaged_weights(run):
         weights = accelerator.get_state_dict(run.model)
-        if accelerator.is_main_process:
-            save_model(run, weights, directory)
-    results: dict[str, Any] = {}
-    if accelerator.is_main_process:
+        results = write_outcome(run, weights, metrics) if accelerator.is_main_process else {}
+    for split, values in metrics.items():
+        accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    accelerator.print(f"the model is in {run.recipe.output_dir}")
+    accelerator.wait_for_everyone()  # none leaves the group while the main process still writes
+    accelerator.end_training()
+    return results
+
+
+def write_outcome(run: Run, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Write the model, the results and the picture of the losses; returns the results.
+
+    Raises:
+        OSError: they cannot be written. An earlier model stays as it was.
+    """
+    accelerator, directory = run.accelerator, Path(run.recipe.output_dir)
+    try:
+        save_model(run, weights, directory)
         results = write_results(
             directory,
             run.recipe,
@@ -183,10 +208,11 @@ def finish(run: Run) -> dict[str, Any]:
             peak_memory_gib=round(peak_memory(accelerator.device), 3),
         )
         plot_losses(directory / "losses.png", run.record)
-    for split, values in metrics.items():
-        accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-    accelerator.wait_for_everyone()  # none leaves the group while the main process still writes
-    accelerator.end_training()
+    except Exception as error:  # safetensors and matplotlib have errors of their own for a disk that is full
+        raise OSError(
+            f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done and "
+            f"in {run.checkpoints.directory}: the same command writes them when there is room"
+        ) from error
     return results
 
 

@@ -11,6 +11,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
+from ..reading import described, read_text, shortened, shown
+
 
 # Keys of which a recipe has one: to override one is to drop the other.
 ALTERNATIVES = (
@@ -22,6 +24,9 @@ ALTERNATIVES = (
 
 # Schedules that need more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
+
+# Of a YAML file and of a value in an override: levels, and values.
+DEEPEST, LARGEST = 20, 10_000
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -254,7 +259,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         OSError: the file cannot be read.
     """
     path = Path(path)
-    values = _read(path)
+    values = _read(path, ())
     small = values.pop("smoke", None)
     place = Path("outputs", path.resolve().parent.name, path.stem)
     if smoke:
@@ -265,19 +270,29 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
     values.setdefault("output_dir", str(place))
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals or not key:
-            raise ValueError(f"{override!r} is no override: write key=value, such as optimizer.learning_rate=1e-3")
-        values = _merge(values, {key: _parse(value, override)})
+        parts = key.split(".")
+        if not equals or not all(parts) or len(parts) > DEEPEST:
+            raise ValueError(
+                f"{shown(override)} is no override: write key=value, such as optimizer.learning_rate=1e-3"
+            )
+        values = _merge(values, {key: _parse(value, shortened(override))})
     return build_recipe(values)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The nested values of a file and of its bases."""
-    values = _parse(path.read_text(encoding="utf-8"), str(path))
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """The nested values of a file and of its bases; `above` are the files whose base it is."""
+    values = _parse(read_text(path), str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a recipe is a mapping of keys to values")
     base = values.pop("base", None)
-    return _merge({} if base is None else _read(path.parent / base), values)
+    if base is None:
+        return _merge({}, values)
+    above = (*above, path.resolve())
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{path}: base={shown(base)} must be the name of a recipe beside it")
+    if (path.parent / base).resolve() in above:
+        raise ValueError(f"{path}: base={base!r} leads back to a recipe that it is the base of")
+    return _merge(_read(path.parent / base, above), values)
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -286,9 +301,10 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     Raises:
         ValueError: as `load_recipe`.
     """
-    if values.get("task") not in RECIPES:
-        raise ValueError(f"task={values.get('task')!r}: must be one of {', '.join(RECIPES)}")
-    kind = RECIPES[values["task"]]
+    task = values.get("task")
+    if not isinstance(task, str) or task not in RECIPES:
+        raise ValueError(f"task={shown(task)}: must be one of {', '.join(RECIPES)}")
+    kind = RECIPES[task]
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
@@ -297,14 +313,15 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 def check_architecture(architecture: Any, **fields: Any) -> None:
     """Raise a ValueError unless transformers knows the architecture, and its config the fields."""
-    if architecture not in CONFIG_MAPPING:
-        near = _suggestion(str(architecture), CONFIG_MAPPING.keys())
-        raise ValueError(f"model.architecture={architecture!r} is not known to transformers{near}")
+    if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
+        near = _suggestion(str(shown(architecture)), CONFIG_MAPPING.keys())
+        raise ValueError(f"model.architecture={shown(architecture)} is not known to transformers{near}")
     config = CONFIG_MAPPING[architecture]
     known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
     for name in fields.keys() - known:
         raise ValueError(
-            f"unknown key model.{name} for architecture {architecture!r}{_suggestion(name, known, ['model'])}"
+            f"unknown key model.{shortened(name)} for architecture {architecture!r}"
+            f"{_suggestion(name, known, ['model'])}"
         )
 
 
@@ -318,10 +335,38 @@ _Loader.add_implicit_resolver(
 
 
 def _parse(text: str, source: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: it is not YAML, nested deeper than `DEEPEST`, or holds more than `LARGEST` values, each alias
+            counted as what it stands for: nine lines of aliases make a billion.
+    """
+    loader = None
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source}: not YAML: {error}") from None
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {}, 0)
+        return loader.construct_document(node)
+    except Exception as error:  # constructors of YAML's many types raise what Python does for a wrong date or number
+        raise ValueError(f"{source}: not YAML that can be used: {described(error)}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
+    """The values in a node, itself included."""
+    if depth > DEEPEST:
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+    if id(node) not in counted:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        counted[id(node)] = 1 + sum(_count(child, counted, depth + 1) for child in flat)
+    if counted[id(node)] > LARGEST:
+        raise ValueError(f"it holds more than {LARGEST} values")
+    return counted[id(node)]
 
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:
@@ -347,19 +392,20 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """One line on one error of pydantic."""
+    *above, last = error["loc"] or ("",)
     # Names of types in unions are part of pydantic's location, but no part of the key.
-    path = [str(part) for part in error["loc"] if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
-    key = ".".join(path)
+    path = [str(part) for part in above if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key}{_suggestion(path[-1], _fields(kind, path[:-1]), path[:-1])}"
+        return f"unknown key {shortened('.'.join([*path, last]))}{_suggestion(last, _fields(kind, path), path)}"
+    key = ".".join([*path, *([str(last)] if not isinstance(last, str) or re.fullmatch(r"\w+", last) else [])])
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "model_type":
-        return f"{key}={error['input']!r}: must be a mapping of keys to values"
+        return f"{key}={shown(error['input'])}: must be a mapping of keys to values"
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # about several keys, which it names
         return f"{key}: {message}" if key and f"{key}." not in message else message
-    return f"{key}={error['input']!r}: {message}"
+    return f"{key}={shown(error['input'])}: {message}"
 
 
 def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:

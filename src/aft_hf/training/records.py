@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from .manifest import RecordState
 from .recipe import Recipe
 
 
 # What a nat of the training loss is measured in when evaluated.
 NATS = {"loss": 1.0, "bits_per_byte": math.log(2), "bits_per_dim": math.log(2)}
+
+UNFINISHED = ".unfinished"  # files that are still being written
 
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evaluate", "kornia", "numpy")
 
@@ -90,9 +93,9 @@ class Record:
             "pending": self._pending,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.losses, self.evaluations = [tuple(loss) for loss in state["losses"]], list(state["evaluations"])
-        self.seconds, self._pending = state["seconds"], [tuple(loss) for loss in state["pending"]]
+    def restore(self, state: RecordState) -> None:
+        self.losses, self.evaluations = list(state.losses), list(state.evaluations)
+        self.seconds, self._pending = state.seconds, list(state.pending)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -174,11 +177,19 @@ def plot_losses(path: Path, record: Record) -> None:
 
 @contextmanager
 def move_into(directory: Path) -> Iterator[Path]:
-    """A new directory to write into, whose files then move to `directory`: each is there as a whole, or not at all."""
-    aside = directory / ".unfinished"
-    shutil.rmtree(aside, ignore_errors=True)
+    """A new directory to write into, whose files then move to `directory`: each is there as a whole, or not at all.
+    None moves, and none stays, if one cannot be written."""
+    remove_unfinished(directory)
+    aside = directory / UNFINISHED
     aside.mkdir(parents=True)
-    yield aside
-    for file in aside.iterdir():
-        os.replace(file, directory / file.name)
-    aside.rmdir()
+    try:
+        yield aside
+        for file in aside.iterdir():
+            os.replace(file, directory / file.name)
+    finally:
+        remove_unfinished(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a killed process left in `move_into`."""
+    shutil.rmtree(directory / UNFINISHED, ignore_errors=True)

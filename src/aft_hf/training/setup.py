@@ -1,6 +1,5 @@
 """What a run is made of, from its recipe: the accelerator, the data, the model and its optimizer, where it begins."""
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,19 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..data.order import GlobalBatches, SampleKey, steps_per_epoch
+from ..data.order import GlobalBatches, steps_per_epoch
 from ..data.streaming import StreamedBatches, StreamedSamples
+from ..reading import explained
 from .adamw import build_adamw
-from .checkpoints import Checkpoints, read_manifest
+from .checkpoints import Checkpoints
+from .manifest import Manifest, read_manifest
 from .recipe import Recipe, build_recipe
-from .records import Record, portable
+from .records import Record, portable, remove_unfinished
 from .tasks import TASKS, Task
 
 
@@ -71,11 +72,10 @@ def set_up(recipe: Recipe) -> Run:
     """Build a run, and load the checkpoint that it goes on from.
 
     Raises:
-        ValueError: a recipe that does not fit the data, the checkpoint or the number of processes.
+        ValueError: a recipe that does not fit the data, the checkpoint, the device or the number of processes.
         OSError: data that cannot be read.
     """
-    # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
-    processes = PartialState(cpu=not torch.accelerator.is_available()).num_processes
+    processes = join_processes().num_processes
     micro_batch_size, accumulation = recipe.accumulation(processes)
     task = TASKS[recipe.task](recipe)
     streamed = isinstance(task.train, StreamedSamples)
@@ -93,18 +93,19 @@ def set_up(recipe: Recipe) -> Run:
         enable({"use_reentrant": False})
     optimizer = build_adamw(model, recipe.optimizer, recipe.ema_decay)
     scheduler = build_scheduler(recipe, optimizer, epoch, total)
-    accelerator.register_for_checkpointing(scheduler)
     _shard_by_blocks(accelerator, model)
     if recipe.compile:
         model.compile()  # in place: the weights keep their names
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    checkpoints = Checkpoints(accelerator, Path(recipe.output_dir) / "checkpoints", keep=recipe.keep_checkpoints)
+    checkpoints = Checkpoints(accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
     record = Record(accelerator, recipe.log_every)
-    data = fingerprint(task.train)
-    start, position = resume(recipe, data, checkpoints, record)
+    data = task.train.fingerprint()
+    start, position = resume(recipe, data, checkpoints, scheduler, record)
     if start > total:
         raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
+    if start == total:
+        accelerator.print(f"already complete: all {total:,} steps are done; the model is evaluated and saved again")
     order = {
         "global_batch_size": recipe.global_batch_size,
         "micro_batch_size": micro_batch_size,
@@ -152,10 +153,22 @@ def set_up(recipe: Recipe) -> Run:
     )
 
 
+def checkpoint_directory(recipe: Recipe) -> Path:
+    """Where the checkpoints of a run are, and the lock of who runs it."""
+    return Path(recipe.output_dir) / "checkpoints"
+
+
+def join_processes() -> PartialState:
+    """The group of the processes that were launched together."""
+    # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
 def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) -> Accelerator:
     """The accelerator of the recipe, with its tracker; the strategy is that of `accelerate launch`."""
     tracker = available_tracker(recipe.tracker)
-    Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
+    if recipe.mixed_precision == "fp16" and join_processes().device.type == "cpu":
+        raise ValueError("mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or 'no'")
     accelerator = Accelerator(
         mixed_precision=recipe.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
@@ -196,21 +209,6 @@ def available_tracker(name: str | None) -> str | None:
     raise ValueError(f"tracker={name!r} is not installed; there is {', '.join(available) or 'none'}; null: no tracker")
 
 
-def fingerprint(samples: Dataset) -> str:
-    """What tells training data from others, wherever they lie: how many samples, and what is in three of them; of a
-    stream, how many files, and what is in the first sample."""
-    if isinstance(samples, StreamedSamples):
-        count, seen = f"{samples.rows.num_shards} shards", [samples.first()]
-    else:
-        size = len(samples)
-        count = f"{size} samples"
-        seen = [samples[SampleKey(0, index, 0)] for index in sorted({0, size // 2, size - 1})]
-    sums = 0
-    for value in (value for sample in seen for value in sample.values()):
-        sums = zlib.crc32(torch.as_tensor(value).contiguous().numpy().tobytes(), sums)
-    return f"{count}, {sums:08x}"
-
-
 def build_scheduler(
     recipe: Recipe, optimizer: torch.optim.Optimizer, epoch: int, total: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
@@ -224,37 +222,62 @@ def build_scheduler(
         raise ValueError(f"schedule: {error}") from error
 
 
-def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) -> tuple[int, list[Any]]:
-    """Load the checkpoint that the recipe asks for, of a run on the same data; returns how many steps are done, and
-    the sampler's position.
+def resume(
+    recipe: Recipe,
+    data: str,
+    checkpoints: Checkpoints,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    record: Record,
+) -> tuple[int, tuple[Any, ...]]:
+    """Load the checkpoint that the recipe asks for, of a run on the same data, and clear away what a killed process
+    left; returns how many steps are done, and the sampler's position.
 
     Raises:
-        ValueError: it is damaged or comes from another recipe or other data, or there is one and the recipe says
-            "never".
+        ValueError: it is damaged or comes from another recipe, other data or an earlier version, or there is one and
+            the recipe says "never".
     """
     checkpoints.remove_partial()
+    if checkpoints.accelerator.is_main_process:
+        remove_unfinished(Path(recipe.output_dir))
     if recipe.resume == "never":
         if earlier := checkpoints.steps():
             raise ValueError(f"{earlier[0][1]} is of an earlier run: remove it, or give another output_dir")
-        return 0, []
+        return 0, ()
     path = checkpoints.newest() if recipe.resume == "auto" else checkpoints.complete(recipe.resume)
     if path is None:
         checkpoints.set_aside(0)
-        return 0, []
+        return 0, ()
     manifest = read_manifest(path)
-    check_same_run(recipe, manifest["recipe"], path)
-    if manifest["data"] != data:
+    check_same_run(recipe, manifest.recipe, path)
+    if manifest.data != data:
         raise ValueError(f"{path} was made with other training data: give another output_dir for another run")
-    checkpoints.set_aside(manifest["step"])
     checkpoints.load(path)
-    record.restore(manifest["record"])
+    restore_schedule(scheduler, manifest, path)
+    checkpoints.set_aside(manifest.step)
+    record.restore(manifest.record)
     checkpoints.accelerator.print(f"going on from {path}")
-    return manifest["step"], manifest.get("position", [])
+    return manifest.step, manifest.position
+
+
+def restore_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, manifest: Manifest, path: Path) -> None:
+    """Have a schedule go on after the steps of a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has another number of parameter groups.
+    """
+    state = scheduler.state_dict()
+    if len(manifest.rates) != len(state["_last_lr"]):
+        raise ValueError(f"{path} does not fit the model: it has {len(manifest.rates)} learning rates")
+    # The first step of a schedule is counted when it is made.
+    done = {"last_epoch": manifest.step, "_step_count": manifest.step + 1, "_last_lr": manifest.rates}
+    scheduler.load_state_dict(state | done)
 
 
 def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
     """Raise a ValueError where a checkpoint comes from a recipe that differs in what makes the run."""
-    now, then = _flat(recipe), _flat(build_recipe(earlier))  # keys that were not there yet had their defaults
+    with explained(f"{path}: its recipe cannot be read"):
+        then = _flat(build_recipe(earlier))  # keys that were not there yet had their defaults
+    now = _flat(recipe)
     for key in sorted((now.keys() | then.keys()) - FREE_TO_CHANGE):
         if now.get(key) != then.get(key):
             raise ValueError(

@@ -19,16 +19,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from ..data.byte_tokenizer import build_byte_tokenizer
+from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
 from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
-from ..data.loading import hold_out, load_named, load_splits, require_column
+from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.streaming import StreamedEvaluation, StreamedSamples
 from ..data.text import join_texts
+from ..loading import load
+from ..reading import explained
 from .code_length import CodeLength
 from .metrics import AccuracyAndLoss
 from .recipe import BytesData, BytesRecipe, Data, ImageRows, ImagesRecipe, PixelsRecipe, Recipe
@@ -42,6 +45,9 @@ class First(Dataset):
 
     def __init__(self, dataset: Dataset, count: int | None):
         self.dataset, self.count = dataset, len(dataset) if count is None else min(count, len(dataset))
+
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint()
 
     def __len__(self) -> int:
         return self.count
@@ -57,7 +63,7 @@ class Task(ABC):
     unit: str  # what rates count
     units_per_sample: int = 1
     repetitions: int = 1  # copies of a sample in a row
-    train: Dataset  # indexed by `SampleKey`, or `StreamedSamples`
+    train: Dataset  # indexed by `SampleKey`, or `StreamedSamples`; with `fingerprint()`
     # Indexed by numbers, or iterated over; the first is looked at during training, all at the end.
     evaluated: dict[str, Dataset]
     config_values: dict[str, Any]  # what the data say about the model's config
@@ -71,16 +77,14 @@ class Task(ABC):
         fields = dict(self.recipe.model)
         if "pretrained" in fields:
             source = fields.pop("pretrained")
-            values = self._fitting(type(AutoConfig.from_pretrained(source))) | fields
+            values = self._fitting(type(load(AutoConfig, source))) | fields
             # Whatever it was saved in: small updates would be lost in half precision.
             values["dtype"] = torch.float32
-            return self.auto_model.from_pretrained(source, ignore_mismatched_sizes=True, **values)
+            return load(self.auto_model, source, ignore_mismatched_sizes=True, **values)
         architecture = fields.pop("architecture")
-        try:
+        with explained("model: cannot be built"):
             config = AutoConfig.for_model(architecture, **(self._fitting(CONFIG_MAPPING[architecture]) | fields))
             return self.auto_model.from_config(config)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"model: {error}") from error
 
     def _fitting(self, config: type) -> dict[str, Any]:
         """`config_values` as far as a class of configs has them."""
@@ -145,14 +149,23 @@ class BytesTask(SequenceTask):
             for split, part in parts.items()
         }
         self.units_per_sample = data.seq_len
+        self.processor = self._tokenizer()
         self.config_values = {
             "modality": "text",
-            "vocab_size": 256,
+            "vocab_size": len(self.processor),
             "max_position_embeddings": data.seq_len,
             "bos_token_id": None,
-            "eos_token_id": None,
+            "eos_token_id": self.processor.eos_token_id,
+            "pad_token_id": self.processor.pad_token_id,
         }
-        self.processor = build_byte_tokenizer(model_max_length=data.seq_len)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of bytes, with special tokens unless a pretrained model has embeddings of the bytes alone."""
+        special_tokens: dict[str, None] = {}
+        source = self.recipe.model.get("pretrained")
+        if source is not None and AutoConfig.from_pretrained(source).vocab_size == NUM_BYTES:
+            special_tokens = dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
+        return build_byte_tokenizer(model_max_length=self.recipe.data.seq_len, **special_tokens)
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         counted = labels != IGNORED
@@ -172,7 +185,7 @@ class PixelsTask(SequenceTask):
         augment = {"flip": data.flip, "brightness_shift": data.brightness_shift}
         rows = splits.pop("train")
         train = PixelSequences(rows, seed=recipe.seed, **options, **augment)
-        self.train = StreamedSamples(rows, train.sample) if data.streaming else train
+        self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
         self.evaluated = {}
         for split, rows in splits.items():
             samples = PixelSequences(rows, **options)
@@ -210,7 +223,7 @@ class ImagesTask(Task):
         rows = splits.pop("train")
         crop = {"size": data.image_size, "crop_scale": augmentation.crop_scale, "seed": recipe.seed}
         train = TrainingImages(rows, numbers["train"], **crop, **columns)
-        self.train = StreamedSamples(rows, train.sample) if data.streaming else train
+        self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
         self.evaluated = {}
         for split, rows in splits.items():
             pipeline = ImagePipeline(self.processor, numbers=numbers[split], **columns)
@@ -248,7 +261,7 @@ class ImagesTask(Task):
         options |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
         options |= {"image_mean": data.image_mean, "image_std": data.image_std}
         if "pretrained" in self.recipe.model:
-            return AutoImageProcessor.from_pretrained(self.recipe.model["pretrained"], **options)
+            return load(AutoImageProcessor, self.recipe.model["pretrained"], **options)
         return ViTImageProcessorPil(**options)
 
     def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -316,6 +329,11 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
     splits = hold_out(splits, 0.05)
     require_column(splits, data.image_column, "data.image_column")
     return splits
+
+
+def read_files(data: ImageRows) -> list[Path]:
+    """The files of the training rows that lie on this machine."""
+    return [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
 
 
 def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRows) -> dict[str, Rows | StreamedRows]:

@@ -1,0 +1,97 @@
+"""What a conversion wrote, by name and sum: all that overwriting it may delete."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from ..data.json_files import write_json
+from .errors import ConversionError, first_line
+
+
+MANIFEST_NAME = "conversion_manifest.json"
+
+
+class Manifest(BaseModel):
+    """The SHA-256 of each file that a conversion wrote, by its name."""
+
+    model_config = ConfigDict(strict=True)
+
+    files: dict[str, str]
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of all that is in `directory`."""
+    sums = {name: _sha256(directory / name) for name in _names(directory)}
+    write_json(directory / MANIFEST_NAME, Manifest(files=sums).model_dump())
+
+
+def written_files(directory: Path) -> set[str]:
+    """The names of what the conversion in `directory` wrote, as far as it is still there.
+
+    Raises:
+        ConversionError: there is no manifest that can be read, or a file was changed since.
+    """
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise ConversionError(
+            f"{directory}: only an earlier conversion is overwritten, and there is no {MANIFEST_NAME} in it, without "
+            "which nobody knows what is of a conversion; delete it yourself, or give another directory"
+        )
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path}: no readable list of what a conversion wrote ({first_line(error)})") from error
+    present = manifest.files.keys() & _names(directory)
+    for name in sorted(present):
+        if (directory / name).is_symlink() or _sha256(directory / name) != manifest.files[name]:
+            raise ConversionError(
+                f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
+                "give another directory"
+            )
+    return present | {MANIFEST_NAME}
+
+
+def keep_other_files(earlier: Path, later: Path) -> None:
+    """Put beside the conversion in `later` what the one in `earlier` did not write. It stays in `earlier`, too.
+
+    Raises:
+        ConversionError: as `written_files`, or `later` needs the name of such a file.
+    """
+    written = written_files(earlier)
+    if taken := sorted((_names(earlier) - written) & _names(later)):
+        raise ConversionError(
+            f"{earlier}: holds {taken[0]}, which the earlier conversion did not write and the new one does; move it, "
+            "or give another directory"
+        )
+
+    def leave(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(folder, name).relative_to(earlier).as_posix() in written}
+
+    shutil.copytree(earlier, later, symlinks=True, ignore=leave, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """The same file under another name, which takes no space; a copy where the file system has no hard links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _names(directory: Path) -> set[str]:
+    """Files and links somewhere in a directory, relative to it."""
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(directory).as_posix() for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(2**20):
+            digest.update(block)
+        return digest.hexdigest()

@@ -1,0 +1,97 @@
+"""Sums of what is trained on, by which a resumed run notices other data.
+
+What is summed is the content alone: the same data under another name, or on another machine, have the same sum. Up to
+`WHOLE` bytes all of it counts; of more, blocks or rows at even distances that come to as much, and the size.
+"""
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+
+WHOLE = 2**30  # bytes: seconds to read
+BLOCK = 2**20
+
+
+def sum_file(path: str | Path, span: tuple[int, int] | None = None) -> str:
+    """That of a file, or of the part between two bytes."""
+    start, stop = (0, Path(path).stat().st_size) if span is None else span
+    return f"{stop - start} bytes, {_sum_blocks(Path(path), start, stop, WHOLE):08x}"
+
+
+def sum_files(files: Sequence[Path]) -> str:
+    """That of files in their order, and of their names in the folder that has all of them: a folder may be a class."""
+    folder = Path(os.path.commonpath([path.parent for path in files]))
+    sizes = [path.stat().st_size for path in files]
+    total = sum(sizes)
+    names = [path.relative_to(folder).as_posix() for path in files] if len(files) > 1 else []
+    crc = zlib.crc32(repr((sizes, names)).encode())
+    for path, size in zip(files, sizes):
+        crc = _sum_blocks(path, 0, size, -(-size * WHOLE // max(total, 1)), crc)
+    return f"{len(files)} files, {total} bytes, {crc:08x}"
+
+
+def sum_rows(rows: Dataset, image_column: str, *columns: str) -> str:
+    """That of images, and of other columns, in the order of the rows."""
+    rows = rows.select_columns([image_column, *columns]).with_format("arrow")
+    crc = 0
+    for column in columns:
+        crc = zlib.crc32(repr(rows[:][column].to_pylist()).encode(), crc)
+    every = max(1, -(-_size(rows, image_column) // WHOLE))
+    for table in rows.select(range(0, len(rows), every)).iter(100):
+        for image in table[image_column].to_pylist():
+            crc = zlib.crc32(_content(image), crc)
+    return f"{len(rows)} rows, {crc:08x}"
+
+
+def sum_samples(samples: Iterable[Mapping[str, Any]]) -> str:
+    """That of samples, each of which has arrays of numbers."""
+    crc = 0
+    for value in (value for sample in samples for value in sample.values()):
+        crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
+    return f"{crc:08x}"
+
+
+def _size(rows: Dataset, image_column: str) -> int:
+    """Of the images and other columns of rows in Arrow's format, in bytes."""
+    size = rows.data.nbytes * len(rows) // max(len(rows.data), 1)
+    images = (image for table in rows.iter(100) for image in table[image_column].to_pylist())
+    first = next(images, None)
+    if isinstance(first, dict) and first["bytes"] is None:  # a folder
+        size += sum(Path(image["path"]).stat().st_size for image in chain([first], images))
+    return size
+
+
+def _content(image: Any) -> bytes:
+    """The file of an image, which rows hold or name; anything else as it is."""
+    if not isinstance(image, dict):
+        return repr(image).encode()
+    return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+
+
+def _sum_blocks(path: Path, start: int, stop: int, most: int, crc: int = 0) -> int:
+    """The CRC-32 of a part of a file, or of blocks of it that come to about `most` bytes, the first and last among
+    them; goes on from `crc`."""
+    with path.open("rb") as file:
+        for offset in _offsets(start, stop, most):
+            file.seek(offset)
+            crc = zlib.crc32(file.read(min(BLOCK, stop - offset)), crc)
+    return crc
+
+
+def _offsets(start: int, stop: int, most: int) -> Iterable[int]:
+    """Where blocks begin: one after the other, or at even distances."""
+    if stop - start <= most:
+        return range(start, stop, BLOCK)
+    return (start + offset for offset in spread(max(stop - start - BLOCK, 0) + 1, max(most // BLOCK, 2)))
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of the numbers 0 .. count - 1, at even distances, the first and last among them."""
+    return sorted({(count - 1) * i // (most - 1) for i in range(most)})

@@ -1,0 +1,91 @@
+"""What others saved for transformers: found in a directory or on the Hub, checked, and loaded; errors are one line."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
+
+from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+
+
+def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
+    """A file of a directory or a repository of the Hub (downloaded if need be); None where there is none.
+
+    Args:
+        source: directory or Hub id.
+        filename: name in it.
+        error: what to raise.
+        **hub: revision and the like, as `cached_file` of transformers takes them.
+
+    Raises:
+        UnreadableError, or the `error` given: the Hub does not give it.
+    """
+    local = Path(source) / filename
+    if local.exists() and not local.is_file():
+        raise error(f"{local}: is not a regular file")
+    with explained(f"{source}: {filename} cannot be read", error):
+        path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **hub)
+    return None if path is None else Path(path)
+
+
+def read_config(source: str | os.PathLike, error: type[ValueError] = UnreadableError, **hub: Any) -> ModelConfig:
+    """config.json of a saved model, of which only what no model has is refused; arguments as for `find_file`.
+
+    Raises:
+        UnreadableError, or the `error` given: there is no such model, or its config.json cannot be used.
+    """
+    name = str(source)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(WEIGHT_SUFFIXES)
+    if looks_local and not Path(name).exists():
+        raise error(f"{name}: no such directory or file")
+    if Path(name).is_file():
+        raise error(f"{name}: is a file; give the directory with {CONFIG_NAME} and weights")
+    try:
+        path = find_file(name, CONFIG_NAME, error, **hub)
+    except error as problem:
+        if Path(name).exists():
+            raise
+        raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
+    if path is None and Path(name).is_dir():
+        raise error(f"{name}: no {CONFIG_NAME} in it")
+    if path is None:
+        raise error(f"{name}: {NOWHERE}")
+    return read_json(path, ModelConfig, error)
+
+
+def read_image_processor(source: str | os.PathLike, error: type[ValueError] = UnreadableError) -> bool:
+    """Whether there is a preprocessor_config.json.
+
+    Raises:
+        UnreadableError, or the `error` given: it cannot be used.
+    """
+    path = find_file(str(source), IMAGE_PROCESSOR_NAME, error)
+    if path is not None:
+        read_json(path, ImageProcessorConfig, error)
+    return path is not None
+
+
+NOWHERE = (
+    "no directory or file here, and the Hub does not give it: check the name, download it before going offline, or go "
+    "online (without HF_HUB_OFFLINE)"
+)
+
+
+def load(
+    auto_class: type, source: str | os.PathLike, error: type[ValueError] = UnreadableError, **options: Any
+) -> Any:
+    """`auto_class.from_pretrained(source, **options)` of a config, model, tokenizer or processor; runs no code of it.
+
+    Raises:
+        UnreadableError, or the `error` given: it cannot be loaded.
+    """
+    read_config(source, error, **{key: options[key] for key in ("revision", "token") if key in options})
+    if auto_class is AutoImageProcessor:
+        read_image_processor(source, error)
+    with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)  # False: no question either

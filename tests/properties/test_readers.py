@@ -1,0 +1,205 @@
+"""Whatever a file holds, the command that reads it ends well or says in one line what is wrong."""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import datasets
+import pytest
+import transformers
+from hostile import MISSING, READERS, TEXTS, VALUES, arguments, places, save_models, with_value
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aft_hf import cli
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, datasets_cache):
+    """Saved models and data, not to be changed."""
+    root = tmp_path_factory.mktemp("hostile")
+    with quiet():
+        save_models(root)
+        yield root
+
+
+@contextlib.contextmanager
+def quiet():
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+    transformers.logging.set_verbosity(level)
+
+
+def command(reader: str, root: Path, directory: Path) -> tuple[int, str]:
+    """The exit code, and the last line of what is said of an error."""
+    errors = io.StringIO()
+    before, sys.argv = sys.argv, ["aft-hf", *arguments(reader, root, directory)]
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            cli.main()
+        return 0, ""
+    except SystemExit as exited:
+        return exited.code or 0, (errors.getvalue().strip().splitlines() or [""])[-1]
+    finally:
+        sys.argv = before
+
+
+def read_with(reader: str, root: Path, change) -> tuple[int, str]:
+    """What the command says of a copy of its directory, which `change` has damaged."""
+    name = READERS[reader][0]
+    with tempfile.TemporaryDirectory() as aside:
+        directory = Path(aside, "copy")
+        if name == ".":
+            directory.mkdir()
+        else:
+            shutil.copytree(root / name, directory)
+        change(directory)
+        return command(reader, root, directory)
+
+
+def assert_said(code: int, message: str, must_fail: bool = False) -> None:
+    assert code in ((1, 2) if must_fail else (0, 1, 2))
+    if code == 1:
+        assert message.startswith("aft-hf: ") and message.isprintable() and len(message) < 2000
+
+
+FILES = [(reader, file) for reader, (_, files) in READERS.items() for file in files]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
+
+
+@functools.cache
+def content(root: Path, reader: str, file: str):
+    path = root / READERS[reader][0] / file
+    return json.loads(path.read_text())
+
+
+def examine(root: Path, where: tuple[str, str], pick: float, value) -> None:
+    """One value in one file."""
+    reader, file = where
+    there = content(root, reader, file)
+    all_places = list(places(there, 2 if file == "tokenizer.json" else 3))
+    place = all_places[int(pick * len(all_places))]
+
+    def change(directory: Path) -> None:
+        (directory / file).write_text(json.dumps(with_value(there, place, value)))
+
+    assert_said(*read_with(reader, root, change))
+
+
+PLACES = st.floats(0, 1, exclude_max=True)
+ANYTHING = st.sampled_from(list(VALUES.values())) | JSON
+
+
+@given(st.sampled_from(FILES), PLACES, ANYTHING)
+def test_any_value_at_any_place_of_any_file_is_read_or_said_to_be_wrong(root, where, pick, value):
+    examine(root, where, pick, value)
+
+
+# Readers that must say so whatever else is in order; generation_config.json is read by nobody who evaluates.
+STRICT = [each for each in FILES if each != ("evaluate text", "generation_config.json")]
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(STRICT), st.sampled_from(sorted(set(TEXTS) - {"a lone surrogate"})))
+def test_a_file_that_is_no_json_is_said_to_be(root, where, text):
+    reader, file = where
+    assert_said(
+        *read_with(reader, root, lambda directory: (directory / file).write_bytes(TEXTS[text])), must_fail=True
+    )
+
+
+# What tracebacks, hangs and silence were found at: the value in the file, and what the line must name.
+FOUND = {
+    "a class that is a list": ("evaluate text", "config.json", ("model_type",), [], "model_type=[]"),
+    "classes that are a number": ("publish text", "config.json", ("architectures",), 5, "architectures=5"),
+    "code in a list": ("publish text", "config.json", ("auto_map",), ["a"], "auto_map=['a']"),
+    "a billion layers": ("evaluate text", "config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers"),
+    "a billion layers of a ViT": ("convert vit", "config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers"),
+    "a billion labels": ("evaluate image", "config.json", ("num_labels",), 10**9, "num_labels"),
+    "a billion labels of a ViT": ("convert vit", "config.json", ("num_labels",), 10**9, "num_labels"),
+    "no epsilon": ("evaluate text", "config.json", ("layer_norm_eps",), float("nan"), "layer_norm_eps"),
+    "an index that is a list": ("evaluate shards", "model.safetensors.index.json", (), [], "cannot be loaded"),
+    "shards that are numbers": ("convert shards", "model.safetensors.index.json", ("weight_map",), {"a": 1}, "a=1"),
+    "a shard elsewhere": (
+        "convert shards",
+        "model.safetensors.index.json",
+        ("weight_map",),
+        {"a": "../vit/model.safetensors"},
+        "must name a file beside",
+    ),
+    "no generation": ("publish text", "generation_config.json", (), None, "does not load"),
+    "a tokenizer of no class": ("publish text", "tokenizer_config.json", ("tokenizer_class",), [1], "does not load"),
+    "a tokenizer of no length": (
+        "evaluate text",
+        "tokenizer_config.json",
+        ("model_max_length",),
+        "long",
+        "cannot be evaluated",
+    ),
+    "no vocabulary": ("publish text", "tokenizer.json", ("model", "vocab"), MISSING, "does not load"),
+    "images a billion pixels wide": ("evaluate vit", "preprocessor_config.json", ("size",), 10**9, "size="),
+    "images of no deviation": ("convert vit", "preprocessor_config.json", ("image_std",), "text", "no readable"),
+    "heads less than none": ("evaluate vit", "config.json", ("num_attention_heads",), -1, "aft-hf: "),
+    "labels that are lists": ("evaluate vit", "config.json", ("id2label", "0"), [["a"]], "aft-hf: "),
+    "an account of nothing": ("publish converted", "conversion_report.json", ("tensors",), 5, "tensors=5"),
+    "results that are a list": ("publish image", "results.json", (), [], "must be an object"),
+    "a task that is a list": ("train", "recipe.yaml", ("task",), [1], "task=[1]"),
+    "a base that is a list": ("train", "recipe.yaml", ("base",), ["a"], "base=['a']"),
+    "a recipe that is its own base": ("train", "recipe.yaml", ("base",), "recipe.yaml", "leads back"),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_was_found_is_said_by_name(root, case):
+    reader, file, place, value, named = FOUND[case]
+    there = content(root, reader, file)
+    if place == ("base",):
+        there = {"base": None, **there}
+    code, message = read_with(
+        reader, root, lambda directory: (directory / file).write_text(json.dumps(with_value(there, place, value)))
+    )
+    assert_said(code, message, must_fail=True)
+    assert named in message
+
+
+@pytest.mark.parametrize("case", ["pipe", "folder", "nothing", "100,000 levels", "a shape of text"])
+@pytest.mark.parametrize("reader", ["evaluate text", "convert vit", "publish text"])
+def test_weights_that_are_none_are_said_to_be(root, reader, case):
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.unlink()
+        if case == "pipe":
+            os.mkfifo(path)
+        elif case == "folder":
+            path.mkdir()
+        else:
+            header = {"nothing": b"", "100,000 levels": b'{"a":' * 100_000}.get(
+                case, b'{"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}'
+            )
+            path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    assert_said(*read_with(reader, root, change), must_fail=True)
+
+
+@pytest.mark.parametrize("reader", ["evaluate text", "convert vit", "publish text"])
+def test_a_pipe_in_place_of_a_config_is_not_waited_for(root, reader):
+    def change(directory: Path) -> None:
+        (directory / "config.json").unlink()
+        os.mkfifo(directory / "config.json")
+
+    code, message = read_with(reader, root, change)
+    assert_said(code, message, must_fail=True)
+    assert "config.json" in message

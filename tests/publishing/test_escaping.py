@@ -1,0 +1,140 @@
+"""What files beside a model say is text on its card, whatever it looks like."""
+
+import json
+import re
+import shutil
+
+import pytest
+import yaml
+from hub import metadata_errors
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+
+from aft_hf.publishing import build_card
+from aft_hf.publishing.card import MARKER, card_problems
+from aft_hf.publishing.escaping import escaped, one_line
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</td></table><h1>Owned</h1>",
+    "<!-- ",
+    "![x](https://evil.example/x.png)",
+    "[click](https://evil.example)",
+    "[x]: https://evil.example",
+    "https://evil.example/login",
+    "www.evil.example",
+    "me@evil.example",
+    "<https://evil.example>",
+    "\n# Owned\n",
+    "\r\n\r\n## Owned",
+    "x\n===\n",
+    "\u2028# Owned\u2029",
+    "\n---\nlicense: mit\n---\n",
+    "`code` ``` x",
+    "\n```\n# Owned\n```",
+    "a | b | c",
+    "\\| a \\<b\\>",
+    "**bold** _slanted_ ~~gone~~ snake_case",
+    "&lt;script&gt; &#60;b&#62;",
+    "1 < 2 & 3 > 2",
+    "{{ 7 * 7 }} {% include 'x' %}",
+    "$$x$$ \\(y\\)",
+    "\x1b[31mred \x00\u202egnp.exe",
+    '"; import os; "',
+]
+LINKS = re.compile(r"https://(arxiv\.org/abs/2105\.14103|huggingface\.co/)")
+
+
+def rendered(markdown: str):
+    """Tokens of the body of a card, as readers of CommonMark with tables, links and strike-through see it."""
+    body = ModelCard(markdown).text.replace(MARKER, "")
+    parser = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    tokens = parser.parse(body)
+    return [each for token in tokens for each in [token, *(token.children or [])]]
+
+
+def shape(markdown: str) -> list[tuple[str, str]]:
+    """All that is not text."""
+    return [(token.type, token.tag) for token in rendered(markdown) if token.type not in ("text", "fence")]
+
+
+def texts(markdown: str) -> str:
+    return " ".join(token.content for token in rendered(markdown) if token.type in ("text", "code_inline"))
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    shutil.copytree(saved / "image", tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def write(directory, text):
+    """Every string that results and reports may hold, keys included."""
+    results = {
+        "metrics": {"validation": {f"{text}accuracy": 0.5, "loss": 1.0}},
+        "versions": {text: text},
+        "hardware": {text: text, "list": [text, 1.5]},
+        f"energy_{text}": text,
+        "recipe": {
+            "task": text,
+            "notes": text,
+            "data": {"dataset": text, "train": text},
+            "model": {"pretrained": text},
+            text: text,
+        },
+    }
+    trainer = {f"eval_{text}_accuracy": 0.25, f"{text}cost": 3.5, text: 7}
+    tensors = [{"status": text, "shape": [2, 3]}, {"status": "new", "shape": [5]}]
+    (directory / "results.json").write_text(json.dumps(results))
+    (directory / "all_results.json").write_text(json.dumps(trainer))
+    (directory / "conversion_report.json").write_text(json.dumps({"source": text, "tensors": tensors}))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_strings_of_files_are_text_on_the_card(directory, text):
+    write(directory, "plain")
+    usual = str(build_card(directory, repo_id="me/tiny"))
+    write(directory, text)
+    card = str(build_card(directory, repo_id="me/tiny"))
+    assert shape(card) == shape(usual)
+    assert not [token for token in rendered(card) if token.type in ("html_block", "html_inline", "image")]
+    links = [token.attrs["href"] for token in rendered(card) if token.type == "link_open"]
+    assert all(LINKS.match(link) for link in links)
+    assert one_line(text) in texts(card)
+    assert not re.search(r"(https?://|\bwww\.|\w@)evil", without_code(card))  # which would become links
+
+
+def without_code(card: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]+`|^---\n.*?\n---\n", "", card, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_metadata_are_whole_and_harmless(directory, text):
+    write(directory, text)
+    path = directory / "README.md"
+    build_card(directory, repo_id="me/tiny").save(path)
+    metadata = ModelCard.load(path).data.to_dict()
+    assert metadata_errors(metadata) == [] and card_problems(path) == []
+    assert metadata["license"] == "apache-2.0" and metadata["library_name"] == "transformers"
+    assert yaml.safe_load(path.read_text().split("\n---\n")[0].removeprefix("---\n")) == metadata
+    header = path.read_text().split("\n---\n")[0]
+    assert not set("<>\x1b\x00\u202e\u2028") & set(header) and "](" not in header
+
+
+@pytest.mark.parametrize("name", ['x"; import os #', "# Owned", "<b>x", "x\n```\n# Owned"])
+def test_the_name_of_a_directory_is_text_too(directory, name):
+    plain = str(build_card(directory))
+    card = str(build_card(directory.rename(directory.with_name(name))))
+    assert shape(card) == shape(plain)
+    (line,) = {line for line in card.splitlines() if line.startswith("name = ")}
+    scope = {}
+    exec(line, {"__builtins__": {}}, scope)  # the code on the card
+    assert scope == {"name": one_line(name)}
+
+
+@pytest.mark.parametrize(
+    "text", ["accuracy", "someone/pictures", "NVIDIA H100", "aft_hf 0.1.0", "[0.9, 0.99]", "1e-5"]
+)
+def test_what_is_plain_stays_readable(text):
+    assert escaped(text).replace("\\[", "[").replace("\\]", "]") == text

@@ -1,0 +1,141 @@
+"""A folder with links or odd files in it: nothing outside it is written to or sent, and a dry run changes nothing."""
+
+import hashlib
+import os
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from aft_hf import AFTForImageClassification
+from aft_hf.publishing import PublishError, find_problems, publish, write_card
+
+
+PASSWORD = "machine example.org login me password letmein"
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    shutil.copytree(saved / "image", tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def outside(tmp_path):
+    path = tmp_path / "netrc"
+    path.write_text(PASSWORD)
+    return path
+
+
+def listing(directory):
+    """Everything in a directory: names, times, modes, where links lead and what files hold."""
+    found = {}
+    for path in [directory, *sorted(directory.rglob("*"))]:
+        status = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else None
+        if path.is_file() and not path.is_symlink():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        found[path.relative_to(directory).as_posix()] = (status.st_mtime_ns, status.st_mode, content)
+    return found
+
+
+def dry_run(directory, **options):
+    console = Console(record=True, width=200)
+    done = publish(directory, "me/tiny", dry_run=True, endpoint="http://127.0.0.1:9", console=console, **options)
+    return done, console.export_text()
+
+
+@pytest.mark.parametrize("name", [".README.md.tmp", ".position_biases.png", "README.md", "position_biases.png"])
+@pytest.mark.parametrize("write", [write_card, lambda directory: publish(directory, "me/tiny", dry_run=True)])
+def test_a_planted_link_is_not_written_through(directory, outside, name, write):
+    (directory / name).symlink_to(outside)
+    try:
+        write(directory)
+    except PublishError as error:
+        assert name in str(error)
+    assert outside.read_text() == PASSWORD
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "results.json", "more/notes.txt"])
+def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_is_written(directory, outside, name):
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).symlink_to(outside)
+    before = listing(directory)
+    for dry in (True, False):
+        with pytest.raises(PublishError) as error:
+            publish(directory, "me/tiny", dry_run=dry, endpoint="http://127.0.0.1:9", console=Console(quiet=True))
+        assert name in str(error.value) and "link" in str(error.value) and str(outside) in str(error.value)
+        assert "letmein" not in str(error.value)
+    assert listing(directory) == before
+
+
+def test_a_link_to_a_folder_and_a_link_to_nothing_are_refused_by_name(directory, tmp_path):
+    (directory / "data").symlink_to(tmp_path)
+    (directory / "lost.txt").symlink_to(tmp_path / "nowhere")
+    told = "; ".join(find_problems(directory))
+    assert "data: is a link" in told and "lost.txt: is a link to nothing" in told
+
+
+def test_a_link_within_the_folder_is_followed(directory):
+    (directory / "notes.txt").write_text("mine")
+    (directory / "also.txt").symlink_to("notes.txt")
+    done, _ = dry_run(directory)
+    assert "also.txt" in done.files
+
+
+def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(directory):
+    os.mkfifo(directory / "notes.txt")
+    assert any(problem.startswith("notes.txt: is no regular file") for problem in find_problems(directory))
+
+
+@pytest.mark.parametrize("license", [None, "mit"])
+@pytest.mark.parametrize("card", [None, "---\nlicense: gpl-3.0\n---\n# Mine\n", "generated_from_trainer\n"])
+def test_a_dry_run_changes_nothing_in_the_folder(directory, license, card):
+    if card is not None:
+        (directory / "README.md").write_text(card)
+    shutil.copyfile(directory / "config.json", directory / "results.json.bak")
+    before = listing(directory)
+    if card is not None and "Mine" in card:
+        with pytest.raises(PublishError, match="lacks library_name"):
+            dry_run(directory, license=license)
+    else:
+        done, said = dry_run(directory, license=license)
+        assert {"README.md", "position_biases.png", "config.json"} <= set(done.files)
+        assert f"license {license or 'apache-2.0'}" in said and "nothing was sent" in said
+    assert listing(directory) == before
+
+
+def test_what_is_unfit_is_refused_before_a_card_is_written(directory):
+    (directory / "model.pt").write_bytes(b"")
+    before = listing(directory)
+    with pytest.raises(PublishError, match="is a pickle"):
+        publish(directory, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
+    assert listing(directory) == before
+
+
+def test_files_are_named_as_they_are_called(directory):
+    for name in ("[red]notes[", "[", "notes[/].txt", ".hidden[/x]"):
+        (directory / name.replace("/", "\N{DIVISION SLASH}")).write_text("mine")
+    _, said = dry_run(directory)
+    assert "[red]notes[" in said and ".hidden[" in said
+
+
+def test_a_picture_of_ours_is_drawn_anew_for_another_model_and_one_of_the_users_stays(directory):
+    picture = directory / "position_biases.png"
+    write_card(directory)
+    first = picture.read_bytes()
+    write_card(directory)
+    assert picture.read_bytes() == first
+    with torch.no_grad():
+        model = AFTForImageClassification.from_pretrained(directory)
+        model.aft.layers[0].mixer.kernel.copy_(torch.eye(3))
+    model.save_pretrained(directory)
+    write_card(directory)
+    assert picture.read_bytes() != first
+    Image.new("RGB", (4, 4)).save(directory / "mine.png")
+    for content in (b"no picture", (directory / "mine.png").read_bytes()):
+        picture.write_bytes(content)
+        write_card(directory)
+        assert picture.read_bytes() == content

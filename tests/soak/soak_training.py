@@ -1,0 +1,45 @@
+"""Training runs of each kind, killed (SIGKILL) 20 times at random moments: bit by bit the runs that were never killed.
+
+`make soak` runs it, `make test` does not. KILLS and KILL_SEED in the environment change how often, and when.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+pytest.register_assert_rewrite("runs")
+
+from runs import (  # noqa: E402
+    assert_killing_changes_nothing,
+    bytes_recipe,
+    images_recipe,
+    streamed,
+    write_images,
+    write_shards,
+)
+
+
+KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("KILL_SEED", "0"))
+
+
+def recipe(kind: str, directory: Path) -> dict:
+    """A run of a few milliseconds a step."""
+    often = {"save_every": 2, "evaluate_every": 10, "ema_decay": None}
+    if kind in ("images", "streaming"):
+        images = write_images(directory / "images.parquet")
+        values = images_recipe(directory, images, **often)
+        if kind == "images":
+            return values
+        (directory / "shards").mkdir()
+        return streamed(values, write_shards(directory / "shards", images)) | often
+    return bytes_recipe(directory, **often | ({"ema_decay": 0.8} if kind == "average" else {}))
+
+
+@pytest.mark.parametrize("kind", ["text", "images", "streaming", "average", "two processes"])
+def test_killing_a_run_changes_nothing(tmp_path, kind):
+    processes = 2 if kind == "two processes" else 1
+    assert_killing_changes_nothing(recipe(kind, tmp_path), KILLS, SEED, processes)

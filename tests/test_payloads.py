@@ -1,0 +1,251 @@
+"""No file beside a model runs code: not when it is converted, evaluated, published or shown by the demo.
+
+A payload is code in each form that something in a folder could run: a pickle, a module, a name that a config gives for
+a class, a kernel or a function. It leaves a trace. What the command makes of the folder does not matter here.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import ViTConfig, ViTForImageClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from typer.testing import CliRunner
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.cli import app
+from aft_hf.conversion import save_converted
+from aft_hf.publishing import publish
+
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16}
+IMAGES = {"image_size": 8, "patch_size": 4, "id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
+
+
+class Payload:
+    """What runs when it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A ViT, an AFT for images and one for text, with all files that the commands know; data for both."""
+    root = tmp_path_factory.mktemp("models")
+    ViTForImageClassification(ViTConfig(num_attention_heads=2, **SIZES, **IMAGES)).save_pretrained(root / "vit")
+    aft = {"num_heads": 2, "position_bias_dim": 4}
+    config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=3, **SIZES, **IMAGES, **aft)
+    AFTForImageClassification(config).save_pretrained(root / "image")
+    for name in ("vit", "image"):
+        ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
+    text = AFTConfig(max_position_embeddings=16, local_window_size=4, **SIZES, **aft)
+    AFTForCausalLM(text).save_pretrained(root / "text")
+    build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
+    for name in ("image", "text"):
+        for file, content in {
+            "README.md": "---\nlicense: mit\n---\n# Mine\n",
+            "results.json": '{"metrics": {"validation": {"loss": 1.5}}, "recipe": {}}',
+            "all_results.json": '{"eval_loss": 1.5}',
+            "trainer_state.json": '{"global_step": 3}',
+            "conversion_report.json": '{"source": "x/y", "options": {}, "versions": {}, "tensors": []}',
+        }.items():
+            (root / name / file).write_text(content)
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
+    rows = {"image": [Image.new("RGB", (8, 8))] * 2, "label": [0, 1]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(root / "image.parquet")
+    (root / "text.txt").write_text("some words " * 20)
+    return root
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return tmp_path / "it-ran"
+
+
+def convert(folder):
+    save_converted(folder, folder.parent / "aft", kernel_size=3, num_heads=2)
+
+
+def evaluate(folder):
+    data = folder.parents[1] / ("text.txt" if "text" in folder.name else "image.parquet")
+    options = ["--block-size", "8"] if "text" in folder.name else []
+    done = CliRunner().invoke(app, ["evaluate", str(folder), str(data), *options])
+    if done.exception is not None:
+        raise done.exception
+
+
+def publish_dry(folder):
+    publish(folder, "me/tiny", dry_run=True, console=Console(quiet=True))
+
+
+def show(folder):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "spaces" / "demo"))
+    try:
+        import loading
+    finally:
+        sys.path.pop(0)
+    loading.load(loading.TEXT if "text" in folder.name else loading.IMAGE, str(folder))
+
+
+COMMANDS = {
+    "convert": (convert, ["vit"]),
+    "evaluate": (evaluate, ["vit", "image", "text"]),
+    "publish": (publish_dry, ["image", "text"]),
+    "show": (show, ["image", "text"]),
+}
+CASES = [
+    pytest.param(command, name, id=f"{what} {name}") for what, (command, names) in COMMANDS.items() for name in names
+]
+
+
+@pytest.fixture
+def planted(folders, tmp_path, monkeypatch):
+    """A copy of a folder to plant payloads in. Who is asked whether to run code says yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+
+    def copy(name):
+        for data in ("image.parquet", "text.txt"):
+            shutil.copyfile(folders / data, tmp_path / data)
+        return Path(shutil.copytree(folders / name, tmp_path / "work" / name, dirs_exist_ok=True))
+
+    return copy
+
+
+def run(command, folder, trace):
+    with contextlib.suppress(Exception):
+        command(folder)
+    shutil.rmtree(folder.parent / "aft", ignore_errors=True)
+    assert not trace.exists()
+
+
+def saved(trace, **options) -> bytes:
+    file = io.BytesIO()
+    torch.save({"model": {"weight": Payload(trace)}}, file, **options)
+    return file.getvalue()
+
+
+def test_payloads_run_where_they_are_asked_to(trace):
+    for content in (pickle.dumps(Payload(trace)), saved(trace), saved(trace, _use_new_zipfile_serialization=False)):
+        torch.load(io.BytesIO(content), weights_only=False) if content[:2] == b"PK" else pickle.loads(content)
+        if content[:2] != b"PK" and not trace.exists():
+            torch.load(io.BytesIO(content), weights_only=False)
+        trace.rmdir()
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_the_folders_are_whole_without_payloads(planted, command, name):
+    if command is not publish_dry:  # which refuses the short README
+        command(planted(name))
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_no_file_that_is_a_pickle_runs(planted, trace, command, name):
+    for file in [path.name for path in planted(name).iterdir() if path.suffix != ".py"]:
+        folder = planted(name)
+        for content in (pickle.dumps(Payload(trace)), saved(trace)) if "model" in file else [saved(trace)]:
+            (folder / file).write_bytes(content)
+            run(command, folder, trace)
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_no_pickle_beside_the_files_of_a_model_runs(planted, trace, command, name):
+    folder = planted(name)
+    for file in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "vocab.pkl", "adapter_model.bin"):
+        (folder / file).write_bytes(saved(trace))
+    run(command, folder, trace)
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
+    )
+    run(command, folder, trace)
+    (folder / "adapter_config.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    run(command, folder, trace)  # pytorch_model.bin is next
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "pytorch_model.bin")}
+    for file in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        (folder / file).write_text(json.dumps(index))
+    run(command, folder, trace)
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_no_module_in_the_folder_runs(planted, trace, command, name):
+    folder, code = planted(name), f"import os\nos.mkdir({str(trace)!r})\n"
+    own = [path.name for path in folder.glob("*.py")]
+    modules = (
+        "evil.py",
+        "__init__.py",
+        "sitecustomize.py",
+        "custom_generate/generate.py",
+        "tokenizer.py",
+        "handler.py",
+    )
+    for file in [*own, *modules]:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(code)
+    run(command, folder, trace)
+    classes = ("AutoConfig", "AutoModel", "AutoModelForImageClassification", "AutoModelForCausalLM")
+    classes += ("AutoImageProcessor", "AutoTokenizer", "AutoProcessor", "AutoFeatureExtractor")
+    auto_map = dict.fromkeys(classes, "evil.Evil") | {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    for changes in (
+        {"auto_map": auto_map},
+        {"auto_map": auto_map, "model_type": "evil", "tokenizer_class": "Evil", "image_processor_type": "Evil"},
+        {"auto_map": auto_map, "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "evil.Evil"}}},
+    ):
+        for file in folder.glob("*config.json"):
+            content = json.loads(file.read_text())
+            file.write_text(json.dumps(content | changes))
+        run(command, folder, trace)
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, monkeypatch):
+    def fetched(*_, **options):
+        trace.mkdir()
+
+    from transformers.integrations import hub_kernels
+
+    for function in ("load_and_register_attn_kernel", "get_kernel", "lazy_load_kernel"):
+        if hasattr(hub_kernels, function):
+            monkeypatch.setattr(hub_kernels, function, fetched)
+    monkeypatch.setattr("transformers.modeling_utils.load_and_register_attn_kernel", fetched, raising=False)
+    for value in ("someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"):
+        folder = planted(name)
+        content = json.loads((folder / "config.json").read_text())
+        content |= {"attn_implementation": value, "_attn_implementation": value, "use_kernels": True}
+        (folder / "config.json").write_text(json.dumps(content))
+        run(command, folder, trace)
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_no_text_of_yaml_or_jinja_runs(planted, trace, command, name):
+    folder = planted(name)
+    yaml = f"!!python/object/apply:os.mkdir [{json.dumps(str(trace))}]"
+    jinja = "{{ cycler.__init__.__globals__.os.mkdir('TRACE') }}".replace("TRACE", str(trace))
+    (folder / "README.md").write_text(f"---\nlicense: {yaml}\ntags:\n- {yaml}\n---\n# Mine\n")
+    run(command, folder, trace)
+    (folder / "README.md").unlink(missing_ok=True)
+    results = {
+        "metrics": {"validation": {f"{jinja}loss": 1.0}},
+        "recipe": {"notes": jinja},
+        "versions": {jinja: jinja},
+    }
+    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "chat_template.jinja").write_text(jinja)
+    run(command, folder, trace)

@@ -1,0 +1,170 @@
+"""What files and servers can hold: a value of the declared types, or one line."""
+
+import os
+import struct
+from typing import Any
+
+import pytest
+
+from aft_hf.reading import (
+    LARGEST_JSON,
+    LONGEST_MESSAGE,
+    Document,
+    ModelConfig,
+    UnreadableError,
+    WeightsIndex,
+    explained,
+    parse_json,
+    read_json,
+    read_safetensors_header,
+)
+
+
+class Example(Document):
+    count: int
+    names: list[str] | None = None
+    share: float = 0.5
+
+
+UNREADABLE = {
+    "nothing": (b"", "is not JSON"),
+    "half of an object": (b'{"count":', "is not JSON"),
+    "no UTF-8": (b'{"count": "\xff"}', "is not JSON"),
+    "100,000 levels of lists": (b"[" * 100_000, "recursion limit"),
+    "100,000 levels of objects": (b'{"a":' * 100_000, "recursion limit"),
+    "an integer of 5,000 digits": (b'{"count": ' + b"1" * 5_000 + b"}", "number out of range"),
+    "null": (b"null", "None: must be an object"),
+    "a number": (b"7", "7: must be an object"),
+    "a string": (b'"text"', "'text': must be an object"),
+    "a list": (b"[1]", "[1]: must be an object"),
+    "a key that is missing": (b"{}", "count is missing"),
+    "null for a number": (b'{"count": null}', "count=None: must be a valid integer"),
+    "a string for a number": (b'{"count": "1"}', "count='1': must be a valid integer"),
+    "a bool for a number": (b'{"count": true}', "count=True: must be a valid integer"),
+    "infinity for an integer": (b'{"count": 1e999}', "count=inf: must be a valid integer"),
+    "a number in a list of strings": (b'{"count": 1, "names": ["a", 2]}', "names.1=2: must be a valid string"),
+    "a list for a number": (b'{"count": 1, "share": [[]]}', "share=[[]]: must be a valid number"),
+    "a long string for a number": (b'{"count": "' + b"x" * 10_000_000 + b'"}', "count='xxx"),
+    "many wrong keys": (b'{"count": 1, "names": [1, 2, 3, 4, 5, 6]}', "; and 3 more"),
+    "colours of a terminal": (b'{"count": "\\u001b[31mred"}', r"count='\x1b[31mred'"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_is_not_the_document_is_said_in_one_short_line_that_names_file_and_key(tmp_path, case):
+    content, said = UNREADABLE[case]
+    path = tmp_path / "example.json"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableError) as caught:
+        read_json(path, Example)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ") and said in message
+    assert message.isprintable() and len(message) < len(str(path)) + 4 * LONGEST_MESSAGE
+
+
+def test_a_document_has_its_keys_and_keeps_the_others(tmp_path):
+    path = tmp_path / "example.json"
+    path.write_text('{"count": 1, "names": ["a"], "more": {"x": [1, NaN]}}')
+    document = read_json(path, Example)
+    assert (document.count, document.names, document.share) == (1, ["a"], 0.5)
+    assert document.model_extra["more"]["x"][0] == 1
+    assert parse_json("[1, 2]", list[int], "answer") == [1, 2]
+
+
+def test_a_pipe_a_directory_a_missing_and_an_endless_file_are_no_documents(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(UnreadableError, match=r"pipe\.json: is not a regular file"):
+        read_json(tmp_path / "pipe.json", Example)
+    with pytest.raises(UnreadableError, match="is not a regular file"):
+        read_json(tmp_path, Example)
+    with pytest.raises(UnreadableError, match=r"no\.json: no such file"):
+        read_json(tmp_path / "no.json", Example)
+    with (tmp_path / "endless.json").open("wb") as file:
+        file.truncate(2**40)  # a hole, which takes no space
+    with pytest.raises(UnreadableError, match=f"larger than {LARGEST_JSON >> 20} MiB"):
+        read_json(tmp_path / "endless.json", Example)
+
+
+def test_the_caller_chooses_the_error(tmp_path):
+    class OurError(ValueError):
+        pass
+
+    with pytest.raises(OurError):
+        read_json(tmp_path / "no.json", Example, OurError)
+    with pytest.raises(OurError, match="count is missing"):
+        parse_json("{}", Example, "answer", OurError)
+
+
+@pytest.mark.parametrize("content", ['{"model_type": []}', '{"architectures": 5}', '{"architectures": "AFTModel"}'])
+@pytest.mark.parametrize("more", ["", ' , "auto_map": ["a"]', ', "auto_map": {"AutoModel": 1}'])
+def test_a_config_that_names_no_classes_is_refused(content, more):
+    with pytest.raises(UnreadableError, match="must be a valid"):
+        parse_json(content[:-1] + more + "}", ModelConfig, "config.json")
+
+
+@pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "", r"..\x"])
+def test_an_index_cannot_name_files_elsewhere(name):
+    with pytest.raises(UnreadableError, match="must name a file beside this one"):
+        parse_json(WeightsIndex.model_construct(weight_map={"a": name}).model_dump_json(), WeightsIndex, "index")
+    assert parse_json('{"weight_map": {"a": "x-1.safetensors"}}', WeightsIndex, "index").weight_map
+
+
+def header(content: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(content) if length is None else length) + content
+
+
+ENTRY = b'{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+HEADERS = {
+    "nothing": b"",
+    "half of a length": b"\0\0\0",
+    "a length of 0": header(b""),
+    "a length beyond the file": header(b'{"a":', 1000),
+    "a length beyond any": header(b"{}", 2**63),
+    "null": header(b"null"),
+    "a list": header(b"[]"),
+    "100,000 levels": header(b'{"a":' * 100_000),
+    "a tensor that is a number": header(b'{"a": 5}'),
+    "a tensor without a shape": header(b'{"a": {"dtype": "F32", "data_offsets": [0, 8]}}'),
+    "a shape that is a string": header(ENTRY.replace(b"[2]", b'"2"').join([b'{"a": ', b"}"])),
+    "a negative shape": header(ENTRY.replace(b"[2]", b"[-2]").join([b'{"a": ', b"}"])),
+    "a huge shape": header(ENTRY.replace(b"[2]", b"[1" + b"0" * 400 + b"]").join([b'{"a": ', b"}"])),
+    "metadata that are a list": header(b'{"__metadata__": [], "a": ' + ENTRY + b"}"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_what_is_no_header_of_safetensors_is_said_in_one_line(tmp_path, case):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(HEADERS[case])
+    with pytest.raises(UnreadableError, match=r"model.safetensors: damaged or truncated") as caught:
+        read_safetensors_header(path)
+    assert str(caught.value).isprintable()
+
+
+def test_a_header_has_the_shapes_of_the_tensors(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header(b'{"__metadata__": {"format": "pt"}, "a": ' + ENTRY + b"}") + bytes(8))
+    assert {name: tensor.shape for name, tensor in read_safetensors_header(path).items()} == {"a": [2]}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [KeyError("a"), TypeError("'int' object is not iterable"), RecursionError("deep"), OSError("first\nsecond")],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_what_a_library_raises_becomes_one_line(problem):
+    with (
+        pytest.raises(UnreadableError, match=r"^model: no readable config.json \(") as caught,
+        explained("model: no readable config.json"),
+    ):
+        raise problem
+    assert str(caught.value).isprintable() and caught.value.__cause__ is problem
+
+
+@pytest.mark.parametrize("passes", [KeyboardInterrupt, MemoryError, ModuleNotFoundError, UnreadableError])
+def test_what_is_no_fault_of_the_file_passes(passes):
+    def raises() -> Any:
+        raise passes("as it is")
+
+    with pytest.raises(passes, match="as it is"), explained("model"):
+        raises()

@@ -1,0 +1,108 @@
+"""One run at a time in an output directory."""
+
+import json
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from runs import bytes_recipe, finish, images_recipe, launch, results_of, run, start, wait_for
+
+from aft_hf.training.loop import join_processes
+from aft_hf.training.ownership import LOCK, OWNER, owned
+
+
+@pytest.fixture(autouse=True)
+def joined():
+    join_processes()
+
+
+def test_a_second_process_is_told_who_is_there_and_changes_nothing(tmp_path):
+    values = bytes_recipe(tmp_path, save_every=2)
+    (first,) = start(values | {"steps": 10**6})
+    checkpoints = tmp_path / "run/checkpoints"
+    assert wait_for(checkpoints / "step-000000002", first)
+    (second,) = start(values | {"optimizer": {"learning_rate": 1.0}})
+    assert finish([second]) == [1]
+    message = (tmp_path / "run.error").read_text()
+    assert f"OSError: {checkpoints} is in use by process {first.pid} on {socket.gethostname()} since 20" in message
+    assert "give another output_dir" in message and message.count("\n") == 1
+    # It is killed; the lock is free, and the run goes on.
+    first.kill()
+    assert finish([first]) == [-9]
+    done = max(int(path.name[-9:]) for path in checkpoints.glob("step-*"))
+    results = run(values | {"steps": done + 1})
+    assert len(results["losses"]) == done + 1
+    assert not (checkpoints / OWNER).exists()
+
+
+def test_a_killed_run_is_not_held_by_the_workers_that_read_its_data(tmp_path, images):
+    values = images_recipe(tmp_path, images, save_every=2)
+    assert values["data"]["workers"] == 2
+    (first,) = start(values | {"steps": 10**6})
+    assert wait_for(tmp_path / "run/checkpoints/step-000000002", first)
+    first.kill()
+    assert finish([first]) == [-9]
+    with owned(tmp_path / "run/checkpoints"):
+        pass
+
+
+def test_the_processes_of_one_launch_share_the_directory_and_a_second_launch_is_refused(tmp_path):
+    values = bytes_recipe(tmp_path, steps=4)
+    with owned(tmp_path / "run/checkpoints"):
+        assert finish(start(values, 2)) == [1, 1]
+    lines = (tmp_path / "run.error").read_text().splitlines()
+    assert len(lines) == 2 and len(set(lines)) == 1 and f"in use by process {os.getpid()}" in lines[0]
+    assert finish(start(values, 2)) == [0, 0]
+    assert results_of(values)["processes"] == 2
+
+
+def test_eight_processes_at_once_are_one_run(tmp_path):
+    counted = tmp_path / "counted"
+    counted.mkdir()
+    processes = [launch(_own, (str(tmp_path / "run"), str(counted)))[0] for _ in range(8)]
+    codes = finish(processes)
+    assert codes.count(0) == 1 and codes.count(1) == 7
+    assert len(list(counted.iterdir())) == 1
+
+
+def _own(directory: str, counted: str) -> None:
+    join_processes()
+    try:
+        with owned(Path(directory)):
+            (Path(counted) / str(os.getpid())).touch()
+            end = time.monotonic() + 60
+            while time.monotonic() < end and len(list(Path(counted).parent.glob("refused-*"))) < 7:
+                time.sleep(0.02)
+    except OSError as error:
+        (Path(counted).parent / f"refused-{os.getpid()}").write_text(str(error))
+        os._exit(1)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"host": 1}', '{"host": "h", "pid": "p", "since": []}'])
+def test_who_holds_a_directory_may_be_unreadable(tmp_path, content):
+    with owned(tmp_path / "run"):
+        (tmp_path / "run" / OWNER).write_text(content)
+        message = f"{tmp_path}/run is in use by another process: wait, or give"
+        with pytest.raises(OSError, match=message), owned(tmp_path / "run"):
+            pass
+    with owned(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / OWNER).read_text())["pid"] == os.getpid()
+
+
+def test_what_a_killed_run_left_is_taken_over(tmp_path):
+    (tmp_path / LOCK).write_text("")
+    (tmp_path / OWNER).write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "since": "long ago"}))
+    with owned(tmp_path):
+        assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / OWNER).exists()
+
+
+def test_a_run_that_ends_in_an_error_leaves_the_directory_free(tmp_path):
+    with pytest.raises(RuntimeError), owned(tmp_path / "run"):
+        raise RuntimeError
+    with owned(tmp_path / "run"):
+        pass
+    shutil.rmtree(tmp_path / "run")

@@ -1,0 +1,149 @@
+"""No file of a checkpoint runs code when a run resumes, also where its check sums have been written anew."""
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as sharded
+from runs import bytes_recipe, plant, run
+
+from aft_hf.training.manifest import MANIFEST
+from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
+
+
+class Payload:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    values = bytes_recipe(tmp_path_factory.mktemp("original"), steps=3)
+    run(values)
+    return values
+
+
+def pickled(payload: Payload) -> bytes:
+    return pickle.dumps(payload)
+
+
+def saved_by_torch(payload: Payload) -> bytes:
+    file = io.BytesIO()
+    torch.save({"state": {}, "param_groups": payload}, file)
+    return file.getvalue()
+
+
+def saved_without_zip(payload: Payload) -> bytes:
+    file = io.BytesIO()
+    torch.save(payload, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+# Those of a run by one process, and names that other strategies or an earlier version read.
+FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl"]
+OTHERS = ["pytorch_model.bin", "custom_checkpoint_0.pkl", "scheduler.bin", "scaler.pt", "sampler.bin"]
+OTHERS += ["dl_state_dict.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"]
+
+
+@pytest.mark.parametrize("content", [pickled, saved_by_torch, saved_without_zip])
+@pytest.mark.parametrize("name", [*FILES, *OTHERS])
+def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, original, name, content):
+    values = original | {"output_dir": str(tmp_path / "run"), "steps": 6}
+    shutil.copytree(original["output_dir"], values["output_dir"])
+    checkpoint = tmp_path / "run/checkpoints/step-000000003"
+    if name == "pytorch_model.bin":
+        (checkpoint / "model.safetensors").unlink()
+    plant(checkpoint, name, content(Payload(tmp_path / "marker")))
+    with pytest.raises(ValueError, match=rf"{checkpoint}") as stopped:
+        run(values)
+    assert "\n" not in str(stopped.value) and ("Traceback" not in str(stopped.value))
+    if name != "model.safetensors":
+        assert f"{name} is not read" in str(stopped.value)
+    assert not (tmp_path / "marker").exists()
+    assert checkpoint.is_dir()  # set aside only after another one has been loaded
+
+
+@pytest.mark.parametrize("content", [pickled, saved_by_torch])
+def test_a_payload_in_the_manifest_is_not_run(tmp_path, original, content, capsys):
+    values = original | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(original["output_dir"], values["output_dir"])
+    checkpoint = tmp_path / "run/checkpoints/step-000000003"
+    (checkpoint / MANIFEST).write_bytes(content(Payload(tmp_path / "marker")))
+    run(values)
+    assert f"{checkpoint} is damaged ({MANIFEST} is not what was written): skipped" in capsys.readouterr().out
+    assert not (tmp_path / "marker").exists()
+
+
+def test_what_names_the_function_that_it_calls_is_told(tmp_path, original):
+    values = original | {"output_dir": str(tmp_path / "run"), "steps": 6}
+    shutil.copytree(original["output_dir"], values["output_dir"])
+    checkpoint = tmp_path / "run/checkpoints/step-000000003"
+    plant(checkpoint, "optimizer.bin", saved_by_torch(Payload(tmp_path / "marker")))
+    with pytest.raises(ValueError, match=r"optimizer\.bin is not read: it names posix\.mkdir, which could run code"):
+        run(values)
+
+
+def test_objects_among_the_shards_of_a_checkpoint_are_not_run(tmp_path):
+    """`torch.distributed.checkpoint` itself reads all that is no tensor as any pickle."""
+    state = {"weight": torch.arange(3.0), "rate": Payload(tmp_path / "marker")}
+    sharded.save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    shutil.rmtree(tmp_path / "marker", ignore_errors=True)  # saving may copy
+    loaded = {"weight": torch.zeros(3), "rate": 0.0}
+    with pytest.raises(UnsafeCheckpointError, match="has objects other than tensors"), data_only(tmp_path):
+        sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
+    assert not (tmp_path / "marker").exists()
+
+    sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
+    assert (tmp_path / "marker").exists()  # so this is a payload
+
+
+def test_shards_of_tensors_and_numbers_are_read(tmp_path):
+    state = {"weight": torch.arange(3.0), "half": torch.ones(2, 2).bfloat16(), "rate": 0.5, "step": torch.tensor(3)}
+    sharded.save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    loaded = {"weight": torch.zeros(3), "half": torch.zeros(2, 2).bfloat16(), "rate": 0.0, "step": torch.tensor(0)}
+    with data_only(tmp_path):
+        sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
+    assert torch.equal(loaded["weight"], state["weight"]) and torch.equal(loaded["half"], state["half"])
+    assert loaded["rate"] == 0.5 and loaded["step"] == 3
+
+
+def test_the_table_of_the_shards_is_no_way_around(tmp_path):
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
+    with pytest.raises(UnsafeCheckpointError, match=r"names posix\.mkdir"), data_only(tmp_path):
+        pass
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("before", [{}, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}])
+def test_afterwards_torch_reads_as_before(tmp_path, monkeypatch, before):
+    for name in ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    torch.save(Payload(tmp_path / "marker"), tmp_path / "payload.other")
+    with pytest.raises(UnsafeCheckpointError), data_only(tmp_path):
+        torch.load(tmp_path / "payload.other", weights_only=False)
+    assert not (tmp_path / "marker").exists()
+    assert {name: value for name, value in os.environ.items() if name.startswith("TORCH_FORCE")} == before
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(tmp_path, original):
+    values = original | {"output_dir": str(tmp_path / "run"), "steps": 6}
+    shutil.copytree(original["output_dir"], values["output_dir"])
+    checkpoint = tmp_path / "run/checkpoints/step-000000003"
+    (checkpoint / MANIFEST).write_text('{"step": 3, "files": {}}')
+    torch.save({}, checkpoint / "custom_checkpoint_0.pkl")
+    for resume in ("auto", str(checkpoint)):
+        with pytest.raises(ValueError, match="is of an earlier version of aft-hf, which pickled what could run code"):
+            run(values | {"resume": resume})
+    assert checkpoint.is_dir()
