@@ -9,6 +9,7 @@ from pathlib import Path
 from ..analysis.pictures import save
 from ..data.json_files import write_json
 from ..data.whole_files import write_whole
+from .arms import ARMS, Training
 from .claims import CLAIMS, Claim, Comparison
 from .pictures import draw_claim
 from .records import Records
@@ -73,6 +74,7 @@ def render(records: Records, pictures: str) -> str:
     parts += ["\n", *_lines(_summary(records)), COMMANDS, *_lines(_conditions(records))]
     for claim in CLAIMS.values():
         parts += _lines(_section(claim, records, pictures))
+    parts += _lines(_runs())
     return "".join(parts)
 
 
@@ -124,6 +126,27 @@ def _section(claim: Claim, records: Records, pictures: str) -> Iterator[str]:
         yield f"![Losses and results of claim {claim.number}]({pictures}/claim-{claim.number}.svg)"
         yield ""
     yield f"`python scripts/reproduce.py {claim.number}`, runs: {', '.join(claim.arms)}."
+
+
+def _runs() -> Iterator[str]:
+    """What each arm trains."""
+    yield ""
+    yield "## Runs"
+    yield ""
+    yield (
+        "Each run is `aft-hf train` with a recipe of `src/aft_hf/reproduction/recipes`, a seed and these overrides; "
+        "`--scale` multiplies steps, widths, heads, ranks of position biases and the length of texts. Speed is "
+        "measured on models of the paper's sizes."
+    )
+    yield ""
+    yield "| run | recipe | overrides |"
+    yield "|---|---|---|"
+    for name, arm in ARMS.items():
+        if isinstance(arm, Training):
+            overrides = [f"`{override}`" for override in arm.overrides]
+            if arm.start is not None:
+                overrides.append(f"starts from the run `{arm.start}`{', converted' if arm.convert else ''}")
+            yield f"| `{name}` | `{arm.recipe}` | {', '.join(overrides) or '-'} |"
 
 
 def _comparison(claim: Claim, comparison: Comparison, records: Records) -> str:
