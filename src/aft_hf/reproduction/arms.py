@@ -62,6 +62,7 @@ SMOKE = ("steps=4", "global_batch_size=4", "save_every=2", "log_every=1", "data.
 SMOKE_MODEL = "model.num_hidden_layers=2"  # where it is new
 
 WIDE = ("model.hidden_size=128", "model.num_hidden_layers=4")
+SHORT = ("data.seq_len=128", "global_batch_size=64", "steps=250")  # BLOOM's attention is not fused, and slow
 KERNEL_3, KERNEL_7 = "model.conv_kernel_size=3", "model.conv_kernel_size=7"
 FEW_HEADS = "model.num_heads=4"  # 24 features each, as in the paper's 11/16 and 25/32
 DEIT_CROPS = "data.augmentation.crop_scale=[0.08, 1.0]"
@@ -80,10 +81,10 @@ CHARACTERS: dict[str, Training] = {
     "characters-t512": Training("characters_aft", ("data.seq_len=512", "global_batch_size=16")),
     "characters-alibi": Training(
         "characters_aft",
-        ("data.seq_len=128", "global_batch_size=64", "model.aft_type=alibi", "model.num_heads=8"),
+        (*SHORT, "model.aft_type=alibi", "model.num_heads=8"),
         ("lengths",),
     ),
-    "characters-bloom": Training("characters_bloom", ("data.seq_len=128", "global_batch_size=64"), ("lengths",)),
+    "characters-bloom": Training("characters_bloom", SHORT, ("lengths",)),
 }
 
 PIXELS: dict[str, Training] = {

@@ -58,7 +58,8 @@ def write_report(records: Records, page: Path, pictures: Path) -> None:
     folder = os.path.relpath(pictures, page.parent)
     with write_whole(page) as file:
         file.write(render(records, folder).encode())
-    write_json(page.with_suffix(".json"), records.all())
+    kept = [{key: value for key, value in record.items() if key != "settings"} for record in records.all()]
+    write_json(page.with_suffix(".json"), kept)
 
 
 def render(records: Records, pictures: str) -> str:

@@ -160,7 +160,7 @@ def _train(name: str, arm: Training, seed: int, settings: Settings) -> dict[str,
     metrics = scores(recipe, results)
     for measure in arm.measures:
         metrics |= MEASURES[measure](recipe)
-    return {"metrics": metrics, "losses": [[row["step"], row["loss"]] for row in results["losses"]]}
+    return {"metrics": metrics, "losses": [[row["step"], round(row["loss"], 4)] for row in results["losses"]]}
 
 
 def _measure_speed(name: str, settings: Settings) -> dict[str, Any]:
@@ -173,4 +173,5 @@ def device_name() -> str:
     """What the runs of this machine compute on."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"a CPU with {threads} thread{'s' if threads > 1 else ''}"
