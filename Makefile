@@ -5,6 +5,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 DOCS_INSTALLED := $(VENV)/.installed-docs
+KERNELS_INSTALLED := $(VENV)/.installed-kernels
 CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
@@ -12,7 +13,8 @@ PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --con
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo docs test test-all clients conformance conformance-report roundtrip soak lint format clean
+.PHONY: install quickstart quickstart-text demo docs test test-all kernels gpu clients conformance conformance-report
+.PHONY: roundtrip soak lint format clean
 
 install: $(INSTALLED)
 
@@ -27,6 +29,11 @@ $(DEMO_INSTALLED): $(INSTALLED)
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[docs]"
+	touch $@
+
+# Triton goes with the PyTorch of a GPU. Beside one without, it interprets and compiles kernels.
+$(KERNELS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[kernels]"
 	touch $@
 
 quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tuned: outputs/quickstart
@@ -51,6 +58,13 @@ test: install  ## All tests but the slow ones
 
 test-all: install  ## All tests
 	$(PYTEST) $(ARGS)
+
+kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
+	$(RUN) scripts/compile_kernels.py $(ARGS)
+
+gpu: $(KERNELS_INSTALLED)  ## The kernels on a GPU: contract tests, times and memory, under 10 minutes: outputs/gpu.json
+	mkdir -p outputs
+	$(RUN) scripts/benchmark_gpu.py --out outputs/gpu.json $(ARGS)
 
 $(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)

@@ -569,7 +569,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_steps_of_conv_follow_every_change_of_its_parameters(change):
-    mixer, state = conv_after_steps()
+    mixer, state = conv_after_steps(position_bias_multiplier=3.0)
     with torch.no_grad():
         CHANGES[change](mixer)
     assert_steps_as_without_memory(mixer, state)

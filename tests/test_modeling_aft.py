@@ -169,6 +169,7 @@ OPTIONS = {
     "conv_kernel_size": ("conv", 5, lambda mixer: mixer.kernel.shape == (2, 5)),
     "position_bias_reparameterized": ("conv", False, lambda mixer: mixer.kernel_scale is None),
     "position_bias_selection": ("conv", "gumbel", lambda mixer: mixer.selection == "gumbel"),
+    "position_bias_multiplier": ("local", 20.0, lambda mixer: mixer.position_bias_multiplier == 20.0),
     "gumbel_temperature": ("conv", 0.25, lambda mixer: mixer.gumbel_temperature == 0.25),
     "num_heads": ("alibi", 8, lambda mixer: mixer.position_bias(2).shape == (8, 2, 2)),
 }

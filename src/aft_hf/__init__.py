@@ -3,6 +3,7 @@
 import sys
 
 from transformers import (
+    AutoBackbone,
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
@@ -20,13 +21,14 @@ from .configuration_aft import AFTConfig
 from .conversion import convert_deit, convert_labml
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from .modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .modeling_aft import AFTBackbone, AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 
 
 def _register() -> None:
     """Make `from_pretrained` of the Auto classes, and so `pipeline`, resolve `model_type` "aft"."""
     AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
     AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
+    AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
     AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
     AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
     AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
@@ -46,6 +48,7 @@ _register()
 
 __all__ = [
     "AFTAlibi",
+    "AFTBackbone",
     "AFTCache",
     "AFTConfig",
     "AFTConv",

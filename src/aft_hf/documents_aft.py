@@ -53,8 +53,9 @@ class Documents:
         return self.can_be_unpacked and not self.starts[:, 1:].any()
 
     def longest(self) -> int | None:
-        """The length of the longest document; None where the host may not know."""
-        return max((rows.longest for rows in self.rows), default=0) if self.can_be_unpacked else None
+        """The length of the longest document; None where the host may not know, or would have to wait for it."""
+        known = may_look_at(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
+        return max((rows.longest for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """The same documents on another device, for the hooks of models that lie on several."""
@@ -72,6 +73,16 @@ class Documents:
         counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
         before = counted.cumsum(1) - counted.long()
         return before - torch.where(self.starts, before, 0).cummax(1).values
+
+    def first_positions(self) -> torch.Tensor:
+        """(B, T), for each token the place in its row where its document starts."""
+        places = torch.arange(self.starts.shape[1], device=self.starts.device)
+        return torch.where(self.starts, places, 0).cummax(1).values
+
+    def moved(self, order: torch.Tensor) -> "Documents":
+        """The documents after tokens moved to places order[b, t], which keeps those of a document side by side."""
+        document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
+        return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
 
     @cached_property
     def rows(self) -> list["DocumentRows"]:
@@ -128,16 +139,22 @@ class DocumentRows:
 
 
 def packed_documents(
-    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+    inputs: dict[str, torch.Tensor | None],
+    mask: torch.Tensor | None,
+    batch_size: int,
+    length: int,
+    *,
+    may_wait: bool = True,
 ) -> Documents | None:
     """The documents that `position_ids` or `cu_seq_lens_q` give.
 
     Args:
         inputs: those of a model in `PACKING_INPUTS`.
         mask: the attention mask of the model, if any.
+        may_wait: whether the host may wait for an accelerator to know whether each row is one document.
 
     Returns:
-        The documents; None where each row is one.
+        The documents; None where each row is one, and that may be known.
 
     Raises:
         ValueError: positions that are not those of documents, or a 3-D mask beside them.
@@ -149,7 +166,7 @@ def packed_documents(
         documents = _documents_of_positions(position_ids, mask, batch_size, length)
     else:
         return None
-    if documents.are_rows():
+    if (may_wait or may_look_at(documents.starts)) and documents.are_rows():
         return None
     if mask is not None and mask.dim() == 3:
         raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")

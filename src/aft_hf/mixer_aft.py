@@ -1,14 +1,17 @@
 """What the five AFT mixers share: projections, the gate of the query, and the problem that goes to a backend."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .activations_aft import full_precision, gated_projection
+from .activations_aft import full_precision, gated_projection, is_untouched
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .documents_aft import Documents
-from .mixing_aft import Mixing, mix, mix_layer, mixing_weights
+from .mixing_aft import Mixing, fuses_gate, mix, mix_layer, mixing_weights
+from .mixing_triton_aft import triton_is_installed
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
 from .scaled_sums_aft import may_look_at, widen
@@ -30,7 +33,7 @@ class AFTMixer(nn.Module):
         implementation: "auto", "reference", or the name of the backend that is asked first.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown implementation.
+        ValueError: sizes that do not fit each other, or an implementation that is unknown or not installed.
     """
 
     # The longest sequence that learned tables cover; None where there are none.
@@ -58,6 +61,11 @@ class AFTMixer(nn.Module):
         if implementation not in MIXING_IMPLEMENTATIONS:
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
+        if implementation == "triton" and not triton_is_installed():
+            raise ValueError(
+                "mixing_implementation='triton' needs the package triton, which is not installed: "
+                "pip install 'aft-hf[kernels]', or use 'auto'"
+            )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity
         self.implementation = implementation
@@ -174,8 +182,11 @@ class AFTMixer(nn.Module):
             position_ids,
             documents,
         )
-        gate = None if self.q_proj is None else self.query_activation(self.q_proj(query))
-        attentions = None
+        gate, attentions = None if self.q_proj is None else self.q_proj(query), None
+        if gate is not None and self._gate_is_fused(problem, state, output_attentions):
+            problem, gate = replace(problem, query=gate), None
+        elif gate is not None:
+            gate = self.query_activation(gate)
         with full_precision(query.device.type):
             if output_attentions:
                 seen = problem if state is None else state.record(problem)
@@ -199,6 +210,12 @@ class AFTMixer(nn.Module):
         else:
             output = self.o_proj(context)
         return (output, attentions.to(problem.value.dtype)) if output_attentions else output
+
+    def _gate_is_fused(self, problem: Mixing, state: AFTLayerState | None, output_attentions: bool) -> bool:
+        """Whether the backend that takes a problem multiplies by the gate as well."""
+        if state is not None or output_attentions or type(self.query_activation) is not nn.Sigmoid:
+            return False
+        return is_untouched(self.query_activation) and fuses_gate(problem, self.implementation)
 
     def _projections(self) -> Projections:
         return Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj, self.num_heads)

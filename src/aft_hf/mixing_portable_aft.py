@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .mixing_backend_aft import Backend
 from .position_biases_aft import (
     GridKernel,
     LagKernel,
@@ -43,7 +44,6 @@ from .scaled_sums_aft import (
 
 if TYPE_CHECKING:
     from .mixing_aft import Mixing
-    from .projections_aft import Projections
 
 
 # Positions per chunk in the linear-time forms, where the window does not ask for more.
@@ -56,7 +56,7 @@ FEW_CHUNKS = 8
 LARGEST_GRID_TABLE = 2**24
 
 
-class PortableBackend:
+class PortableBackend(Backend):
     """The backend that supports every problem."""
 
     name = "portable"
@@ -77,10 +77,6 @@ class PortableBackend:
             mixing = causal_mixing if problem.causal else bidirectional_mixing
             context = mixing(key, value, problem.biases).permute(2, 0, 1, 3)
         return join_heads(context).to(problem.value.dtype)
-
-    @staticmethod
-    def layer(x: torch.Tensor, projections: "Projections", biases: PositionBias, causal: bool) -> None:
-        """Projections are computed apart."""
 
 
 def pairwise_mixing(

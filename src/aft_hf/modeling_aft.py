@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
+    BackboneOutput,
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
@@ -141,6 +143,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
         "max_positions": config.max_positions,
         "position_bias_dim": config.position_bias_dim,
         "position_bias_init_std": config.position_bias_init_std,
+        "position_bias_multiplier": config.position_bias_multiplier,
     }
     if aft_type == "full":
         return AFTFull(config.hidden_size, **table, **options)
@@ -155,6 +158,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
             selection=config.position_bias_selection,
             gumbel_temperature=config.gumbel_temperature,
             position_bias_init_std=config.position_bias_init_std,
+            position_bias_multiplier=config.position_bias_multiplier,
             **options,
         )
     return {"simple": AFTSimple, "alibi": AFTAlibi}[aft_type](config.hidden_size, **options)
@@ -359,7 +363,10 @@ class AFTModel(AFTPreTrainedModel):
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
-        documents = None if continues else packed_documents(packing, attention_mask, *inputs_embeds.shape[:2])
+        documents = None
+        if not continues:  # a training step needs no cache, and so need not know whether it could have one
+            size = inputs_embeds.shape[:2]
+            documents = packed_documents(packing, attention_mask, *size, may_wait=not self.training)
         if documents is not None and past_key_values is not None:
             raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several")
         if use_cache and past_key_values is None and not pairwise and documents is None:
@@ -644,6 +651,49 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
+class AFTBackbone(BackboneMixin, AFTModel):
+    """The feature maps of chosen stages, for detectors and segmenters (`AutoBackbone`).
+
+    The stages are the embeddings ("stem") and the blocks ("stage1" ...); `out_features` or `out_indices` chooses
+    them, by default the last one. With `conv` layers alone, images may have any sides that are multiples of the patch
+    size.
+    """
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "image")
+        super().__init__(config)
+        config.set_output_features_output_indices(config.out_features, config.out_indices)
+        self.num_features = [config.hidden_size] * len(self.stage_names)
+
+    @can_return_tuple
+    @filter_output_hidden_states
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
+        r"""
+        Args:
+            pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`): As for `AFTModel`.
+
+        Returns:
+            `feature_maps`, `(batch_size, hidden_size, rows, columns)` of patches for each chosen stage, after the
+            final layer norm: the mean of the last one over its positions is what a classifier on patches sees.
+        """
+        outputs = AFTModel.forward(self, pixel_values=pixel_values, **kwargs)
+        patch_size = pair(self.config.patch_size)
+        grid_size = tuple(side // patch for side, patch in zip(pixel_values.shape[2:], patch_size))
+        feature_maps = []
+        for index in sorted(self.stage_names.index(name) for name in self.out_features):
+            hidden_states = outputs.hidden_states[index]
+            if index < len(self.layers):  # the last ones are normalized already
+                hidden_states = self.layernorm(hidden_states)
+            patches = hidden_states[:, int(self.config.use_cls_token) :]
+            feature_maps.append(patches.transpose(1, 2).unflatten(2, grid_size).contiguous())
+        return BackboneOutput(
+            feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
 def _require_modality(model: PreTrainedModel, config: AFTConfig, modality: str) -> None:
     if config.modality != modality:
         raise ValueError(f'{type(model).__name__} needs a config with modality="{modality}", got "{config.modality}"')
@@ -675,7 +725,8 @@ modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type]
 
 # `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
+AFTBackbone.register_for_auto_class("AutoBackbone")
 AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 AFTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
 
-__all__ = ["AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]
+__all__ = ["AFTBackbone", "AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]

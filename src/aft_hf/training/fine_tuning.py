@@ -8,13 +8,18 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 
 from ..configuration_aft import AFTConfig, pair
+from ..data.classes import are_names, shortened
 from ..publishing import write_card
 from ..reading import explained, first_line
 from .distillation import distillation_loss
 from .optimization import parameter_groups
 from .records import move_into
+
+
+logger = logging.get_logger(__name__)
 
 
 class FineTuner(Trainer):
@@ -30,7 +35,7 @@ class FineTuner(Trainer):
         **options: the arguments of `Trainer`.
 
     Raises:
-        ValueError: a teacher that numbers the classes otherwise, or options that do not go together.
+        ValueError: a teacher of other classes or another numbering of them, or options that do not go together.
     """
 
     def __init__(
@@ -44,6 +49,12 @@ class FineTuner(Trainer):
     ):
         super().__init__(**options)
         self.position_bias_scale, self.augment = position_bias_scale, augment
+        multiplier = getattr(self.model.config, "position_bias_multiplier", 1.0)
+        if position_bias_scale > 1 and multiplier > 1:
+            logger.warning(
+                f"position biases learn {position_bias_scale:g} times as fast by position_bias_scale, and already "
+                f"{multiplier:g} times by the position_bias_multiplier of the model: leave out the first"
+            )
         self.teacher, self.distillation = teacher, distillation or {}
         if teacher is not None:
             _require_same_classes(teacher, self.model)
@@ -129,8 +140,17 @@ class FineTuner(Trainer):
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     if teacher.base_model is teacher:
         raise ValueError(f"the teacher is a {type(teacher).__name__}, which has no classifier to learn from")
-    theirs, ours = teacher.config.id2label, student.config.id2label
+    theirs, ours = (list(model.config.id2label.values()) for model in (teacher, student))
     if len(theirs) != len(ours):
         raise ValueError(f"the teacher knows {len(theirs)} classes, the model {len(ours)}: both need the same")
-    if theirs != ours and sorted(theirs.values()) == sorted(ours.values()):
-        raise ValueError(f"the teacher numbers the classes {list(theirs.values())}, the model {list(ours.values())}")
+    if theirs == ours:
+        return
+    if sorted(theirs) == sorted(ours):
+        raise ValueError(f"the teacher numbers the classes {theirs}, the model {ours}")
+    both = f"{shortened(theirs)}, the model {shortened(ours)}"
+    if are_names(theirs) and are_names(ours):
+        raise ValueError(
+            f"the teacher knows the classes {both}: take a teacher of the same classes, or give it their names "
+            "(id2label) if these are the same"
+        )
+    logger.warning(f"the classes of teacher and model are taken to be the same by number: the teacher has {both}")
