@@ -33,6 +33,7 @@ SHORTER = {
 NOT_RUN = {
     r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
+    r"python scripts/reproduce\.py": "takes hours, and writes to docs; tests/reproduction has small runs",
     r"hf (repos|upload)": "needs an account on the Hub",
 }
 PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]

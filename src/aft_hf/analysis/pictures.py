@@ -55,7 +55,7 @@ def _style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(kept | STYLE)
 
 
-def _styled(draw: Callable[..., "Figure"]) -> Callable[..., "Figure"]:
+def styled(draw: Callable[..., "Figure"]) -> Callable[..., "Figure"]:
     """Have a function draw in our style."""
 
     @wraps(draw)
@@ -89,7 +89,7 @@ def save(figure: "Figure", path: str | os.PathLike) -> None:
     os.replace(aside, path)
 
 
-@_styled
+@styled
 def draw_maps(
     layers: Sequence[torch.Tensor],
     *,
@@ -122,7 +122,7 @@ def draw_maps(
     free = axes_labels != ("", "") or maps[0].shape[-1] > 3 * maps[0].shape[-2]  # of the aspect ratio
     cell = (2.2 if free else 1.4) if alone else 0.75
     common = not scale.startswith("own")
-    figure, axes = _figure(down, across, (cell * across + (1.2 if common else 0.4), cell * down + 0.5))
+    figure, axes = new_figure(down, across, (cell * across + (1.2 if common else 0.4), cell * down + 0.5))
     for axis in axes.flat:
         axis.axis("off")
     if picture is not None:
@@ -150,11 +150,11 @@ def draw_maps(
     return figure
 
 
-@_styled
+@styled
 def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
     """Rows of images, (N, H, W, 3) bytes each, by the name of the row."""
     across = max(map(len, rows.values()))
-    figure, axes = _figure(len(rows), across, (1.0 * across + 0.5, 1.0 * len(rows) + 0.1))
+    figure, axes = new_figure(len(rows), across, (1.0 * across + 0.5, 1.0 * len(rows) + 0.1))
     for (name, images), row in zip(rows.items(), axes):
         for axis, image in zip(row, images):
             axis.set(xticks=[], yticks=[])
@@ -165,14 +165,14 @@ def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
     return figure
 
 
-@_styled
+@styled
 def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     """Training losses, and what the runs are scored by on the validation data, over the steps.
 
     Args:
         runs: the name of each run, and the content of its results.json.
     """
-    figure, axes = _figure(1, 2, (9, 3.4))
+    figure, axes = new_figure(1, 2, (9, 3.4))
     losses, scores = axes[0]
     for colour, (name, results) in zip(itertools.cycle(CURVES), runs):
         curve, points, metric = results["losses"], results["evaluations"], metric_of(results)
@@ -207,7 +207,7 @@ def plot_position_biases(
     save(draw_maps(maps, scale=scale, label=label, most=max_heads), path)
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Figure", np.ndarray]:
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Figure", np.ndarray]:
     """A figure that no window shows, and its (rows, columns) axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from .cases import FULL, SMOKE, Case, Sizes
+from .cases import FULL, SMOKE, Builder, Case, Sizes
 from .measuring import peak_bytes
 from .suites import SUITES
 
@@ -34,12 +34,16 @@ def measure_peak(case: Case, candidate: str, device: torch.device, sizes: Sizes)
 def main(suite: str, name: str, candidate: str, device: str, sizes: str) -> None:
     """Print the peak bytes of a candidate."""
     case = next(case for case in SUITES[suite](SIZES[sizes]) if case.name == name)
-    place = torch.device(device)
-    call = case.builders[candidate](place)
-    if place.type == "cpu":
+    print(peak_of_process(case.builders[candidate], torch.device(device)))
+
+
+def peak_of_process(build: Builder, device: torch.device) -> int:
+    """Peak bytes of one call, in a process that does nothing else."""
+    call = build(device)
+    if device.type == "cpu":
         # Tensors go back to the system as soon as they are free, so that the peak is of what is in use.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
-    print(peak_bytes(call, place))
+    return peak_bytes(call, device)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""The command of `scripts/reproduce.py`. What it needs is imported when it runs."""
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def reproduce_command(
+    what: Annotated[list[str], typer.Argument(help="Numbers of claims, or all; or report, to write the page only.")],
+    text: Annotated[str | None, typer.Option(help="A plain text file.")] = None,
+    images: Annotated[str | None, typer.Option(help="A folder with train.parquet and validation.parquet.")] = None,
+    image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
+    label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model, with the seeds 0, 1 ...")] = 3,
+    scale: Annotated[int, typer.Option(min=1, help="Times the widths, heads, lengths and steps; 4 on a GPU.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Directory of the runs [outputs/reproduction].")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page of the report [docs/reproduction.md].")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Tell which runs are left, and stop.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A few steps of tiny models: everything runs.")] = False,
+) -> None:
+    """Test claims of the paper by short runs, or write the page about the runs that are finished.
+
+    A run that was stopped resumes, and a finished one is not repeated.
+    """
+    from .records import read_records
+    from .report import write_report
+    from .running import Settings
+
+    name = "reproduction" if scale == 1 else f"reproduction-{scale}"
+    out = out or Path("outputs", *(["smoke"] if smoke else []), name)
+    page = page or (out / "reproduction.md" if smoke else Path("docs", f"{name}.md"))
+    if what == ["report"]:
+        records = read_records(page.with_suffix(".json"), out / "results")
+        write_report(records, page, page.parent / "images" / name)
+        print(f"{page}: {len(records.all())} runs")
+        return
+    arms = arms_of(what)
+    settings = Settings(out, text, images, image_column, label_column, scale, smoke)
+    runs = [(arm, seed) for seed in range(seeds) for arm in arms]
+    left = [run for run in runs if not settings.record_path(*run).exists()]
+    print(f"{len(runs)} runs, {len(left)} of them to do")
+    if plan:
+        print("\n".join(f"{arm}, seed {seed}" for arm, seed in left))
+        return
+    failed = run_all(runs, settings)
+    show_verdicts(what, out)
+    if failed:
+        raise ValueError(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+def arms_of(what: list[str]) -> list[str]:
+    """The arms of claims, by numbers or "all".
+
+    Raises:
+        ValueError: no such claim.
+    """
+    from .claims import CLAIMS
+    from .running import with_starts
+
+    return with_starts(arm for number in numbers_of(what) for arm in CLAIMS[number].arms)
+
+
+def numbers_of(what: list[str]) -> list[int]:
+    """The numbers of claims as a user gives them.
+
+    Raises:
+        ValueError: no such claim.
+    """
+    from .claims import CLAIMS
+
+    if what == ["all"]:
+        return list(CLAIMS)
+    for word in what:
+        if not word.isdigit() or int(word) not in CLAIMS:
+            raise ValueError(f"{word!r} is no claim: give numbers in 1 .. {max(CLAIMS)}, or all, or report, alone")
+    return [int(word) for word in what]
+
+
+def run_all(runs: list[tuple[str, int]], settings) -> list[str]:
+    """Run one after the other; one that fails is told about, and the others go on. Returns the names of those."""
+    from .running import identify, run_arm
+
+    for arm, seed in runs:
+        identify(arm, seed, settings)  # what is wrong with the options shows before hours of runs
+    failed = []
+    for index, (arm, seed) in enumerate(runs):
+        print(f"[{index + 1} of {len(runs)}] {arm}, seed {seed}", flush=True)
+        try:
+            run_arm(arm, seed, settings)
+        except (ValueError, OSError, RuntimeError) as error:
+            traceback.print_exception(error, file=sys.stderr)
+            failed.append(f"{arm} with seed {seed} ({error})")
+    return failed
+
+
+def show_verdicts(what: list[str], out: Path) -> None:
+    """A table of the claims and what the runs say about them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .claims import CLAIMS
+    from .records import read_records
+
+    records = read_records(out / "results")
+    table = Table("#", "claim", "comparison", "ours", "verdict")
+    for claim in map(CLAIMS.__getitem__, numbers_of(what)):
+        table.add_row(str(claim.number), claim.says, "", "", records.verdict(claim), end_section=False)
+        for each in claim.comparisons:
+            judgement = records.judge(each)
+            table.add_row("", "", each.says, f"{judgement.difference:+.3f}", judgement.verdict)
+        table.add_section()
+    Console().print(table)
+
+
+def main() -> None:
+    """Run the command; what a user can cause ends in one line."""
+    try:
+        typer.run(reproduce_command)
+    except (ValueError, OSError) as error:
+        print(f"reproduce.py: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)

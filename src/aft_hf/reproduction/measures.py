@@ -1,0 +1,100 @@
+"""What is measured of a trained model beside its score."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
+
+from ..mixers_aft import AFTConv
+from ..training.evaluation import evaluate_classifier
+from ..training.recipe import Recipe, build_recipe
+from ..training.tasks import BytesTask, first_rows, read_rows
+
+
+LONGER = (1, 2, 4, 8)  # times the length in training
+LARGER = (1.25, 1.5, 1.75)  # times the image size in training
+
+
+@torch.inference_mode()
+def lengths(recipe: Recipe) -> dict[str, float]:
+    """Bits per character of the test text at multiples of the length in training: "test_at_4x" and so on."""
+    model = _trained(AutoModelForCausalLM, recipe)
+    found = {}
+    for factor in LONGER:
+        values = recipe.model_dump()
+        values["data"]["seq_len"] *= factor
+        task = BytesTask(build_recipe(values))
+        metric, options = task.metric()
+        for batch in DataLoader(task.evaluated["test"], max(1, recipe.global_batch_size // factor)):
+            batch = {name: x.to(model.device) for name, x in batch.items()}
+            losses, counts = task.scores(model, batch)
+            metric.add_batch(predictions=losses.cpu().numpy(), references=counts.cpu().numpy())
+        found[f"test_at_{factor}x"] = metric.compute(**options)["bits_per_character"]
+    return found
+
+
+def image_sizes(recipe: Recipe) -> dict[str, float]:
+    """Accuracy on the validation images at larger sizes than in training: "test_at_40_px" and so on."""
+    data = recipe.data
+    model = _trained(AutoModelForImageClassification, recipe)
+    processor = AutoImageProcessor.from_pretrained(recipe.output_dir)
+    rows = first_rows(read_rows(recipe), data)["validation"]
+    columns = {"image_column": data.image_column, "label_column": data.label_column}
+    found = {}
+    for factor in LARGER:
+        side = round(data.image_size * factor)
+        metrics = evaluate_classifier(model, processor, rows, image_size=(side, side), **columns)
+        found[f"test_at_{side}_px"] = metrics["accuracy"]
+    return found
+
+
+@torch.no_grad()
+def kernels(recipe: Recipe) -> dict[str, float]:
+    """The share of a kernel in use, exp(entropy of softmax(w)) over its size: the mean over layers and heads."""
+    shares = []
+    for mixer in _trained(AutoModelForImageClassification, recipe).modules():
+        if isinstance(mixer, AFTConv):
+            log_p = torch.log_softmax(mixer.kernel_bias().flatten(1), -1)  # (h, s s)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            shares.append(entropy.exp() / log_p.shape[-1])
+    return {"kernel_use": torch.cat(shares).mean().item()}
+
+
+def position_biases(recipe: Recipe) -> dict[str, float]:
+    """Parameters of the position biases of a layer."""
+    kind = AutoModelForImageClassification if recipe.task == "images" else AutoModelForCausalLM
+    model = _trained(kind, recipe)
+    count = sum(w.numel() for name, w in model.named_parameters() if ".position_bias_" in name)
+    return {"bias_parameters": count / model.config.num_hidden_layers}
+
+
+MEASURES: dict[str, Callable[[Recipe], dict[str, float]]] = {
+    "lengths": lengths,
+    "image_sizes": image_sizes,
+    "kernels": kernels,
+    "position_biases": position_biases,
+}
+
+
+def scores(recipe: Recipe, results: dict) -> dict[str, float]:
+    """The metrics of every run, from what `train` returns: "test" is bits per character or dimension, or accuracy, on
+    the data that it is tested on; "train" the training loss over the last tenth of the steps, in bits where "test" is.
+    """
+    name = {"bytes": "bits_per_character", "pixels": "bits_per_dim", "images": "accuracy"}[recipe.task]
+    tested = results["metrics"].get("test") or results["metrics"]["validation"]
+    last = [row["loss"] for row in results["losses"] if row["step"] > 0.9 * results["steps"]]
+    return {
+        "test": tested[name],
+        "train": sum(last) / len(last) / (1 if recipe.task == "images" else math.log(2)),
+        "parameters": results["parameters"],
+        "seconds": results["seconds"],
+    }
+
+
+def _trained(kind: type, recipe: Recipe) -> torch.nn.Module:
+    """The model that a run has saved, on the device to measure on."""
+    model = kind.from_pretrained(Path(recipe.output_dir)).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,179 @@
+"""The page of the reproduction, in Markdown, from the records of its runs."""
+
+import math
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..analysis.pictures import save
+from ..data.json_files import write_json
+from ..data.whole_files import write_whole
+from .arms import ARMS, Training
+from .claims import CLAIMS, Claim, Comparison
+from .pictures import draw_claim
+from .records import Records
+from .verdict import FACTOR, LEAST_SEEDS, NOT_RUN
+
+
+BEGINNING = f"""# The paper's claims in small
+
+Each claim of the paper is tested by short runs with equal budgets: models of a fraction of the paper's size on a
+fraction of its data, {LEAST_SEEDS} seeds each. This page is written by `scripts/reproduce.py report` from the numbers
+of the runs, `reproduction.json` beside it. The paper's numbers are of its own models and data: not the values compare
+with ours, but their order.
+
+A comparison **holds** if its difference of means exceeds {FACTOR:g} standard errors of that difference in the
+direction of the claim, it **does not hold** if it does so in the other direction, and otherwise it is **not decided at
+this size**. Where a claim allows a margin, the difference counts from there. A claim holds if all of its comparisons
+do. Rule, margins and models were fixed before the runs. Comparisons in parentheses are controls of ours, which the
+verdict does not count.
+"""
+
+COMMANDS = """
+## Commands
+
+The text is any plain text, such as Tiny Shakespeare; the images are a folder with `train.parquet` and
+`validation.parquet`, such as those of CIFAR-10. The same command goes on after an interruption, and repeats nothing
+that is finished; `--plan` tells what is left. On a GPU, `--scale 4` gives widths, heads and lengths of the paper.
+
+```bash
+python scripts/reproduce.py all --text tinyshakespeare.txt --images cifar10
+python scripts/reproduce.py report
+```
+"""
+
+
+def write_report(records: Records, page: Path, pictures: Path) -> None:
+    """Write the page, its pictures, and beside it the records that it comes from.
+
+    Args:
+        records: the runs.
+        page: the Markdown file; the records go beside it, with the suffix .json.
+        pictures: the folder of the pictures, `claim-1.svg` and so on.
+    """
+    for claim in CLAIMS.values():
+        if any(records.of(arm) for arm in claim.arms):
+            save(draw_claim(claim, records), pictures / f"claim-{claim.number}.svg")
+    folder = os.path.relpath(pictures, page.parent)
+    with write_whole(page) as file:
+        file.write(render(records, folder).encode())
+    kept = [{key: value for key, value in record.items() if key != "settings"} for record in records.all()]
+    write_json(page.with_suffix(".json"), kept)
+
+
+def render(records: Records, pictures: str) -> str:
+    """The page.
+
+    Args:
+        records: the runs.
+        pictures: where its pictures are, as seen from the page.
+    """
+    parts = [BEGINNING]
+    if any(record["smoke"] for record in records.all()):
+        parts.append("\n**These are smoke tests of a few steps: the numbers say nothing.**\n")
+    parts += ["\n", *_lines(_summary(records)), COMMANDS, *_lines(_conditions(records))]
+    for claim in CLAIMS.values():
+        parts += _lines(_section(claim, records, pictures))
+    parts += _lines(_runs())
+    return "".join(parts)
+
+
+def _lines(lines: Iterator[str]) -> list[str]:
+    return [line + "\n" for line in lines]
+
+
+def _summary(records: Records) -> Iterator[str]:
+    yield "| # | claim | paper | verdict |"
+    yield "|---:|---|---|---|"
+    for claim in CLAIMS.values():
+        yield f"| {claim.number} | {claim.says} | {claim.where} | **{records.verdict(claim)}** |"
+
+
+def _conditions(records: Records) -> Iterator[str]:
+    """On what the runs were made."""
+    if not records.all():
+        return
+    machines = sorted({record["device"] for record in records.all()})
+    releases = sorted({record["versions"].get("torch", "unknown") for record in records.all()})
+    hours = sum(record["metrics"].get("seconds", 0.0) for record in records.all()) / 3600
+    yield ""
+    yield (
+        f"{len(records.all())} runs at scale {records.all()[0]['scale']} on {', '.join(machines)}, with PyTorch "
+        f"{', '.join(releases)}: {hours:.1f} hours of training."
+    )
+
+
+def _section(claim: Claim, records: Records, pictures: str) -> Iterator[str]:
+    yield ""
+    yield f"## {claim.number}. {claim.says}"
+    yield ""
+    yield f"{claim.where}. Verdict: **{records.verdict(claim)}**. {claim.note}".rstrip()
+    yield ""
+    yield "| what | paper | ours | spread | runs |"
+    yield "|---|---:|---:|---:|---:|"
+    for row in claim.rows:
+        values = list(records.values(row.arm, row.metric).values())
+        ours = number(statistics.fmean(values)) if values else "-"
+        spread = number(statistics.stdev(values)) if len(values) > 1 else "-"
+        yield f"| {row.name} | {'-' if row.paper is None else number(row.paper)} | {ours} | {spread} | {len(values)} |"
+    yield ""
+    yield "| comparison | paper | ours | standard error | margin | verdict |"
+    yield "|---|---:|---:|---:|---:|---|"
+    for comparison in claim.comparisons:
+        yield _comparison(claim, comparison, records)
+    yield ""
+    if any(records.of(arm) for arm in claim.arms):
+        yield f"![Losses and results of claim {claim.number}]({pictures}/claim-{claim.number}.svg)"
+        yield ""
+    yield f"`python scripts/reproduce.py {claim.number}`, runs: {', '.join(claim.arms)}."
+
+
+def _runs() -> Iterator[str]:
+    """What each arm trains."""
+    yield ""
+    yield "## Runs"
+    yield ""
+    yield (
+        "Each run is `aft-hf train` with a recipe of `src/aft_hf/reproduction/recipes`, a seed and these overrides; "
+        "`--scale` multiplies steps, widths, heads, ranks of position biases and the length of texts. Speed is "
+        "measured on models of the paper's sizes."
+    )
+    yield ""
+    yield "| run | recipe | overrides |"
+    yield "|---|---|---|"
+    for name, arm in ARMS.items():
+        if isinstance(arm, Training):
+            overrides = [f"`{override}`" for override in arm.overrides]
+            if arm.start is not None:
+                overrides.append(f"starts from the run `{arm.start}`{', converted' if arm.convert else ''}")
+            yield f"| `{name}` | `{arm.recipe}` | {', '.join(overrides) or '-'} |"
+
+
+def _comparison(claim: Claim, comparison: Comparison, records: Records) -> str:
+    judgement, paper = records.judge(comparison), papers_difference(claim, comparison)
+    cells = [
+        comparison.says if comparison.judged else f"({comparison.says})",
+        "-" if paper is None else f"{number(paper, signed=True)}",
+        "-" if judgement.verdict == NOT_RUN else number(judgement.difference, signed=True),
+        "-" if math.isnan(judgement.error) else number(judgement.error),
+        number(comparison.margin) if comparison.margin else "-",
+        judgement.verdict,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def papers_difference(claim: Claim, comparison: Comparison) -> float | None:
+    """The difference that the paper's numbers have, None where it does not give both."""
+    numbers = {(row.arm, row.metric): row.paper for row in claim.rows}
+    ours = numbers.get(comparison.ours)
+    other = comparison.other if isinstance(comparison.other, float) else numbers.get(comparison.other)
+    return None if ours is None or other is None else ours - other
+
+
+def number(value: float, *, signed: bool = False) -> str:
+    """With three decimals; large numbers as millions or whole."""
+    sign = "+" if signed else ""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:{sign}.2f} M"
+    return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value:{sign}.3f}"
