@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 
 def export(folder: Path) -> None:
     """Copy what git tracks; permissions are those that git knows, whatever the umask was."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listing = ["git", "ls-files", "-z"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, os.fsdecode(names).split("\0")):
         source, target = ROOT / name, folder / name
         if source.is_file():  # and not deleted since

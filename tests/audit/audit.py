@@ -3,7 +3,7 @@
     python tests/audit/audit.py [--reuse]
 
 bandit reads src and scripts (pyproject.toml says which of its checks are off, and why). pip-audit looks up the
-packages of this environment; where its database cannot be reached, a line says so, and the audit goes on. Wheel and source
+packages of this environment; where it has no data, a line says so, and the audit goes on. Wheel and source
 distribution are built twice and compared byte for byte. The wheel is installed into a new environment with the
 dependencies that it declares, at the versions of constraints.txt, and `smoke.py` runs there in an empty folder.
 
