@@ -6,13 +6,16 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 DOCS_INSTALLED := $(VENV)/.installed-docs
 AUDIT_INSTALLED := $(VENV)/.installed-audit
+KERNELS_INSTALLED := $(VENV)/.installed-kernels
+CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Nothing here needs the Hub, except a quickstart whose --source lies there.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text demo docs test test-all conformance conformance-report roundtrip soak audit matrix lint format clean
+.PHONY: install quickstart quickstart-text demo docs test test-all kernels gpu clients conformance conformance-report
+.PHONY: roundtrip soak audit matrix lint format clean
 
 install: $(INSTALLED)
 
@@ -31,6 +34,11 @@ $(DOCS_INSTALLED): $(INSTALLED)
 
 $(AUDIT_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[audit]"
+	touch $@
+
+# Triton goes with the PyTorch of a GPU. Beside one without, it interprets and compiles kernels.
+$(KERNELS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[kernels]"
 	touch $@
 
 quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tuned: outputs/quickstart
@@ -55,6 +63,22 @@ test: install  ## All tests but the slow ones
 
 test-all: install  ## All tests
 	$(PYTEST) $(ARGS)
+
+kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
+	$(RUN) scripts/compile_kernels.py $(ARGS)
+
+gpu: $(KERNELS_INSTALLED)  ## The kernels on a GPU: contract tests, times and memory, under 10 minutes: outputs/gpu.json
+	mkdir -p outputs
+	$(RUN) scripts/benchmark_gpu.py --out outputs/gpu.json $(ARGS)
+
+$(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt tests/clients/constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[test]"
+	touch $@
+
+clients: $(CLIENTS)/.installed  ## TRL, lm-evaluation-harness, peft and others on AFT, and the examples of docs/integrations.md
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
@@ -86,4 +110,4 @@ format: install
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) .conformance outputs build dist src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) .conformance outputs build dist src/*.egg-info

@@ -1,7 +1,7 @@
 """Fine-tune an AFT, or any model of transformers, on images with labels or on text, with transformers' Trainer.
 
     python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/aft-conv --train train.parquet \
-        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 5e-4 --position_bias_scale 20
+        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 5e-4
 
 All options of `TrainingArguments` work; a JSON or YAML file with them may be given as the only argument.
 """
@@ -50,7 +50,11 @@ class ModelArguments:
     revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     position_bias_scale: float = field(
-        default=1.0, metadata={"help": "Factor on the learning rate of AFT's position biases; 20 after a conversion."}
+        default=1.0,
+        metadata={
+            "help": "Factor on the learning rate of AFT's position biases; 1 where the model has a "
+            "position_bias_multiplier, as after a conversion."
+        },
     )
     teacher: str | None = field(
         default=None,

@@ -3,7 +3,8 @@
     python scripts/measure_conversion.py cifar10/train.parquet cifar10/validation.parquet --out outputs/conversion
 
 A ViT is trained on all training images. AFT-convs made from it are then fine-tuned on a part of them: converted as in
-the paper, with position biases from the ViT's attention, the same with the ViT as a teacher, and from random weights.
+the paper, with position biases from the ViT's attention, the same with the ViT as a teacher, distilled without labels
+on all images for 2, 5 and 15 minutes, and from random weights.
 Every step is a command of its own, printed before it runs; what is done already is not done again.
 """
 
@@ -99,12 +100,13 @@ def main(
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/conversion"),
     source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT, on all images.")] = 12,
     images: Annotated[int, typer.Option(help="Training images of the AFT-convs.")] = 10_000,
+    minutes: Annotated[list[float], typer.Option(help="Of distillation, on all images.")] = (2, 5, 15),
 ) -> None:
     """Train a ViT, convert it in every way, fine-tune, and print the table."""
     keep_to_options(out / "options.json", [train.name, validation.name, source_epochs, images])
     everything = ["--train", train, "--validation", validation]
     part = [*everything, "--max_train_samples", images, "--num_train_epochs", EPOCHS]
-    part += ["--learning_rate", 1e-3, "--position_bias_scale", 20]
+    part += ["--learning_rate", 1e-3]
     vit = out / "vit"
     if not (out / "vit-new" / "config.json").exists():
         new_vit(out / "vit-new")
@@ -119,6 +121,11 @@ def main(
     if not (out / "random" / "config.json").exists():
         new_aft(out / "paper", out / "random")
 
+    for budget in minutes:
+        if not (out / f"distilled-{budget:g}").exists():
+            options = ["--distill", "--images", train, "--minutes", budget, "--augmentation", "crop"]
+            run(*convert, out / f"distilled-{budget:g}", *sizes, *options)
+
     soft = ["--teacher", vit, "--distillation", "soft", "--distillation_weight", 0.5]
     hard = ["--teacher", vit, "--distillation", "hard", "--distillation_weight", 0.5]
     runs = {
@@ -127,6 +134,7 @@ def main(
         "attention": ("attention", []),
         "attention, soft distillation": ("attention", soft),
         "attention, hard distillation": ("attention", hard),
+        **{f"distilled for {budget:g} minutes": (f"distilled-{budget:g}", []) for budget in minutes},
     }
     results = {}
     table = Table("initialization", *(f"epoch {epoch}" for epoch in REPORTED))

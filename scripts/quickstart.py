@@ -8,6 +8,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ from transformers.utils.logging import disable_progress_bar
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
-from aft_hf.conversion import save_converted
+from aft_hf.conversion import REPORT_NAME, save_converted
 from aft_hf.training import build_optimizer
 
 
@@ -49,6 +50,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 console = Console()
 
 IMAGE_SIZE, LARGER_SIZE, PATCH_SIZE = 32, 40, 4
+DISTILLATION_STEPS = 1260  # 30 epochs
 LABELS = {"id2label": {i: str(i) for i in range(10)}, "label2id": {str(i): i for i in range(10)}}
 
 
@@ -70,7 +72,7 @@ def image(
         bool, typer.Option("--short", help="Few epochs: all the way, but no accuracy to speak of.")
     ] = False,
 ) -> None:
-    """Convert a ViT to AFT-conv and fine-tune it on scikit-learn's 1,797 handwritten digits."""
+    """Convert a ViT to AFT-conv, on scikit-learn's 1,797 handwritten digits: with labels, and without."""
     started = time.perf_counter()
     set_seed(0)
     train, test = _digits()
@@ -88,36 +90,43 @@ def image(
         processor.save_pretrained(source)
 
     console.rule("2. Converted to AFT-conv")
-    converted_path = out / "aft-conv"
-    converted, report = save_converted(source, converted_path, overwrite=True, kernel_size=7, num_heads=12)
+    converted_path, conversion = out / "converted", {"overwrite": True, "kernel_size": 7, "num_heads": 12}
+    converted, report = save_converted(source, converted_path, **conversion)
     console.print(report.summary())
     processor = AutoImageProcessor.from_pretrained(converted_path)
     size, patch = pair(converted.config.image_size)[0], pair(converted.config.patch_size)[0]
     larger = size * LARGER_SIZE // IMAGE_SIZE // patch * patch
     converted = AutoModelForImageClassification.from_pretrained(converted_path, **LABELS, ignore_mismatched_sizes=True)
 
-    console.rule("3. Fine-tuned, and the same from random weights")
+    console.rule("3. Fine-tuned with labels, and the same from random weights")
     pixels, budget = _pixels(train, processor), {"epochs": 1 if short else 6, "out": out}
-    training[converted_path] = _fine_tune(converted, pixels, **budget)
-    converted.save_pretrained(converted_path)
+    tuned_path = out / "aft-conv"
+    training[tuned_path] = _fine_tune(converted, pixels, **budget)
+    converted.save_pretrained(tuned_path)
+    processor.save_pretrained(tuned_path)
+    shutil.copy(converted_path / REPORT_NAME, tuned_path)
     scratch = AutoModelForImageClassification.from_config(converted.config)
     scratch_path = out / "aft-conv-scratch"
     training[scratch_path] = _fine_tune(scratch, pixels, **budget)
     scratch.save_pretrained(scratch_path)
     processor.save_pretrained(scratch_path)
+    rows = [("AFT-conv, fine-tuned", converted, tuned_path), ("AFT-conv, random", scratch, scratch_path)]
+    if teacher is not None:  # any other source knows other classes
+        console.rule("4. Distilled from the ViT without labels")
+        distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
+        pictures = {"images": [image for image, _ in train], "steps": steps}
+        distilled, report = save_converted(source, distilled_path, distillation=pictures, **conversion)
+        done = report.options["distillation"]
+        console.print(f"agrees with the ViT on {done['agreement']:.1%} of the last images, which were shifted")
+        training[distilled_path] = {f"distillation_{name}": done[name] for name in ("steps", "minutes", "divergence")}
+        rows = [("ViT, the source", teacher, Path(source)), ("AFT-conv, distilled", distilled, distilled_path), *rows]
     picture = out / "position_biases.png"
     plot_position_biases(converted, picture)
 
-    console.rule("4. On held-out images")
+    console.rule("5. On held-out images")
     table = Table(title=f"Accuracy on {len(test)} held-out digits", caption=f"saved in {out}")
     for column in ("model", "parameters", f"{size} px", f"{larger} px", "images/s", "directory"):
         table.add_column(column, justify="left" if column in ("model", "directory") else "right", overflow="fold")
-    rows = [
-        ("AFT-conv, from the ViT", converted, converted_path),
-        ("AFT-conv, random", scratch, scratch_path),
-    ]
-    if teacher is not None:
-        rows.insert(0, ("ViT, the source", teacher, Path(source)))
     sizes = [_pixels(test, processor), _pixels(test, processor, larger)]
     expected = {}
     for name, model, path in rows:
@@ -129,8 +138,8 @@ def image(
     console.print(table)
     console.print(f"Learned position biases: {picture}")
 
-    console.rule("5. Loaded again in a new process")
-    check = [sys.executable, __file__, "check-image", str(converted_path), str(expected[converted_path])]
+    console.rule("6. Loaded again in a new process")
+    check = [sys.executable, __file__, "check-image", str(tuned_path), str(expected[tuned_path])]
     subprocess.run(check, check=True)
     console.print(f"Done in {time.perf_counter() - started:.0f} s.")
 
@@ -198,12 +207,12 @@ def _pixels(pairs, processor, size: int | None = None) -> list[dict[str, torch.T
 
 
 def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) -> dict[str, float]:
-    """Train with Trainer; returns its metrics: seconds, loss, epochs."""
-    # Position biases start at 0 and have far to go in few steps.
-    optimizer = build_optimizer(model, 1e-3, weight_decay=0.05, position_bias_scale=20.0)
+    """Train with labels, as any model of transformers; returns Trainer's metrics: seconds, loss, epochs."""
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         num_train_epochs=epochs,
+        learning_rate=1e-3,
+        weight_decay=0.05,
         per_device_train_batch_size=32,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
@@ -214,7 +223,7 @@ def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) ->
         report_to="none",
         seed=0,
     )
-    return Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train().metrics
+    return Trainer(model, arguments, train_dataset=data).train().metrics
 
 
 @torch.inference_mode()
@@ -247,12 +256,16 @@ def text(
     set_seed(0)
     length = 256
     train, test = _documentation()
+    tokenizer = build_byte_tokenizer(model_max_length=length)
     config = AFTConfig(
         hidden_size=128,
         num_hidden_layers=4,
         max_position_embeddings=length,
         position_bias_dim=64,
         local_window_size=32,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model = AFTForCausalLM(config)
 
@@ -274,7 +287,7 @@ def text(
     trainer = Trainer(model, arguments, train_dataset=_Windows(train, length), optimizers=(optimizer, None))
     training = trainer.train().metrics
     model.save_pretrained(out)
-    build_byte_tokenizer(model_max_length=length).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
     console.rule("2. On the held-out tenth")
     bits = _bits_per_byte(model, test, length)

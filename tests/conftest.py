@@ -5,12 +5,18 @@ fixtures once per variant that fits. All are 8 features wide, in evaluation mode
 a new AFT-conv begins with gamma = beta = 0, with which its kernels could be anything.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import datasets
 import pytest
 import torch
+
+
+if not torch.cuda.is_available():  # Triton reads it when it is imported; kernels then run on a CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import datasets
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.mixers_aft import AFTMixer

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import BACKENDS, Mixing, mix, reference_mixing
+from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
 
 
 WIDTH = 8
@@ -98,9 +99,15 @@ class Backend(NamedTuple):
     device: str
 
 
-# Every backend of every device that is here, by the name under which a user asks for it.
+# Every backend of every device that is here, by the name under which a user asks for it. Interpreted kernels have a
+# file of their own.
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-NAMED = [Backend(x.name, device) for device in DEVICES for x in BACKENDS.get(device, BACKENDS[None])]
+NAMED = [
+    Backend(x.name, device)
+    for device in DEVICES
+    for x in BACKENDS.get(device, BACKENDS[None])
+    if x is not TritonBackend or (device == "cuda" and triton_is_installed())
+]
 AUTO = [Backend("auto", device) for device in DEVICES]
 
 
@@ -320,8 +327,12 @@ def to_device(x, device: str):
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
-def assert_exact(given: Case, backend: Backend) -> None:
-    """Each result within its `tolerance`, relative to its largest entry, or to what cancels in it if that is more."""
+def assert_exact(given: Case, backend: Backend, largest_key: float | None = None) -> None:
+    """Each result within its `tolerance`, relative to its largest entry, or to what cancels in it if that is more.
+
+    Args:
+        largest_key: the size of keys whose rounding is allowed; by default that of the largest one.
+    """
     mixer, dtype = copy.deepcopy(given.mixer).to(backend.device), given.key.dtype
     tensors = (x.to(backend.device) for x in (given.key, given.value, given.weight))
     fields = {name: to_device(x, backend.device) for name, x in given.fields.items()}
@@ -330,7 +341,8 @@ def assert_exact(given: Case, backend: Backend) -> None:
     with torch.no_grad():
         bias = copy.deepcopy(given.mixer).double().position_bias(length, **with_grid(mixer, length))
     finite = bias.masked_fill(bias.isinf(), 0.0).abs().max().item()
-    allowed = tolerance(dtype, batch * length * width // mixer.num_heads, given.key.abs().max().item() + finite)
+    largest_key = given.key.abs().max().item() if largest_key is None else largest_key
+    allowed = tolerance(dtype, batch * length * width // mixer.num_heads, largest_key + finite)
     # The gradient of a logit is that of V_t' times V_t' - Y_t: a sum over features where these share the key, and over
     # rows and features where these share w. That bounds what cancels in it.
     largest_value, value_gradient = given.value.abs().max().item(), given.exact["gradient of value"].abs()

@@ -245,6 +245,58 @@ def test_stopping_processors_and_streamers_are_heeded(model, capsys):
     assert capsys.readouterr().out.strip() == tokenizer.decode(text[0]).strip()
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+def test_generation_stops_where_the_learned_positions_end(options, caplog):
+    model, prompt = build("local", max_position_embeddings=12), tokens(2, 5)
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0, **options)
+    assert expected.shape == (2, 13) and "earlier" not in caplog.text  # the last position predicts one more token
+    found = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0, **options)
+    assert torch.equal(found, expected)
+    assert "generation stops 292 tokens earlier than asked for" in caplog.text
+
+
+def test_padding_takes_no_room_where_generation_stops():
+    model, prompt = build("local", max_position_embeddings=12), tokens(2, 9)
+    mask = torch.ones_like(prompt)
+    mask[0, :5], mask[1, :4] = 0, 0
+    found = model.generate(prompt, attention_mask=mask, max_new_tokens=300, do_sample=False, pad_token_id=0)
+    assert found.shape == (2, 9 + 8)
+    alone = model.generate(prompt[1:, 4:], max_new_tokens=300, do_sample=False, pad_token_id=0)
+    assert torch.equal(found[1:, 4:], alone)
+
+
+def test_generation_from_embeddings_stops_there_too():
+    model, prompt = build("full", max_position_embeddings=12), tokens(1, 5)
+    embeds = model.get_input_embeddings()(prompt)
+    found = model.generate(inputs_embeds=embeds, max_new_tokens=300, do_sample=False, pad_token_id=0)
+    expected = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, expected[:, 5:])
+
+
+def test_a_static_cache_is_made_for_what_the_model_can_write():
+    model, prompt = build("local", max_position_embeddings=12), tokens(1, 5)
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    options = {"cache_implementation": "static", "disable_compile": True}
+    found = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0, **options)
+    assert torch.equal(found, expected)
+
+
+def test_without_learned_positions_generation_has_no_limit():
+    model = build("alibi", max_position_embeddings=12)
+    assert model.generate(tokens(1, 5), max_new_tokens=20, do_sample=False, pad_token_id=0).shape == (1, 25)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_first_token():
+    model = build("local", max_position_embeddings=12)
+    with pytest.raises(ValueError, match="13 tokens"):
+        model.generate(tokens(1, 13), max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+
+def test_a_cache_of_keys_and_values_is_refused_with_what_to_take_instead():
+    with pytest.raises(ValueError, match=r"got DynamicCache.* prompt tuning or LoRA"):
+        build("simple")(tokens(1, 5), past_key_values=DynamicCache())
+
+
 def test_what_cannot_be_undone_says_so(model):
     ids = tokens(1, 5)
     with pytest.raises(ValueError, match="stateful"):
@@ -517,7 +569,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_steps_of_conv_follow_every_change_of_its_parameters(change):
-    mixer, state = conv_after_steps()
+    mixer, state = conv_after_steps(position_bias_multiplier=3.0)
     with torch.no_grad():
         CHANGES[change](mixer)
     assert_steps_as_without_memory(mixer, state)

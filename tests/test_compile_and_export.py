@@ -139,6 +139,17 @@ def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
     assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
 
 
+@pytest.mark.parametrize("aft_type", TYPES)
+@torch.no_grad()
+def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
+    """Deep models: the time that exporters take grows faster than the number of operations."""
+    counts = []
+    for layers in (1, 2):
+        inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
+        counts.append(len(export(language_model(aft_type, layers), (), kwargs=inputs).graph.nodes))
+    assert counts[1] - counts[0] < 330
+
+
 def image_shapes(aft_type):
     """Any image for `conv`, the training size for types with tables."""
     shape = {0: Dim("batch", min=1, max=64)}

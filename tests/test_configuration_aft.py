@@ -1,5 +1,6 @@
 """AFTConfig: the defaults of the design, what is derived from them, every validator, and the way to disk and back."""
 
+import json
 import math
 
 import pytest
@@ -29,6 +30,7 @@ DEFAULTS = {
     "num_heads": 1,
     "position_bias_dim": 256,
     "position_bias_init_std": 0.1,
+    "position_bias_multiplier": 1.0,
     "local_window_size": 32,
     "conv_kernel_size": 11,
     "position_bias_reparameterized": True,
@@ -206,7 +208,7 @@ for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
 for name in ("conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
-for name in ("layer_norm_eps", "gumbel_temperature", "initializer_range"):  # the last would be divided by
+for name in ("layer_norm_eps", "gumbel_temperature", "position_bias_multiplier", "initializer_range"):  # divided by
     INVALID[f"{name} of 0"] = ({name: 0.0}, (name, "0.0"))
 for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
     INVALID[f"negative {name}"] = ({name: -0.5}, (name, "-0.5"))
@@ -309,6 +311,7 @@ def test_a_field_set_wrong_later_is_refused_when_saved(tmp_path):
 
 ROUND_TRIPS = {
     "defaults": {},
+    "multiplier": {"position_bias_multiplier": 20.0},
     "conv": {**IMAGE_CONV, "image_size": [32, 48], "patch_size": 8, "conv_kernel_size": 7, "num_labels": 5},
     "types": {"aft_type": ["full", "alibi"], "num_hidden_layers": 2, "position_bias_dim": None, "num_heads": 4},
     "nothing derived": {**IMAGE, "use_position_embeddings": False, "use_cls_token": False, "pooling": "mean"},
@@ -326,6 +329,15 @@ def test_a_saved_config_loads_as_it_was(arguments, tmp_path):
     config.save_pretrained(tmp_path)
     loaded = AFTConfig.from_pretrained(tmp_path)
     assert fields(loaded) == fields(config)
+
+
+def test_a_checkpoint_from_before_the_multiplier_has_1(tmp_path):
+    AFTConfig(position_bias_multiplier=20.0).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    assert content.pop("position_bias_multiplier") == 20.0
+    path.write_text(json.dumps(content))
+    assert AFTConfig.from_pretrained(tmp_path).position_bias_multiplier == 1.0
 
 
 def test_image_sizes_given_as_a_tuple_survive_the_way_to_disk(tmp_path):

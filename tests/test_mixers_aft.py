@@ -302,6 +302,69 @@ def test_kernels_are_standardized_scaled_and_shifted_per_head(spatial_dims):
         np.testing.assert_allclose(mixer.kernel_bias()[i].detach().numpy(), expected, atol=1e-5)
 
 
+MULTIPLIED = {
+    "full": partial(AFTFull, WIDTH, 6, position_bias_dim=3, num_heads=2),
+    "full, table": partial(AFTFull, WIDTH, 6, position_bias_dim=None),
+    "local": partial(AFTLocal, WIDTH, 6, 3, position_bias_dim=3),
+    "local, window alone": partial(AFTLocal, WIDTH, 6, 3, position_bias_dim=None, global_connectivity=False),
+    "conv": partial(AFTConv, WIDTH, 2, 3, spatial_dims=1),
+    "conv, naive": partial(AFTConv, WIDTH, 2, 3, spatial_dims=1, reparameterized=False),
+    "conv, gumbel": partial(AFTConv, WIDTH, 2, 3, spatial_dims=1, selection="gumbel"),
+    "conv on a grid": partial(AFTConv, WIDTH, 2, 3),
+}
+multiplied = pytest.mark.parametrize("build", MULTIPLIED.values(), ids=MULTIPLIED)
+
+
+@multiplied
+def test_the_multiplier_multiplies_w_and_nothing_else(build):
+    mixer, plain = build(position_bias_multiplier=7.0).eval(), build().eval()
+    for parameter in mixer.parameters(recurse=False):
+        torch.nn.init.normal_(parameter)
+    plain.load_state_dict(mixer.state_dict())
+    grid = {"grid_size": (2, 3)} if is_grid(mixer) else {}
+    inside = plain.position_bias(6, **grid)
+    torch.testing.assert_close(mixer.position_bias(6, **grid), 7.0 * inside)
+    x = torch.randn(2, 6, WIDTH)
+    assert_near(mixer(x, **grid), eq_2(mixer, 7.0 * inside.double().unsqueeze(0), x))
+
+
+@multiplied
+def test_a_new_layer_has_the_same_w_for_every_multiplier(build):
+    biases = []
+    for multiplier in (1.0, 9.0):
+        torch.manual_seed(0)
+        mixer = build(position_bias_multiplier=multiplier).eval()
+        if isinstance(mixer, AFTConv) and mixer.kernel_scale is not None:
+            assert mixer.kernel_scale.eq(0).all() and mixer.kernel_shift.eq(0).all()
+            torch.nn.init.constant_(mixer.kernel_scale, 1 / multiplier)  # a new one has w = 0 anyway
+            # The standardized kernel does not show its size, which is what Adam's steps are measured by.
+            assert mixer.kernel.std().item() == pytest.approx(0.1 / multiplier, rel=0.5)
+        biases.append(mixer.position_bias(6, **({"grid_size": (2, 3)} if is_grid(mixer) else {})))
+    torch.testing.assert_close(*biases)
+
+
+def test_a_selection_in_training_samples_the_multiplied_w():
+    mixer = AFTConv(WIDTH, 2, 3, reparameterized=False, selection="gumbel", position_bias_multiplier=7.0)
+    torch.manual_seed(1)
+    w = mixer.kernel_bias()
+    torch.manual_seed(1)
+    sample = torch.nn.functional.gumbel_softmax(7.0 * mixer.kernel.flatten(1), tau=0.5).view_as(mixer.kernel)
+    torch.testing.assert_close(w, 7.0 * mixer.kernel * sample)
+
+
+def test_the_entropy_is_that_of_the_multiplied_w():
+    mixer = AFTConv(WIDTH, 2, 3, reparameterized=False, position_bias_multiplier=7.0)
+    p = (7.0 * mixer.kernel.double().flatten(1)).softmax(-1)
+    assert mixer.position_bias_entropy().item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("multiplier", (0.0, -1.0, math.inf, math.nan))
+@pytest.mark.parametrize("build", (MULTIPLIED["full"], MULTIPLIED["conv"]))
+def test_a_multiplier_that_is_none_is_refused(build, multiplier):
+    with pytest.raises(ValueError, match="position_bias_multiplier"):
+        build(position_bias_multiplier=multiplier)
+
+
 def test_a_constant_kernel_stays_finite_when_it_is_standardized():
     mixer = AFTConv(WIDTH, 2, 3)
     torch.nn.init.ones_(mixer.kernel)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from aft_hf import AFTSimple, mixing_aft
+from aft_hf import AFTSimple, mixer_aft, mixing_aft
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import (
     BACKENDS,
@@ -19,6 +19,7 @@ from aft_hf.mixing_aft import (
     reference_mixing,
     scatter,
 )
+from aft_hf.mixing_backend_aft import Backend
 from aft_hf.position_biases_aft import Dense, NoBias
 
 
@@ -134,7 +135,7 @@ def test_padding_is_hidden_whatever_it_is():
 def recorder(name, supported=True):
     """A backend that notes what it is asked and gives 0."""
 
-    class Recorder:
+    class Recorder(Backend):
         calls = 0
 
         @staticmethod
@@ -186,6 +187,20 @@ def test_a_named_backend_is_not_passed_over_for_the_layer_of_another_one(table):
     mixer.implementation = "second"
     assert mixer(torch.randn(1, 3, 4)).eq(0).all()
     assert [backend.calls for backend in table] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(("implementation", "calls"), (("auto", 0), ("second", 1)))
+def test_a_backend_may_be_taken_by_name_only(implementation, calls, table):
+    table[1].only_by_name = True
+    mix(problem(), implementation)
+    assert table[1].calls == calls and table[2].calls == 1 - calls
+
+
+def test_a_backend_without_its_package_is_an_error_where_it_is_named_and_silent_elsewhere(monkeypatch):
+    monkeypatch.setattr(mixer_aft, "triton_is_installed", lambda: False)
+    with pytest.raises(ValueError, match=r"triton.* is not installed.*aft-hf\[kernels\].*'auto'"):
+        AFTSimple(4, implementation="triton")
+    assert AFTSimple(4)(torch.randn(1, 3, 4)).shape == (1, 3, 4)
 
 
 def test_every_table_ends_with_a_backend_that_supports_everything():

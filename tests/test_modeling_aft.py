@@ -14,11 +14,17 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
     pipeline,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel, modeling_aft
 from aft_hf.modeling_aft import AFTDropPath
 
 
@@ -163,6 +169,7 @@ OPTIONS = {
     "conv_kernel_size": ("conv", 5, lambda mixer: mixer.kernel.shape == (2, 5)),
     "position_bias_reparameterized": ("conv", False, lambda mixer: mixer.kernel_scale is None),
     "position_bias_selection": ("conv", "gumbel", lambda mixer: mixer.selection == "gumbel"),
+    "position_bias_multiplier": ("local", 20.0, lambda mixer: mixer.position_bias_multiplier == 20.0),
     "gumbel_temperature": ("conv", 0.25, lambda mixer: mixer.gumbel_temperature == 0.25),
     "num_heads": ("alibi", 8, lambda mixer: mixer.position_bias(2).shape == (8, 2, 2)),
 }
@@ -419,6 +426,21 @@ def test_dropout_that_is_on_by_itself_drops_while_the_rest_evaluates(options):
     assert not torch.allclose(model(**inputs).logits, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("modality", ["text", "image"])
+def test_the_library_knows_the_task_of_a_model_by_the_name_of_its_class(modality):
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if modality == "text" else MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    assert names["aft"] == head_class(tiny_config(modality, "simple")).__name__
+
+
+def test_trainer_smooths_the_labels_of_the_next_token(tmp_path):
+    config = tiny_config("text", "simple")
+    model, ids = build(config), inputs_of(config)["input_ids"]
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), label_smoothing_factor=0.2, use_cpu=True))
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.2))
+
+
 # --------------------------------------------------------------------------------------------------------- entropy
 
 
@@ -434,6 +456,50 @@ def test_entropy_is_reported_apart_and_included_in_the_loss(modality):
     torch.testing.assert_close(output.loss, expected.loss + 0.25 * entropy)
     torch.testing.assert_close(model(**inputs_of(config)).position_bias_entropy, entropy)
     assert expected.position_bias_entropy is None
+
+
+LOSSES = {
+    "of the model": (False, lambda model, inputs, labels: model(**inputs, labels=labels).loss),
+    "of the logits": (True, lambda model, inputs, labels: model(**inputs).logits.square().mean()),
+    "of the backbone": (True, lambda model, inputs, labels: model.aft(**inputs).last_hidden_state.square().mean()),
+    "of both": (False, lambda model, inputs, labels: with_entropy(model(**inputs))),
+    "of both, apart": (False, lambda model, inputs, labels: apart(model, inputs)),
+}
+
+
+def with_entropy(outputs):
+    return outputs.logits.square().mean() + 0.25 * outputs.position_bias_entropy
+
+
+def apart(model, inputs):
+    model(**inputs).logits.square().mean().backward()
+    return model.aft.position_bias_entropy()
+
+
+@pytest.mark.parametrize("modality", ["text", "image"])
+@pytest.mark.parametrize(("left_out", "make_loss"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_leaves_the_entropy_out_is_told_once_training_goes_on(modality, left_out, make_loss, monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
+    config = tiny_config(modality, "conv", position_bias_entropy_weight=0.25)
+    model, inputs = build(config).train(), inputs_of(config)
+    labels = inputs["input_ids"] if modality == "text" else torch.tensor([1, 4])
+    make_loss(model, inputs, labels).backward()
+    model(**inputs)
+    assert bool(said) == left_out
+    assert all("position_bias_entropy_weight=0.25" in message for message in said)
+
+
+def test_nothing_is_told_of_an_entropy_that_nobody_learns(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
+    config = tiny_config("text", "conv", position_bias_entropy_weight=0.25)
+    model, inputs = build(config).train(), inputs_of(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("kernel" not in name)
+    for _ in range(2):
+        model(**inputs).logits.square().mean().backward()
+    assert not said
 
 
 def test_entropy_counts_the_conv_layers_alone():

@@ -43,8 +43,12 @@ BIASES = {
     "decay": lambda: LinearDecay(torch.tensor([0.5, 0.1])),
     "factors": lambda: Dense(*factors()),
     "table": lambda: Dense(table()),
+    "factors, multiplied": lambda: Dense(*factors(), multiplier=3.0),
+    "table, multiplied": lambda: Dense(table(), multiplier=3.0),
     "window of factors": lambda: Window(*factors(), size=3),
     "window of a table": lambda: Window(table(), size=3),
+    "window of factors, multiplied": lambda: Window(*factors(), size=3, multiplier=3.0),
+    "window of a table, multiplied": lambda: Window(table(), size=3, multiplier=3.0),
     "window alone": lambda: Window(*factors(), size=3, hides_outside=True),
     "window of one": lambda: Window(*factors(), size=1),
     "lags": lambda: LagKernel(torch.randn(HEADS, 5), causal=False),
@@ -59,6 +63,7 @@ BIASES = {
 }
 RELATIVE_1D = ("no bias", "decay", "lags", "causal lags", "lags alone", "selected lag", "selected causal lag")
 WINDOWS = ("window of factors", "window of a table", "window alone", "window of one")
+WINDOWS += ("window of factors, multiplied", "window of a table, multiplied")
 each = pytest.mark.parametrize("name", BIASES)
 
 
@@ -82,8 +87,8 @@ def by_definition(biases, head: int, query: int, key: int) -> float:
     if isinstance(biases, Window) and abs(query - key) >= biases.size:
         return outside
     if biases.key is None:
-        return biases.query[head, query, key].item()
-    return (biases.query[head, query] @ biases.key[head, key]).item()
+        return biases.multiplier * biases.query[head, query, key].item()
+    return biases.multiplier * (biases.query[head, query] @ biases.key[head, key]).item()
 
 
 @each
@@ -123,12 +128,12 @@ def test_w_of_chunks_is_that_between_their_positions(name, following, size):
 
 @pytest.mark.parametrize("factorized", (True, False))
 @pytest.mark.parametrize("window", (10, 40))
-@pytest.mark.parametrize("length", (20, 64, 150))
-def test_w_of_chunks_has_the_gradients_of_w_between_their_positions(factorized, window, length):
+@pytest.mark.parametrize(("length", "multiplier"), ((20, 1.0), (64, 5.0), (150, 1.0)))
+def test_w_of_chunks_has_the_gradients_of_w_between_their_positions(factorized, window, length, multiplier):
     size = 16 if window == 10 else 64
     shapes = [(3, 160, 4)] * 2 if factorized else [(3, 160, 160)]
     learned = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    biases, results = Window(*learned, size=window), []
+    biases, results = Window(*learned, size=window, multiplier=multiplier), []
     for of_chunks in (biases.of_chunks, super(Window, biases).of_chunks):
         bias = of_chunks(-(-length // size), size)
         # Of each query, its own chunk's keys up to itself, and the chunk before it, which the first one has not.

@@ -1,6 +1,9 @@
 """Attention Free Transformer for the Hugging Face ecosystem. Importing it makes the Auto classes know AFT."""
 
+import sys
+
 from transformers import (
+    AutoBackbone,
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
@@ -18,13 +21,15 @@ from .configuration_aft import AFTConfig
 from .conversion import convert_deit, convert_labml
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from .modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .modeling_aft import AFTBackbone, AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .sequence_shards_aft import context_parallel, local_piece
 
 
 def _register() -> None:
     """Make `from_pretrained` of the Auto classes, and so `pipeline`, resolve `model_type` "aft"."""
     AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
     AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
+    AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
     AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
     AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
     AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
@@ -34,12 +39,17 @@ def _register() -> None:
 
         processors["torchvision"] = ViTImageProcessor
     AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
+    # `transformers serve` and TRL look for the class that config.json names among those of the library. (The library
+    # replaces itself in `sys.modules` when some of its modules are imported, so what was imported first may be stale.)
+    for model in (AFTModel, AFTForCausalLM, AFTForImageClassification):
+        setattr(sys.modules["transformers"], model.__name__, model)
 
 
 _register()
 
 __all__ = [
     "AFTAlibi",
+    "AFTBackbone",
     "AFTCache",
     "AFTConfig",
     "AFTConv",
@@ -52,6 +62,8 @@ __all__ = [
     "AFTSimple",
     "__version__",
     "build_byte_tokenizer",
+    "context_parallel",
     "convert_deit",
     "convert_labml",
+    "local_piece",
 ]

@@ -20,10 +20,12 @@ from .scaled_sums_aft import (
     fold,
     join_heads,
     pad_to_power_of_two,
+    split_heads,
     triangle_sums,
     unfold,
     widen,
 )
+from .shard_exchange_aft import state_at_end
 
 
 # Tokens that continue a cache are taken in pieces of this many, each with a table of its own.
@@ -99,9 +101,13 @@ class AFTLayerState(CacheLayerMixin):
             implementation: as for `mixing_aft.mix`, which computes the first tokens.
         """
         biases, mask = problem.biases, problem.padding_mask
+        if problem.shard is not None:
+            self._take_in_pieces(problem)
+            return mix(problem, implementation)
         if self._is_step(problem, implementation):
-            key, value = (widen(x.view(len(x), problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
-            return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(len(key), 1, -1)
+            # `len` would fix the batch size of an exported program.
+            key, value = (widen(x.view(x.shape[0], problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
+            return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(key.shape[0], 1, -1)
         order = counts = None
         if mask is not None:
             counts = mask.sum(-1)
@@ -119,6 +125,24 @@ class AFTLayerState(CacheLayerMixin):
                 start += key_piece.shape[2]
             context = join_heads(torch.cat(pieces, 2))
         return context if order is None else gather(context, order)
+
+    def _take_in_pieces(self, problem: Mixing) -> None:
+        """Become the state after rows of which each process has a piece."""
+        shard, biases, heads = problem.shard, problem.biases, problem.num_heads
+        if problem.padding_mask is not None:
+            problem, _ = without_padding(problem, moved=True)
+        key, value = problem.key, problem.value
+        options = {"reach": biases.reach, "slopes": biases.slopes, "hides_outside": biases.hides_outside}
+        keys, values, sums = state_at_end(shard, key, value, num_heads=heads, **options)
+        keys, values = split_heads(keys, heads), split_heads(values, heads)
+        self.lazy_initialization(keys, values)
+        self._store(keys=keys, values=values)
+        if sums is not None:
+            numerator, denominator, maximum = (x.unsqueeze(2) for x in sums)
+            self._store(numerator=numerator, denominator=denominator, maximum=maximum)
+        self.cumulative_length += shard.total_length
+        self._store(padding=self.cumulative_length - shard.starts[-1].to(self.device))
+        self.padded, self.is_empty = bool(self.padding.any()), False
 
     def _is_step(self, problem: Mixing, implementation: str) -> bool:
         """Whether this is one next token of every row: then there is a short way."""

@@ -1,6 +1,7 @@
 """The `aft-hf` command: every sub-command is a thin call into the package."""
 
 import re
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +14,23 @@ from rich.console import Console
 from .analysis.command import visualize_command
 from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
-from .conversion import KERNEL_SIZE, LOCAL_WINDOW_SIZE, POSITION_BIAS_DIM, read_images, save_converted
+from .conversion import (
+    KERNEL_SIZE,
+    LOCAL_WINDOW_SIZE,
+    POSITION_BIAS_DIM,
+    POSITION_BIAS_MULTIPLIER,
+    ConversionReport,
+    ImagesOnDisk,
+    read_images,
+    save_converted,
+)
 from .publishing.command import publish_command
 from .reading import printable
 from .training.command import evaluate_command, train_command
 
+
+# Budget of a distillation where none is given.
+DISTILLATION_MINUTES = 15.0
 
 app = typer.Typer(
     help="Attention Free Transformer for the Hugging Face ecosystem.",
@@ -54,6 +67,18 @@ app.command("benchmark")(benchmark_command)
 app.command("visualize")(visualize_command)
 
 
+@app.command(
+    "transformers",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def transformers_command(context: typer.Context) -> None:
+    """The commands of transformers with AFT known to them: `aft-hf transformers serve MODEL`, `chat`."""
+    from transformers.cli.transformers import app as commands  # slow to import
+
+    commands(args=context.args, prog_name="aft-hf transformers")
+
+
 @app.command()
 def convert(
     source: Annotated[
@@ -72,6 +97,9 @@ def convert(
     position_bias_dim: Annotated[
         int, typer.Option(help="Rank d' of the biases of full and local; 0 for one unfactorized table.")
     ] = POSITION_BIAS_DIM,
+    position_bias_multiplier: Annotated[
+        float, typer.Option(help="The constant that position biases are multiplied by, to learn fast; 1: the paper's.")
+    ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[
         str | None,
         typer.Option(help="Image size in pixels, 224 or 224x384 (height x width); by default the source's."),
@@ -81,9 +109,24 @@ def convert(
         typer.Option(help="Position biases: paper (new), or attention (fitted to that of the source on --images)."),
     ] = "paper",
     images: Annotated[
-        Path | None, typer.Option(help="For --init attention: a folder of images, or parquet files.")
+        Path | None, typer.Option(help="For --init attention and --distill: a folder of images, or parquet files.")
     ] = None,
-    num_images: Annotated[int, typer.Option(help="How many of these to look at.")] = 256,
+    num_images: Annotated[int, typer.Option(help="How many of these --init attention looks at.")] = 256,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Train the AFT on the outputs of the source for --images: no labels.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help=f"Budget of --distill in time; by default {DISTILLATION_MINUTES}.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Budget of --distill in updates, in place of --minutes: reproducible.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per update of --distill.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Largest learning rate of --distill.")] = 1e-3,
+    augmentation: Annotated[
+        str, typer.Option(help="Of the images of --distill: none, shift, crop or resized_crop; the last two flip.")
+    ] = "shift",
+    seed: Annotated[int, typer.Option(help="Of --distill: new weights, order and augmentation of the images.")] = 0,
     source_image_size: Annotated[
         str | None, typer.Option(help="Image size of a source that does not tell it, as --image-size.")
     ] = None,
@@ -94,7 +137,21 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT; other files in it stay.")
     ] = False,
 ) -> None:
-    """Convert a trained ViT or DeiT into an AFT, to be fine-tuned."""
+    """Convert a trained ViT or DeiT into an AFT, to be fine-tuned, or to be used as it is with --distill."""
+    distillation = {
+        "steps": steps,
+        "minutes": DISTILLATION_MINUTES if minutes is None and steps is None else minutes,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "augmentation": augmentation,
+        "seed": seed,
+    }
+    if distill:
+        if images is None:
+            raise ValueError("--distill needs --images: some thousand of those that the model is for, without labels")
+        distillation["images"] = ImagesOnDisk(images)
+    elif minutes is not None or steps is not None:
+        raise ValueError("--minutes and --steps are the budget of --distill: give it, too")
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     model, report = save_converted(
         source,
@@ -105,21 +162,39 @@ def convert(
         num_heads=num_heads,
         local_window_size=local_window_size,
         position_bias_dim=position_bias_dim or None,
+        position_bias_multiplier=position_bias_multiplier,
         image_size=_parse_size("--image-size", image_size),
         init=init,
-        images=None if images is None else read_images(images, num_images),
+        images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
         source_image_size=_parse_size("--source-image-size", source_image_size),
         source_num_heads=source_num_heads,
+        distillation=distillation if distill else None,
     )
     console = Console()
     console.print(report.table())
+    arguments = " ".join(shlex.quote(str(word)) for word in (source, out))
     for line in (
         report.summary(),
-        f"{len(report.with_status('copied'))} copied tensors verified bit for bit",
+        _proof(report),
         f"image processor (size, mean, deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
+        "Next, with labels:",
+        f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
+        "--output_dir FINE_TUNED",
+        *(() if distill else ("or without:", f"  aft-hf convert {arguments} --overwrite --distill --images IMAGES")),
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _proof(report: ConversionReport) -> str:
+    """What was verified of a conversion, or how near a distillation has come."""
+    if "distillation" not in report.options:
+        return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
+    done = report.options["distillation"]
+    return (
+        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; it agrees "
+        f"with the source on {done['agreement']:.1%} of the last ones, as augmented (KL {done['divergence']:.3f} nats)"
+    )
 
 
 def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneConfigMixin
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -20,12 +21,13 @@ AUTO_MAPS = {
     "text": {"AutoModel": "modeling_aft.AFTModel", "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM"},
     "image": {
         "AutoModel": "modeling_aft.AFTModel",
+        "AutoBackbone": "modeling_aft.AFTBackbone",
         "AutoModelForImageClassification": "modeling_aft.AFTForImageClassification",
     },
 }
 
 # How Eq. 2 may be computed: "auto" takes the first backend of mixing_aft.py that supports the problem.
-MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable")
+MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable", "triton")
 
 # The largest values of fields. No real model meets them: a damaged config.json does, and is refused before its numbers
 # take memory or time.
@@ -49,6 +51,7 @@ LARGEST = {
 LARGEST_NUM_PARAMETERS = 2**43  # of a whole model: 9e12
 # The smallest and largest of fields that something is divided by, in float32.
 DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "initializer_range": (1e-12, 1e3)}
+DIVISORS["position_bias_multiplier"] = (1e-6, 1e6)
 
 
 def _raise_value_errors(cls):
@@ -70,7 +73,7 @@ def _raise_value_errors(cls):
 
 @_raise_value_errors
 @strict
-class AFTConfig(PreTrainedConfig):
+class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     r"""
     Configuration of an Attention Free Transformer (Zhai et al., 2021, arXiv 2105.14103). The defaults are the paper's
     best character-level model: AFT-local-32 with 24 layers of width 256, for 1024 bytes.
@@ -97,6 +100,11 @@ class AFTConfig(PreTrainedConfig):
             Rank d' of the factorized biases of `full` and `local` (Eq. 7); `None` for one unfactorized table.
         position_bias_init_std (`float`, defaults to 0.1):
             Standard deviation of new position biases (of their factors); the paper's N(0, 10^-2) read as variance.
+        position_bias_multiplier (`float`, defaults to 1.0):
+            The constant m that learned position biases are multiplied by: w = m (gamma (k - mean) / std + beta) for
+            `conv`, w = m u . v for `full` and `local`. New biases begin with the same w for every m, but Adam, which
+            moves each parameter by about the learning rate, moves w m times as fast (sqrt(m) for factors). 1 is the
+            paper's; a training of few steps needs more: converted models have 1000.
         local_window_size (`int`, defaults to 32): Window s of `local` (Eq. 4): learned biases for |t - t'| < s.
         conv_kernel_size (`int`, defaults to 11):
             Kernel s of `conv` (Eq. 6): s x s with s odd for images, lags 0 .. s-1 for text.
@@ -114,7 +122,9 @@ class AFTConfig(PreTrainedConfig):
         gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
         mixing_implementation (`str`, defaults to `"auto"`):
             How Eq. 2 is computed: `"auto"` (the fastest backend for the device), `"reference"` (slow, Eq. 2 as
-            printed), or the backend to ask first, `"cpu"` or `"portable"`.
+            printed), or the backend to ask first: `"cpu"`, `"portable"`, or `"triton"` for the fused kernels of
+            causal models on a GPU, which need the package triton. What the named one does not support, the others
+            compute.
         vocab_size (`int`, defaults to 256): Number of tokens (text).
         max_position_embeddings (`int`, defaults to 1024):
             Longest text, where position embeddings or a table of biases (`full`, `local`) set a limit.
@@ -127,6 +137,9 @@ class AFTConfig(PreTrainedConfig):
         image_size (`int` or `(int, int)`, defaults to 224): Image size in pixels (rows, columns).
         patch_size (`int` or `(int, int)`, defaults to 16): Patch size in pixels (rows, columns).
         num_channels (`int`, defaults to 3): Channels of the images.
+        out_features (`list[str]`, *optional*):
+            Stages whose feature maps `AFTBackbone` returns, of "stem", "stage1" ...; by default the last one.
+        out_indices (`list[int]`, *optional*): The same by number, 0 being the stem.
 
     Raises:
         ValueError: a field of the wrong type or value, or fields that make no sense together; the message names the
@@ -162,6 +175,7 @@ class AFTConfig(PreTrainedConfig):
     num_heads: int = 1
     position_bias_dim: int | None = 256
     position_bias_init_std: float | int = 0.1
+    position_bias_multiplier: float | int = 1.0
     local_window_size: int = 32
     conv_kernel_size: int = 11
     position_bias_reparameterized: bool = True
@@ -185,6 +199,8 @@ class AFTConfig(PreTrainedConfig):
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
     num_channels: int = 3
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.validate_sizes()  # before any of them takes memory
@@ -199,6 +215,9 @@ class AFTConfig(PreTrainedConfig):
         if self.pooling is None and self.modality == "image":
             self.pooling = "cls" if self.use_cls_token else "mean"
         self.base_model_tp_plan = self._tensor_parallel_plan()
+        stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if any(value is not None for value in stages.values()):
+            self.set_output_features_output_indices(**stages)
         super().__post_init__(**kwargs)
 
     def _check_inherited(self, kwargs: dict[str, Any]) -> None:
@@ -235,6 +254,11 @@ class AFTConfig(PreTrainedConfig):
     def layer_aft_types(self) -> list[str]:
         """The AFT type of each layer."""
         return [self.aft_type] * self.num_hidden_layers if isinstance(self.aft_type, str) else list(self.aft_type)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages of a backbone: the embeddings, then each block."""
+        return ["stem", *(f"stage{i}" for i in range(1, self.num_hidden_layers + 1))]
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -285,6 +309,14 @@ class AFTConfig(PreTrainedConfig):
             return self.max_position_embeddings
         rows, columns = self.grid_size
         return rows * columns + self.use_cls_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a dictionary; stages of a backbone are in it where they were chosen."""
+        fields = super().to_dict()
+        for name in ("out_features", "out_indices"):
+            if fields[name] is None:
+                del fields[name]
+        return fields
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save config.json with an `auto_map` for all classes of the modality, not only the one that is being saved.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from .scaled_sums_aft import may_look_at, power_of_two_from
 
@@ -23,9 +24,11 @@ class Documents:
 
     Args:
         starts: (B, T) boolean, True at the first token of each document; the first token of a row always is one.
+        offsets: (B,), the position of the first token of each row where it continues a document; None for 0.
     """
 
     starts: torch.Tensor
+    offsets: torch.Tensor | None = None
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor, batch_size: int) -> "Documents":
@@ -53,14 +56,17 @@ class Documents:
         return self.can_be_unpacked and not self.starts[:, 1:].any()
 
     def longest(self) -> int | None:
-        """The length of the longest document; None where the host may not know."""
-        return max((rows.longest for rows in self.rows), default=0) if self.can_be_unpacked else None
+        """The length of the longest document; None where the host may not know, or would have to wait for it."""
+        known = may_look_at(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
+        return max((rows.longest for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """The same documents on another device, for the hooks of models that lie on several."""
         if self.starts.device == torch.device(device):
             return self
-        return Documents(self.starts.to(device, non_blocking=non_blocking))
+        first = self.offsets
+        first = first if first is None else first.to(device, non_blocking=non_blocking)
+        return Documents(self.starts.to(device, non_blocking=non_blocking), first)
 
     def pairs(self) -> torch.Tensor:
         """(B, T, T), whether two tokens are of one document."""
@@ -71,21 +77,43 @@ class Documents:
         """(B, T), the position of each token in its document, where padding does not count."""
         counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
         before = counted.cumsum(1) - counted.long()
-        return before - torch.where(self.starts, before, 0).cummax(1).values
+        positions = before - torch.where(self.starts, before, 0).cummax(1).values
+        if self.offsets is None:
+            return positions
+        continues = self.starts[:, 1:].cumsum(1) == 0
+        continues = nn.functional.pad(continues, (1, 0), value=True)
+        return positions + torch.where(continues, self.offsets[:, None], 0)
+
+    def first_positions(self) -> torch.Tensor:
+        """(B, T), for each token the place in its row where its document starts."""
+        places = torch.arange(self.starts.shape[1], device=self.starts.device)
+        return torch.where(self.starts, places, 0).cummax(1).values
+
+    def moved(self, order: torch.Tensor) -> "Documents":
+        """The documents after tokens moved to places order[b, t], which keeps those of a document side by side."""
+        document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
+        return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
 
     @cached_property
     def rows(self) -> list["DocumentRows"]:
-        """All documents as rows, in batches of those whose lengths have the same next power of two.
+        """All documents as rows, in batches of those that start at the same position and whose lengths have the same
+        next power of two.
 
         Made once for all layers: the host has to know the lengths.
         """
         first = self.starts.flatten().nonzero().squeeze(1)
         lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
-        by_size: dict[int, list[int]] = {}
-        for document, length in enumerate(lengths.tolist()):
-            by_size.setdefault(power_of_two_from(length), []).append(document)
-        chosen = (torch.tensor(documents, device=first.device) for documents in by_size.values())
-        return [DocumentRows(first[documents], lengths[documents]) for documents in chosen]
+        positions = torch.zeros_like(lengths)
+        if self.offsets is not None:
+            positions[first % self.starts.shape[1] == 0] = self.offsets
+        batches: dict[tuple[int, int], list[int]] = {}
+        for document, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist())):
+            batches.setdefault((power_of_two_from(length), position), []).append(document)
+        rows = []
+        for (_, position), documents in batches.items():
+            chosen = torch.tensor(documents, device=first.device)
+            rows.append(DocumentRows(first[chosen], lengths[chosen], position))
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +123,12 @@ class DocumentRows:
     Args:
         first: (N,), the place of the first token of each document in all rows of the batch one after the other.
         lengths: (N,).
+        position: of the first tokens in their documents, 0 unless these began elsewhere.
     """
 
     first: torch.Tensor
     lengths: torch.Tensor
+    position: int = 0
 
     @cached_property
     def longest(self) -> int:
@@ -128,16 +158,22 @@ class DocumentRows:
 
 
 def packed_documents(
-    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+    inputs: dict[str, torch.Tensor | None],
+    mask: torch.Tensor | None,
+    batch_size: int,
+    length: int,
+    *,
+    may_wait: bool = True,
 ) -> Documents | None:
     """The documents that `position_ids` or `cu_seq_lens_q` give.
 
     Args:
         inputs: those of a model in `PACKING_INPUTS`.
         mask: the attention mask of the model, if any.
+        may_wait: whether the host may wait for an accelerator to know whether each row is one document.
 
     Returns:
-        The documents; None where each row is one.
+        The documents; None where each row is one, and that may be known.
 
     Raises:
         ValueError: positions that are not those of documents, or a 3-D mask beside them.
@@ -149,7 +185,7 @@ def packed_documents(
         documents = _documents_of_positions(position_ids, mask, batch_size, length)
     else:
         return None
-    if documents.are_rows():
+    if (may_wait or may_look_at(documents.starts)) and documents.are_rows():
         return None
     if mask is not None and mask.dim() == 3:
         raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")

@@ -1,17 +1,21 @@
 """What the five AFT mixers share: projections, the gate of the query, and the problem that goes to a backend."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .activations_aft import full_precision, gated_projection
+from .activations_aft import full_precision, gated_projection, is_untouched
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .documents_aft import Documents
-from .mixing_aft import Mixing, mix, mix_layer, mixing_weights
+from .mixing_aft import Mixing, fuses_gate, mix, mix_layer, mixing_weights
+from .mixing_triton_aft import triton_is_installed
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
 from .scaled_sums_aft import may_look_at, widen
+from .sequence_shards_aft import SequenceShard
 
 
 class AFTMixer(nn.Module):
@@ -30,7 +34,7 @@ class AFTMixer(nn.Module):
         implementation: "auto", "reference", or the name of the backend that is asked first.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown implementation.
+        ValueError: sizes that do not fit each other, or an implementation that is unknown or not installed.
     """
 
     # The longest sequence that learned tables cover; None where there are none.
@@ -58,6 +62,11 @@ class AFTMixer(nn.Module):
         if implementation not in MIXING_IMPLEMENTATIONS:
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
+        if implementation == "triton" and not triton_is_installed():
+            raise ValueError(
+                "mixing_implementation='triton' needs the package triton, which is not installed: "
+                "pip install 'aft-hf[kernels]', or use 'auto'"
+            )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity
         self.implementation = implementation
@@ -116,6 +125,7 @@ class AFTMixer(nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         documents: Documents | None = None,
+        shard: SequenceShard | None = None,
         grid_size: tuple[int, int] | None = None,
         state: AFTLayerState | None = None,
         output_attentions: bool = False,
@@ -131,6 +141,8 @@ class AFTMixer(nn.Module):
             position_ids: (B or 1, T), positions other than 0, 1, 2 ... of the real tokens. Each row then has a
                 T x T table of its own.
             documents: the documents that are packed into the rows; none of them sees another one.
+            shard: where `query`, `key` and `value` are one input that is a piece of longer rows: which piece, with its
+                padding and documents, in place of `attention_mask` and `documents`.
             grid_size: (rows, columns) of a mixer on a grid; by default a square.
             state: the cache of a causal mixer, updated in place; `query` then continues what it has seen.
             output_attentions: also return the implicit attention (Eq. 3), (B, d, T, T').
@@ -148,7 +160,13 @@ class AFTMixer(nn.Module):
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
-        if state is None:
+        if shard is not None:
+            self._check_shard(query, key, value, (attention_mask, position_ids, documents), output_attentions)
+            if state is not None and (state.is_initialized or shard.documents is not None):
+                raise ValueError("pieces of a sequence make a state of one text in each row, and do not continue one")
+            attention_mask = shard.padding_mask
+            self._check_size(shard.longest, None)
+        elif state is None:
             length = max(key.shape[1], query.shape[1])
             longest = length if documents is None else documents.longest()
             _, grid_size = self._check_size(1 if longest is None else longest, grid_size)
@@ -157,7 +175,7 @@ class AFTMixer(nn.Module):
             if self.max_positions is not None:
                 self._check_size(state.tokens_after(query.shape[1], self.max_positions), None)
         biases = self.biases(query, grid_size)
-        masked = attention_mask is not None or position_ids is not None or documents is not None
+        masked = any(x is not None for x in (attention_mask, position_ids, documents, shard))
         if not (masked or output_attentions) and state is None and key is query and value is query:
             options = {"causal": self.causal, "implementation": self.implementation}
             output = mix_layer(query, self._projections(), biases, **options)
@@ -173,9 +191,13 @@ class AFTMixer(nn.Module):
             *_masks(attention_mask),
             position_ids,
             documents,
+            shard,
         )
-        gate = None if self.q_proj is None else self.query_activation(self.q_proj(query))
-        attentions = None
+        gate, attentions = None if self.q_proj is None else self.q_proj(query), None
+        if gate is not None and self._gate_is_fused(problem, state, output_attentions):
+            problem, gate = replace(problem, query=gate), None
+        elif gate is not None:
+            gate = self.query_activation(gate)
         with full_precision(query.device.type):
             if output_attentions:
                 seen = problem if state is None else state.record(problem)
@@ -199,6 +221,12 @@ class AFTMixer(nn.Module):
         else:
             output = self.o_proj(context)
         return (output, attentions.to(problem.value.dtype)) if output_attentions else output
+
+    def _gate_is_fused(self, problem: Mixing, state: AFTLayerState | None, output_attentions: bool) -> bool:
+        """Whether the backend that takes a problem multiplies by the gate as well."""
+        if state is not None or output_attentions or type(self.query_activation) is not nn.Sigmoid:
+            return False
+        return is_untouched(self.query_activation) and fuses_gate(problem, self.implementation)
 
     def _projections(self) -> Projections:
         return Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj, self.num_heads)
@@ -243,6 +271,19 @@ class AFTMixer(nn.Module):
             if int(position_ids.min()) < 0:
                 raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
             self._check_size(int(position_ids.max()) + 1, None)
+
+    def _check_shard(self, query, key, value, others, output_attentions: bool) -> None:
+        if not self.causal or self.state_window is None:
+            kind = "causal" if self.causal else "bidirectional"
+            raise ValueError(
+                f"a {kind} {type(self).__name__} cannot take a sequence that is cut into pieces: use a causal "
+                "AFTSimple, AFTAlibi, AFTLocal or AFTConv"
+            )
+        if key is not query or value is not query or output_attentions or any(x is not None for x in others):
+            raise ValueError(
+                "a piece of a sequence is one input without attention_mask, position_ids, documents and "
+                "output_attentions: padding and documents are those of the shard"
+            )
 
     def _check_state(self, query, key, attention_mask, position_ids, documents, state: AFTLayerState) -> None:
         if not self.causal or key is not query or position_ids is not None or documents is not None:

@@ -4,6 +4,8 @@ Each takes (B, T, d) and gives (B, T, d), and can stand wherever a self-attentio
 the types is the w of Eq. 2 that they make from their parameters; what a mixer computes is Eq. 2 with exactly that w.
 """
 
+import math
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -71,7 +73,8 @@ class AFTFull(AFTMixer):
         max_positions: the longest sequence that the biases cover.
         position_bias_dim: rank d' of the factors; None for one table of max_positions x max_positions.
         num_heads: position-bias heads h.
-        position_bias_init_std: standard deviation of new factors, or of a new table.
+        position_bias_init_std: standard deviation of new factors, or of a new table, the multiplier included.
+        position_bias_multiplier: m, the constant that w is multiplied by: a factor of sqrt(m) for u and v each.
         **options: the other arguments of `AFTMixer`.
     """
 
@@ -83,6 +86,7 @@ class AFTFull(AFTMixer):
         position_bias_dim: int | None = 128,
         num_heads: int = 1,
         position_bias_init_std: float = 0.1,
+        position_bias_multiplier: float = 1.0,
         **options,
     ):
         if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
@@ -90,6 +94,7 @@ class AFTFull(AFTMixer):
             raise ValueError(f"max_positions and position_bias_dim must be greater than 0, got {given}")
         super().__init__(hidden_size, num_heads=num_heads, **options)
         self.max_positions, self.position_bias_init_std = max_positions, position_bias_init_std
+        self.position_bias_multiplier = _checked_multiplier(position_bias_multiplier)
         if position_bias_dim is None:
             self.position_bias_table = nn.Parameter(torch.empty(num_heads, max_positions, max_positions))
         else:
@@ -103,11 +108,13 @@ class AFTFull(AFTMixer):
         return None
 
     def reset_position_bias(self) -> None:
+        # Whatever the multiplier, w of a new layer has the same distribution.
+        share = 0.5 if self.factorized else 1.0
         for parameter in self._learned():
-            init.normal_(parameter, mean=0.0, std=self.position_bias_init_std)
+            init.normal_(parameter, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier**share)
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        return Dense(*self._learned())
+        return Dense(*self._learned(), multiplier=self.position_bias_multiplier)
 
     def _learned(self) -> tuple[torch.Tensor, ...]:
         """u and v, or the table."""
@@ -147,7 +154,8 @@ class AFTLocal(AFTFull):
         return self.window - 1
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        return Window(*self._learned(), size=self.window, hides_outside=not self.global_connectivity)
+        options = {"size": self.window, "hides_outside": not self.global_connectivity}
+        return Window(*self._learned(), multiplier=self.position_bias_multiplier, **options)
 
     def extra_repr(self) -> str:
         return f"window_size={self.window}, {super().extra_repr()}"
@@ -156,8 +164,8 @@ class AFTLocal(AFTFull):
 class AFTConv(AFTMixer):
     """AFT-conv (Eq. 6): relative position biases, a kernel for each head, and one key per head.
 
-    The kernels are re-parameterized (Eq. 8): w = gamma (k - mean(k)) / std(k) + beta for each head, with gamma =
-    beta = 0 at the start, so a new layer begins as AFT-simple.
+    The kernels are re-parameterized (Eq. 8): w = m (gamma (k - mean(k)) / std(k) + beta) for each head, with gamma =
+    beta = 0 at the start, so a new layer begins as AFT-simple. m is 1 in the paper.
 
     Args:
         hidden_size: width d.
@@ -169,7 +177,8 @@ class AFTConv(AFTMixer):
         selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a sample of the Gumbel
             softmax over itself in training, and by the one-hot of its maximum at inference.
         gumbel_temperature: temperature of the Gumbel softmax.
-        position_bias_init_std: standard deviation of new kernels.
+        position_bias_init_std: standard deviation of new kernels, the multiplier included.
+        position_bias_multiplier: m, the constant that w is multiplied by.
         **options: the other arguments of `AFTMixer`.
     """
 
@@ -188,6 +197,7 @@ class AFTConv(AFTMixer):
         selection: str | None = None,
         gumbel_temperature: float = 0.5,
         position_bias_init_std: float = 0.1,
+        position_bias_multiplier: float = 1.0,
         **options,
     ):
         if spatial_dims not in (1, 2) or (causal and spatial_dims != 1):
@@ -202,6 +212,7 @@ class AFTConv(AFTMixer):
         self.spatial_dims, self.window = spatial_dims, kernel_size
         self.selection, self.gumbel_temperature = selection, gumbel_temperature
         self.position_bias_init_std = position_bias_init_std
+        self.position_bias_multiplier = _checked_multiplier(position_bias_multiplier)
         self.kernel = nn.Parameter(torch.empty(num_heads, *[kernel_size] * spatial_dims))
         self.kernel_scale = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # gamma
         self.kernel_shift = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # beta
@@ -212,7 +223,8 @@ class AFTConv(AFTMixer):
         return self.window - 1
 
     def reset_position_bias(self) -> None:
-        init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std)
+        # Adam then changes a kernel that is standardized at the pace of gamma and beta.
+        init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier)
         if self.kernel_scale is not None:
             init.zeros_(self.kernel_scale)
             init.zeros_(self.kernel_shift)
@@ -234,15 +246,16 @@ class AFTConv(AFTMixer):
         return nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(flat.dtype).view_as(kernels)
 
     def _kernels(self) -> torch.Tensor:
-        """Eq. 8, or the kernels as they are."""
+        """Eq. 8, or the kernels as they are, times the multiplier."""
+        multiplier = self.position_bias_multiplier
         if self.kernel_scale is None:
-            return widen(self.kernel)
+            return widen(self.kernel) if multiplier == 1.0 else widen(self.kernel) * multiplier
         parameters = self.kernel, self.kernel_scale, self.kernel_shift
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.kernel.is_cpu:
-            return _reparameterized(*parameters)
+            return _reparameterized(*parameters, multiplier)
         # To compare the parameters takes less time than to make the same kernels for every token that is generated.
         if self._last_kernels is None or not all(map(_equal, parameters, self._last_kernels[0])):
-            kernels = _reparameterized(*parameters)
+            kernels = _reparameterized(*parameters, multiplier)
             if any(type(x) is not nn.Parameter for x in parameters):  # but, say, tensors of torch.func
                 return kernels
             self._last_kernels = [x.detach().clone() for x in parameters], kernels
@@ -287,12 +300,21 @@ class AFTConv(AFTMixer):
         return f"kernel_size={self.window}, spatial_dims={self.spatial_dims}, {super().extra_repr()}"
 
 
-def _reparameterized(kernel: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Eq. 8 for each head, in the working dtype."""
+def _checked_multiplier(multiplier: float) -> float:
+    if not 0 < multiplier < math.inf:
+        raise ValueError(f"position_bias_multiplier must be greater than 0 and finite, got {multiplier}")
+    return float(multiplier)
+
+
+def _reparameterized(
+    kernel: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, multiplier: float
+) -> torch.Tensor:
+    """Eq. 8 for each head, times the multiplier, in the working dtype."""
     flat = widen(kernel).flatten(1)
     variance, mean = torch.var_mean(flat, -1, correction=0, keepdim=True)
     standard = (flat - mean) * torch.rsqrt(variance + 1e-12)
-    return (widen(scale)[:, None] * standard + widen(shift)[:, None]).view_as(kernel)
+    scale, shift = (widen(x)[:, None] * multiplier for x in (scale, shift))
+    return (scale * standard + shift).view_as(kernel)
 
 
 def _equal(parameter: torch.Tensor, copy: torch.Tensor) -> bool:

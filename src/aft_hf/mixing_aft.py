@@ -14,17 +14,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from .documents_aft import Documents
+from .mixing_backend_aft import Backend
 from .mixing_cpu_aft import CpuBackend
 from .mixing_portable_aft import PortableBackend
+from .mixing_triton_aft import TritonBackend
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
 from .scaled_sums_aft import join_heads, split_heads, widen
+from .sequence_shards_aft import SequenceShard
+from .shard_exchange_aft import count_of_past, with_past
 
 
-# By type of device, the backends in the order in which they are asked; `None` stands for every other type.
+# By type of device, the backends in the order in which they are asked; `None` stands for every other type. Those that
+# are `only_by_name` are asked where the user names them.
 BACKENDS = {
-    "cpu": (CpuBackend, PortableBackend),
-    None: (PortableBackend,),
+    "cpu": (TritonBackend, CpuBackend, PortableBackend),
+    None: (TritonBackend, PortableBackend),
 }
 
 
@@ -45,6 +50,9 @@ class Mixing:
         pair_mask: (B or 1, T, T') boolean, False where a query must not look.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
         documents: the documents that are packed into the rows; None where each row is one sequence.
+        shard: where the rows are pieces of longer ones, the others of which are in other processes; its padding and
+            its documents are then those of the problem.
+        query: (B, T, d), where the averages are to be multiplied by sigmoid(query); None for the averages alone.
     """
 
     key: torch.Tensor
@@ -57,6 +65,8 @@ class Mixing:
     pair_mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
+    shard: SequenceShard | None = None
+    query: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -109,7 +119,8 @@ class Mixing:
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
-    """Eq. 2: (B, T, d) in the dtype of the values; 0 where a query sees nothing.
+    """Eq. 2, times sigmoid(query) where a query is given: (B, T, d) in the dtype of the values; 0 where a query sees
+    nothing.
 
     The backward pass may need the result, so it should not be changed in place where gradients are computed.
 
@@ -119,18 +130,42 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     """
     if problem.length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
+    if problem.shard is not None:
+        context = _mix_shard(replace(problem, query=None), implementation)
+        return context if problem.query is None else torch.sigmoid(problem.query) * context
     if implementation == "reference":
         return reference_mixing(problem)
+    backend, order, prepared = _choose(problem, implementation)
+    if backend is None:
+        context = _mix_documents(replace(problem, query=None), implementation)
+    else:
+        context = backend.mix(prepared)
+        context = context if order is None else gather(context, order)
+    applied = problem.query is None or (backend is not None and backend.applies_gate)
+    return context if applied else torch.sigmoid(problem.query) * context
+
+
+def fuses_gate(problem: Mixing, implementation: str = "auto") -> bool:
+    """Whether the backend that `mix` takes for a problem multiplies by the gate while it computes the averages."""
+    if not any(backend.applies_gate for backend in _backends(problem.key.device, implementation)):
+        return False
+    backend = _choose(replace(problem, padding_mask=None), implementation)[0]
+    return backend is not None and backend.applies_gate
+
+
+def _choose(problem: Mixing, implementation: str) -> tuple[type[Backend] | None, torch.Tensor | None, Mixing]:
+    """The backend that computes a problem, None where each document is to be a row of its own.
+
+    Returns:
+        The backend, and what it is asked: where each token went (None for nowhere), and the problem without padding.
+    """
+    backends, order = _backends(problem.key.device, implementation), None
     if problem.documents is not None:
-        if not problem.is_pairwise and problem.documents.can_be_unpacked:
-            return _mix_documents(problem, implementation)
-        return PortableBackend.mix(problem)
-    order = None
-    if problem.padding_mask is not None and not problem.is_pairwise:
+        from_start = problem.documents.offsets is None
+        backends = [backend for backend in backends if backend.takes_documents and from_start]
+    if backends and problem.padding_mask is not None and not problem.is_pairwise:
         problem, order = without_padding(problem, moved=problem.biases.ordered)
-    backends = _backends(problem.key.device, implementation)
-    context = next(backend for backend in backends if backend.supports(problem)).mix(problem)
-    return context if order is None else gather(context, order)
+    return next((backend for backend in backends if backend.supports(problem)), None), order, problem
 
 
 def mix_layer(
@@ -149,14 +184,21 @@ def mix_layer(
 
 
 def _backends(device: torch.device, implementation: str) -> list:
-    """Those of the device, the named one first."""
+    """Those of the device that may be taken, the named one first."""
     if implementation == "reference":
         return []
-    return sorted(BACKENDS.get(device.type, BACKENDS[None]), key=lambda backend: backend.name != implementation)
+    backends = BACKENDS.get(device.type, BACKENDS[None])
+    asked = [backend for backend in backends if backend.name == implementation or not backend.only_by_name]
+    return sorted(asked, key=lambda backend: backend.name != implementation)
 
 
 def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
-    """Each document as a row of its own; those of about the same length together."""
+    """Each document as a row of its own; those of about the same length together.
+
+    Where their number may not be known to the host, a table of all pairs describes them.
+    """
+    if problem.is_pairwise or not problem.documents.can_be_unpacked:
+        return PortableBackend.mix(problem)
     mask = problem.padding_mask
     context = torch.zeros_like(problem.value)
     for rows in problem.documents.rows:
@@ -168,15 +210,56 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
             padding_mask=None if mask is None else rows.take(mask.unsqueeze(-1), False).squeeze(-1),
             documents=None,
         )
+        if rows.position != 0:
+            part = replace(part, biases=part.biases.from_position(rows.position, rows.longest))
         context = rows.put(context, mix(part, implementation))
     return context
+
+
+def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
+    """A piece of longer rows: what comes before it is put in front, and then it is a problem like any other."""
+    shard, biases, order = problem.shard, problem.biases, None
+    if problem.padding_mask is not None:
+        problem, order = without_padding(problem, moved=True)
+    past = count_of_past(biases.reach, biases.hides_outside)
+    options = {"reach": biases.reach, "slopes": biases.slopes, "hides_outside": biases.hides_outside}
+    key, value = with_past(shard, problem.key, problem.value, num_heads=problem.num_heads, **options)
+    starts, documents = shard.before - past, shard.real_documents  # positions of the first tokens of the rows
+    one_table = biases.relative or bool((starts == starts[0]).all())
+    if documents is not None or not one_table:
+        documents = _with_tokens_in_front(shard, past, None if biases.relative else starts)
+    elif not biases.relative:
+        biases = biases.from_position(int(starts[0]), key.shape[1])
+    whole = replace(
+        problem,
+        key=key,
+        value=value,
+        biases=biases,
+        num_queries=None,
+        shard=None,
+        documents=documents,
+        padding_mask=None,
+    )
+    context = mix(whole, implementation)[:, past:].to(problem.value.dtype)
+    return context if order is None else gather(context, order)
+
+
+def _with_tokens_in_front(shard: SequenceShard, count: int, positions: torch.Tensor | None) -> Documents:
+    """The documents of a piece when `count` tokens are put in front of each row."""
+    starts = torch.zeros(shard.batch_size, count + shard.length, dtype=torch.bool, device=shard.device)
+    if shard.real_documents is not None:
+        starts[:, count:] = shard.real_documents.starts
+        # A document that starts with the piece has nothing before it: what is put in front of it is hidden.
+        starts[:, count] = False
+    starts[:, 0] = True
+    return Documents(starts, positions if positions is None else positions.to(shard.device))
 
 
 def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
     """The problem with padding hidden: its keys at -inf and its values at 0, whatever they are.
 
     Args:
-        moved: whether padding also goes behind the real tokens of its row.
+        moved: whether padding also goes behind the real tokens of its row, documents and queries with it.
 
     Returns:
         The problem, and where each token went, (B, T); None where padding is not moved.
@@ -185,7 +268,11 @@ def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tens
     hidden, order = hide_padding(problem.key, problem.value, mask), None
     if moved:
         order = real_tokens_first(mask)
+        if problem.query is not None:
+            hidden["query"] = problem.query
         hidden = {name: scatter(x, order) for name, x in hidden.items()}
+        if problem.documents is not None:
+            hidden["documents"] = problem.documents.moved(order)
     return replace(problem, padding_mask=None, **hidden), order
 
 
@@ -217,7 +304,8 @@ def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def reference_mixing(problem: Mixing) -> torch.Tensor:
     """Eq. 2 as printed, one query after the other: what every backend is compared with.
 
-    Computed in float64 for float64 inputs and in float32 otherwise. A query that sees nothing gives 0.
+    Computed in float64 for float64 inputs and in float32 otherwise, times sigmoid(query) where a query is given. A
+    query that sees nothing gives 0.
     """
     bias, visible = problem.table()
     key, value = (widen(x) for x in problem.by_head())
@@ -230,7 +318,10 @@ def reference_mixing(problem: Mixing) -> torch.Tensor:
         )
         for t in range(bias.shape[-2])
     ]
-    return join_heads(torch.stack(queries, -2)).to(problem.value.dtype)
+    context = join_heads(torch.stack(queries, -2))
+    if problem.query is not None:
+        context = torch.sigmoid(widen(problem.query)) * context
+    return context.to(problem.value.dtype)
 
 
 def _average(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

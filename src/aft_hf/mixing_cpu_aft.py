@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .activations_aft import runs_as_written
+from .mixing_backend_aft import Backend
 from .mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, Tables, choose_tables
 from .mixing_cpu_causal_aft import causal_mixing
 from .mixing_cpu_table_aft import table_layer, table_mixing
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Forward and backward passes by hand for plain tensors on a CPU."""
 
     name = "cpu"

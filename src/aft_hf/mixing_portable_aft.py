@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .mixing_backend_aft import Backend
 from .position_biases_aft import (
     GridKernel,
     LagKernel,
@@ -31,6 +32,7 @@ from .scaled_sums_aft import (
     pad_positions,
     power_of_two_from,
     prefix_sums,
+    prefix_sums_of_chunks,
     reversed_triangle_sums,
     single_sums,
     suffix_sums,
@@ -42,7 +44,6 @@ from .scaled_sums_aft import (
 
 if TYPE_CHECKING:
     from .mixing_aft import Mixing
-    from .projections_aft import Projections
 
 
 # Positions per chunk in the linear-time forms, where the window does not ask for more.
@@ -55,7 +56,7 @@ FEW_CHUNKS = 8
 LARGEST_GRID_TABLE = 2**24
 
 
-class PortableBackend:
+class PortableBackend(Backend):
     """The backend that supports every problem."""
 
     name = "portable"
@@ -76,10 +77,6 @@ class PortableBackend:
             mixing = causal_mixing if problem.causal else bidirectional_mixing
             context = mixing(key, value, problem.biases).permute(2, 0, 1, 3)
         return join_heads(context).to(problem.value.dtype)
-
-    @staticmethod
-    def layer(x: torch.Tensor, projections: "Projections", biases: PositionBias, causal: bool) -> None:
-        """Projections are computed apart."""
 
 
 def pairwise_mixing(
@@ -224,7 +221,9 @@ def chunked_mixing(
             distance = torch.arange(chunk_size - 1, -1, -1, device=key.device)
             to_end = (-slopes[:, None] * distance)[:, None, None].expand(-1, chunks, -1, -1)
         totals = block_sums(key, value, to_end)  # (h, n, 1, B, c)
-        totals = prefix_sums(totals.map(lambda x: x.squeeze(2)), decay * chunk_size)  # (h, n, B, c), along chunks
+        totals = prefix_sums_of_chunks(
+            totals.map(lambda x: x.squeeze(2)), decay * chunk_size
+        )  # (h, n, B, c), along chunks
         if previous_bias is None:
             before = delayed(totals, 1)
         else:
@@ -305,7 +304,8 @@ def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
         bias: (h, P, P) with P = T or, for a program of all lengths up to it, P >= T.
     """
     length, longest = key.shape[1], bias.shape[-1]
-    size = power_of_two_from(min(longest, 4 * CHUNK_SIZE))
+    # An exported program has one triangle: of several each would have operations of its own.
+    size = power_of_two_from(longest if torch.compiler.is_exporting() else min(longest, 4 * CHUNK_SIZE))
     padded = -(-longest // size) * size
     bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
     key, value = pad_positions(key, value, padded - length)

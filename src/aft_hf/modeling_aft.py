@@ -10,17 +10,20 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
+    BackboneOutput,
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
     ImageClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, is_torchdynamo_compiling
+from transformers.utils import TransformersKwargs, is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -29,6 +32,17 @@ from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .documents_aft import PACKING_INPUTS, Documents, packed_documents
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from .sequence_shards_aft import (
+    SequenceShard,
+    active_group,
+    average_over,
+    following_labels,
+    shard_of_inputs,
+    total_over,
+)
+
+
+logger = logging.get_logger(__name__)
 
 
 class AFTTextEmbeddings(nn.Module):
@@ -48,15 +62,20 @@ class AFTTextEmbeddings(nn.Module):
         padding_mask: torch.Tensor | None = None,
         state: AFTLayerState | None = None,
         documents: Documents | None = None,
+        shard: SequenceShard | None = None,
     ) -> torch.Tensor:
         if self.position_embeddings is not None:
-            positions = self._positions(inputs_embeds, padding_mask, state, documents)
+            positions = self._positions(inputs_embeds, padding_mask, state, documents, shard)
             inputs_embeds = inputs_embeds + self.position_embeddings(positions)
         return self.dropout(inputs_embeds)
 
-    def _positions(self, inputs_embeds, padding_mask, state, documents) -> torch.Tensor:
+    def _positions(self, inputs_embeds, padding_mask, state, documents, shard) -> torch.Tensor:
         """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
         length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
+        if shard is not None:
+            if shard.longest > limit:
+                raise ValueError(f"a text of {shard.longest} tokens is longer than max_position_embeddings={limit}")
+            return shard.positions().clamp_max(limit - 1)
         if documents is not None:
             longest = documents.longest()
             if longest is not None and longest > limit:
@@ -137,6 +156,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
         "max_positions": config.max_positions,
         "position_bias_dim": config.position_bias_dim,
         "position_bias_init_std": config.position_bias_init_std,
+        "position_bias_multiplier": config.position_bias_multiplier,
     }
     if aft_type == "full":
         return AFTFull(config.hidden_size, **table, **options)
@@ -151,6 +171,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
             selection=config.position_bias_selection,
             gumbel_temperature=config.gumbel_temperature,
             position_bias_init_std=config.position_bias_init_std,
+            position_bias_multiplier=config.position_bias_multiplier,
             **options,
         )
     return {"simple": AFTSimple, "alibi": AFTAlibi}[aft_type](config.hidden_size, **options)
@@ -204,6 +225,7 @@ class AFTLayer(GradientCheckpointingLayer):
         grid_size: tuple[int, int] | None = None,
         past_key_values: AFTCache | None = None,
         documents: Documents | None = None,
+        shard: SequenceShard | None = None,
         output_attentions: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
@@ -211,6 +233,7 @@ class AFTLayer(GradientCheckpointingLayer):
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
             documents=documents,
+            shard=shard,
             grid_size=grid_size,
             state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
             output_attentions=output_attentions,
@@ -267,6 +290,8 @@ class AFTModel(AFTPreTrainedModel):
         self.layers = nn.ModuleList([AFTLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
+        # What the backward pass since the last forward pass has reached: see `_watch_entropy`.
+        self._reached: set[str] = set()
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -309,7 +334,9 @@ class AFTModel(AFTPreTrainedModel):
         Returns:
             For text `BaseModelOutputWithPast`. For images `BaseModelOutputWithPooling`, `pooler_output` being the
             class token or the mean of the patches. `attentions`, on request, are the implicit attention of the
-            paper's Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)` per layer.
+            paper's Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)` per layer. Each feature is a
+            head of its own, whose one value is weighed: so there are `hidden_size` heads, not `num_heads`. The weights
+            include the gate of the query, so a row sums to `act(query)` of that feature and not to 1.
 
         Raises:
             ValueError: inputs of another modality or shape, or longer than the learned positions.
@@ -327,6 +354,7 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError('a model with modality="image" needs pixel_values')
         hidden_states, grid_size = self.embeddings(pixel_values.to(self.embeddings.patch_embeddings.weight.dtype))
         hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+        self._watch_entropy(hidden_states)
         patches = hidden_states[:, int(self.config.use_cls_token) :]
         pooled = hidden_states[:, 0] if self.config.pooling == "cls" else patches.mean(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
@@ -343,10 +371,26 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError("the text is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
-            raise ValueError(f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}")
+            raise ValueError(
+                f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}: an AFT keeps sums over "
+                "the past, not the keys and values of attention. Prefix tuning, which learns those, does not go with "
+                "it: use prompt tuning or LoRA"
+            )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
+        if active_group() is not None:
+            shard = shard_of_inputs(active_group(), inputs_embeds, attention_mask, packing)
+            if use_cache and past_key_values is None and shard.documents is None:
+                past_key_values = self.new_cache()
+            hidden_states = self.embeddings(inputs_embeds, shard=shard)
+            hidden_states = self._run_layers(
+                hidden_states, None, past_key_values=past_key_values, shard=shard, **kwargs
+            )
+            return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
-        documents = None if continues else packed_documents(packing, attention_mask, *inputs_embeds.shape[:2])
+        documents = None
+        if not continues:  # a training step needs no cache, and so need not know whether it could have one
+            size = inputs_embeds.shape[:2]
+            documents = packed_documents(packing, attention_mask, *size, may_wait=not self.training)
         if documents is not None and past_key_values is not None:
             raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several")
         if use_cache and past_key_values is None and not pairwise and documents is None:
@@ -361,7 +405,16 @@ class AFTModel(AFTPreTrainedModel):
         hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state, documents)
         kwargs |= {"past_key_values": past_key_values, "documents": documents}
         hidden_states = self._run_layers(hidden_states, attention_mask, **kwargs)
+        self._watch_entropy(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text that the model reads, by its learned positions; None where there are none."""
+        limits = [layer.mixer.max_positions for layer in self.layers]
+        if self.embeddings.position_embeddings is not None:
+            limits.append(self.embeddings.position_embeddings.num_embeddings)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def new_cache(self, max_length: int | None = None) -> AFTCache:
         """An empty cache for this model; a static one for texts of up to `max_length` tokens.
@@ -369,10 +422,7 @@ class AFTModel(AFTPreTrainedModel):
         Raises:
             ValueError: a static cache that the model cannot have, or that is longer than its learned positions.
         """
-        limits = [layer.mixer.max_positions for layer in self.layers]
-        if self.embeddings.position_embeddings is not None:
-            limits.append(self.embeddings.position_embeddings.num_embeddings)
-        limit = min((x for x in limits if x is not None), default=None)
+        limit = self.max_length
         if max_length is not None and limit is not None and max_length > limit:
             raise ValueError(f"a static cache of {max_length} tokens is longer than max_position_embeddings={limit}")
         return AFTCache([layer.mixer.state_window for layer in self.layers], max_length)
@@ -395,8 +445,38 @@ class AFTModel(AFTPreTrainedModel):
         """Eq. 9 summed over layers (nats); None unless `position_bias_entropy_weight` asks for it."""
         if self.config.position_bias_entropy_weight == 0:
             return None
-        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AFTConv)]
-        return sum(mixer.position_bias_entropy().to(self.layernorm.weight.device) for mixer in mixers)
+        device = self.layernorm.weight.device
+        entropy = sum(mixer.position_bias_entropy().to(device) for mixer in self._regularized_mixers())
+        self._note_when_reached(entropy, "entropy")
+        return entropy
+
+    def _regularized_mixers(self) -> list[AFTConv]:
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AFTConv)]
+
+    def _watch_entropy(self, hidden_states: torch.Tensor) -> None:
+        """Warn where the last backward pass went through the model and not through the entropy of Eq. 9.
+
+        A loss that a client makes of the logits leaves the entropy out. Its gradient cannot be added here: what the
+        loss is scaled by, for half precision or gradient accumulation, is not to be seen from inside the model.
+        """
+        if self.config.position_bias_entropy_weight == 0 or not self.training or torch.compiler.is_compiling():
+            return
+        learned = [x for mixer in self._regularized_mixers() for x in mixer.parameters(recurse=False)]
+        if self._reached == {"output"} and any(parameter.requires_grad for parameter in learned):
+            logger.warning_once(
+                f"position_bias_entropy_weight={self.config.position_bias_entropy_weight} has no effect: the loss of "
+                "the last step was not computed by the model and leaves the entropy of the position biases (Eq. 9) "
+                "out. Add position_bias_entropy_weight * outputs.position_bias_entropy to the loss, or pass labels to "
+                "the model"
+            )
+        self._reached.clear()
+        self._note_when_reached(hidden_states, "output")
+
+    def _note_when_reached(self, tensor: torch.Tensor, name: str) -> None:
+        """Have a backward pass of training add the name to `_reached` when it comes to the tensor."""
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if self.training and tensor.requires_grad and not traced:
+            tensor.register_hook(lambda _: self._reached.add(name))
 
 
 def _mask_of_new_tokens(
@@ -481,9 +561,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         entropy, loss = self.aft.position_bias_entropy(), None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            targets = (labels[..., 1:] != -100).sum()
-            loss = _with_entropy(loss, entropy, self.config, targets, kwargs.get("num_items_in_batch"))
+            loss = self._loss(logits, labels, entropy, **kwargs)
         return AFTCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -493,6 +571,22 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             position_bias_entropy=entropy,
         )
 
+    def _loss(
+        self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs
+    ) -> torch.Tensor:
+        """The loss of next tokens; of whole rows, where these are pieces of them."""
+        asked, group = kwargs.get("num_items_in_batch"), active_group()
+        if group is None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            return _with_entropy(loss, entropy, self.config, (labels[..., 1:] != -100).sum(), asked)
+        following = following_labels(labels, group)
+        targets = total_over(group, (following != -100).sum())
+        # The sum here counts as many times as there are pieces, since gradients are averaged over them.
+        kwargs["num_items_in_batch"] = (targets if asked is None else asked) / group.size()
+        vocab_size = self.config.vocab_size
+        loss = self.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
+        return _with_entropy(average_over(group, loss), entropy, self.config, targets, asked)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         """`generate` leaves the cache to the model, which knows what its layers keep."""
@@ -501,7 +595,18 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
     ) -> None:
-        """Give `generate` the cache of this model: a static one for `cache_implementation="static"`."""
+        """Give `generate` the cache of this model: a static one for `cache_implementation="static"`.
+
+        Where learned positions end, so does the text: `max_length` is lowered to what the model can write.
+        """
+        excess = self._tokens_beyond_limit(max_cache_length, model_kwargs.get("attention_mask"))
+        if excess > 0:
+            logger.warning(
+                f"generation stops {excess} tokens earlier than asked for: this model reads texts of up to "
+                f"max_position_embeddings={self.aft.max_length} tokens"
+            )
+            generation_config.max_length -= excess
+            max_cache_length -= excess
         asked = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values") is not None
         if given or generation_config.use_cache is False or asked not in (None, "dynamic", "static"):
@@ -509,6 +614,14 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(*arguments, *args)
         else:
             model_kwargs["past_key_values"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
+
+    def _tokens_beyond_limit(self, length: int, attention_mask: torch.Tensor | None) -> int:
+        """How many of `length` tokens, padding included, the model cannot read; not more than 0 if it reads all."""
+        if self.aft.max_length is None:
+            return 0
+        # Padding that all rows have takes no room.
+        padding = 0 if attention_mask is None else attention_mask.shape[1] - int(attention_mask.sum(-1).max())
+        return length - padding - self.aft.max_length
 
     @staticmethod
     def create_masks_for_generate(
@@ -576,6 +689,49 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
+class AFTBackbone(BackboneMixin, AFTModel):
+    """The feature maps of chosen stages, for detectors and segmenters (`AutoBackbone`).
+
+    The stages are the embeddings ("stem") and the blocks ("stage1" ...); `out_features` or `out_indices` chooses
+    them, by default the last one. With `conv` layers alone, images may have any sides that are multiples of the patch
+    size.
+    """
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "image")
+        super().__init__(config)
+        config.set_output_features_output_indices(config.out_features, config.out_indices)
+        self.num_features = [config.hidden_size] * len(self.stage_names)
+
+    @can_return_tuple
+    @filter_output_hidden_states
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
+        r"""
+        Args:
+            pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`): As for `AFTModel`.
+
+        Returns:
+            `feature_maps`, `(batch_size, hidden_size, rows, columns)` of patches for each chosen stage, after the
+            final layer norm: the mean of the last one over its positions is what a classifier on patches sees.
+        """
+        outputs = AFTModel.forward(self, pixel_values=pixel_values, **kwargs)
+        patch_size = pair(self.config.patch_size)
+        grid_size = tuple(side // patch for side, patch in zip(pixel_values.shape[2:], patch_size))
+        feature_maps = []
+        for index in sorted(self.stage_names.index(name) for name in self.out_features):
+            hidden_states = outputs.hidden_states[index]
+            if index < len(self.layers):  # the last ones are normalized already
+                hidden_states = self.layernorm(hidden_states)
+            patches = hidden_states[:, int(self.config.use_cls_token) :]
+            feature_maps.append(patches.transpose(1, 2).unflatten(2, grid_size).contiguous())
+        return BackboneOutput(
+            feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
 def _require_modality(model: PreTrainedModel, config: AFTConfig, modality: str) -> None:
     if config.modality != modality:
         raise ValueError(f'{type(model).__name__} needs a config with modality="{modality}", got "{config.modality}"')
@@ -599,9 +755,16 @@ def _with_entropy(
     return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
 
 
+# The library goes by the names of classes where it has to know the task of a model: Trainer, to shift the labels for
+# label smoothing; pipelines and model cards; `transformers serve`.
+modeling_auto.MODEL_MAPPING_NAMES[AFTConfig.model_type] = AFTModel.__name__
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AFTConfig.model_type] = AFTForCausalLM.__name__
+modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForImageClassification.__name__
+
 # `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
+AFTBackbone.register_for_auto_class("AutoBackbone")
 AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 AFTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
 
-__all__ = ["AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]
+__all__ = ["AFTBackbone", "AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]

@@ -5,7 +5,7 @@ w between any positions, w of chunks of a sequence, and w of the next token. It 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,13 @@ class PositionBias:
         keys = starts[:, None] + torch.arange(-size, (2 if following else 1) * size, device=self.device)
         return self.between(queries, keys).movedim(-3, 0)
 
+    def from_position(self, start: int, length: int) -> "PositionBias":
+        """The w of a sequence whose first token has the position `start` of this one.
+
+        `start` may be negative: w of positions before 0, and of those beyond a learned table, has no meaning.
+        """
+        return self
+
     def tensors(self) -> list[torch.Tensor]:
         """What w is made of."""
         return [x for x in vars(self).values() if isinstance(x, torch.Tensor)]
@@ -106,13 +113,14 @@ class LinearDecay(PositionBias):
 
 @dataclass(frozen=True, eq=False)
 class Dense(PositionBias):
-    """A learned w for each pair of positions, factorized as w_tt' = u_t . v_t' (Eq. 7) or one table.
+    """A learned w for each pair of positions, factorized as w_tt' = m u_t . v_t' (Eq. 7) or m times one table.
 
     Positions of padding may lie beyond the table: they get the biases of its last position, and nobody reads them.
     """
 
     query: torch.Tensor  # u, (h, P, d'), or the table (h, P, P)
     key: torch.Tensor | None = None  # v, (h, P, d'); None where `query` is the table
+    multiplier: float = 1.0  # m
 
     relative = False
     reach = None
@@ -124,16 +132,25 @@ class Dense(PositionBias):
     def between(self, queries, keys):
         queries, keys = (x.clamp(0, self.query.shape[1] - 1) for x in (queries, keys))
         if self.key is None:
-            return widen(self.query[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
-        return (widen(self.query[:, queries]) @ widen(self.key[:, keys]).mT).movedim(0, -3)
+            return self._multiplied(self.query[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
+        return (self._multiplied(self.query[:, queries]) @ widen(self.key[:, keys]).mT).movedim(0, -3)
+
+    def from_position(self, start, length):
+        if self.key is None:
+            return replace(self, query=_cut(_cut(self.query, 1, start, length), 2, start, length))
+        return replace(self, query=_cut(self.query, 1, start, length), key=_cut(self.key, 1, start, length))
 
     def next_token(self, position):
         raise NotImplementedError("w of all positions before a token has no fixed size: ask `between`")
 
     def dense(self, length):
         if self.key is None:
-            return widen(self.query[:, :length, :length])
-        return widen(self.query[:, :length]) @ widen(self.key[:, :length]).mT
+            return self._multiplied(self.query[:, :length, :length])
+        return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        """m times rows of u or of the table, which are fewer numbers than u has, or w."""
+        return widen(rows) if self.multiplier == 1.0 else widen(rows) * self.multiplier
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +177,7 @@ class Window(Dense):
         # The factors of a chunk lie side by side: no gather here, no scatter in the backward pass.
         length = min(count * size, self.query.shape[1])
         padding = count * size - length
-        queries, keys = (widen(x[:, :length]) for x in (self.query, self.key))
+        queries, keys = self._multiplied(self.query[:, :length]), widen(self.key[:, :length])
         if padding > 0:
             queries, keys = (nn.functional.pad(x, (0, 0, 0, padding)) for x in (queries, keys))
         queries, keys = (x.unflatten(1, (count, size)) for x in (queries, keys))
@@ -184,9 +201,9 @@ class Window(Dense):
             first = max(position - self.reach, 0)
             row, count = self.query.narrow(1, position, 1), position + 1 - first
             if self.key is None:
-                bias = widen(row.narrow(2, first, count))
+                bias = self._multiplied(row.narrow(2, first, count))
             else:
-                bias = torch.bmm(widen(row), widen(self.key.narrow(1, first, count)).mT)
+                bias = torch.bmm(self._multiplied(row), widen(self.key.narrow(1, first, count)).mT)
             bias = bias.squeeze(1).unsqueeze(0)
             return nn.functional.pad(bias, (self.size - count, 0)) if count < self.size else bias
         positions = position[:, None]
@@ -308,6 +325,13 @@ class SelectedPosition(PositionBias):
         column = positions % columns + selected % size - size // 2
         inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
         return (row * columns + column).clamp(0, length - 1), inside
+
+
+def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """`length` entries of one dimension from `start` on, 0 where there are none."""
+    first, last = max(start, 0), min(start + length, x.shape[dim])
+    x, padding = x.narrow(dim, first, last - first), (first - start, start + length - last)
+    return x if padding == (0, 0) else nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(padding))
 
 
 def _products_of_neighbours(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

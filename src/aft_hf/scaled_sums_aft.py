@@ -38,7 +38,11 @@ FEW_LOST = 1 / 256
 # below are raised to this.
 LARGEST_SPAN = 75.0
 
-# An exported program serves all lengths with the operations written out, so there has to be a longest one.
+# An exported program has all its operations written out, and it takes the longer to make the more there are. So there
+# logarithmic levels begin at blocks of this many positions, which are summed from the logits of all pairs.
+EXPORTED_BLOCK = 32
+
+# Where such levels run over all positions, there has to be a longest sequence.
 LONGEST_EXPORTED = 2**17
 
 # Logits of lost queries that are computed at once.
@@ -290,9 +294,13 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | N
         key, value: (..., T, B, k) and (..., T, B, c) with T a power of two.
         bias: (..., T, T) or None; only its lower triangle is read.
     """
-    own_bias = 0.0 if bias is None else bias.diagonal(dim1=-2, dim2=-1)[..., None, None]
-    sums = single_sums(key, value, own_bias)
-    half = 1
+    if torch.compiler.is_exporting():
+        half = min(key.shape[-3], EXPORTED_BLOCK)
+        sums = _triangles_of_logits(key, value, bias, half)
+    else:
+        half = 1
+        own_bias = 0.0 if bias is None else bias.diagonal(dim1=-2, dim2=-1)[..., None, None]
+        sums = single_sums(key, value, own_bias)
     while half < key.shape[-3]:
         left_key, left_value = _halves(key, half)[0], _halves(value, half)[0]
         left, right = (ScaledSums(*part) for part in zip(*(_halves(x, half) for x in sums)))
@@ -300,6 +308,19 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | N
         sums = ScaledSums(*(torch.stack(pair, -4).flatten(-5, -3) for pair in zip(left, right)))
         half *= 2
     return sums
+
+
+def _triangles_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, size: int) -> ScaledSums:
+    """The causal sums within each block of `size` positions, from the logits of all pairs."""
+    key_blocks, value_blocks = key.unflatten(-3, (-1, size)), value.unflatten(-3, (-1, size))
+    if bias is None:
+        bias = key.new_zeros(size, size)
+    else:
+        blocks = bias.unflatten(-2, (-1, size)).unflatten(-1, (-1, size))  # (..., T / size, size, T / size, size)
+        bias = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).to(key.dtype)
+    later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+    sums = _sums_of_logits(key_blocks, value_blocks, bias.masked_fill(later, -math.inf))
+    return sums.map(lambda x: x.flatten(-4, -3))
 
 
 def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,6 +353,21 @@ def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSu
         sums = sums.merge(delayed(sums, step).shifted(-decay * step))
         step *= 2
     return sums
+
+
+def prefix_sums_of_chunks(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
+    """`prefix_sums` where T counts chunks: so few that an exported program sums all pairs of them at once."""
+    if not torch.compiler.is_exporting():
+        return prefix_sums(sums, decay)
+    chunks = torch.arange(sums.maximum.shape[-3], device=sums.maximum.device)
+    distance = (chunks[:, None] - chunks)[..., None, None]
+    decay = decay.unsqueeze(-1) if isinstance(decay, torch.Tensor) else decay
+    exponent = sums.maximum.unsqueeze(-4) - (decay * distance).to(sums.maximum.dtype)  # (..., T, T, B, k)
+    exponent = exponent.masked_fill(distance < 0, -math.inf)
+    maximum = exponent.detach().amax(-3).clamp_min(EMPTY)
+    weights = torch.exp(exponent - maximum.unsqueeze(-3))
+    numerator, denominator = ((weights * x.unsqueeze(-4)).sum(-3) for x in (sums.numerator, sums.denominator))
+    return ScaledSums(numerator, denominator, maximum)
 
 
 def suffix_sums(sums: ScaledSums) -> ScaledSums:

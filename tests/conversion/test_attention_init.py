@@ -1,5 +1,7 @@
 """Position biases that are fitted to the attention of the source: formulas, and how near they come."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,14 +9,15 @@ from checkpoints import HEADS, TIMM, WIDTH, save_pth
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
-from aft_hf import convert_deit
+from aft_hf import AFTForImageClassification, convert_deit
 from aft_hf.analysis.relative_attention import mean_attention, relative_attention
-from aft_hf.conversion import read_source
+from aft_hf.conversion import POSITION_BIAS_MULTIPLIER, read_source
 from aft_hf.conversion.attention import (
     LARGEST_BIAS,
     band,
     conv_bias,
     factorize,
+    fit_position_biases,
     full_bias,
     head_weights,
     local_bias,
@@ -187,7 +190,8 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
         expected = conv_bias(attention.double(), GRID, 5).float()
         # Eq. 8 gives just these biases.
         torch.testing.assert_close(layer.mixer.kernel_bias(), expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(layer.mixer.kernel, expected, atol=1e-5, rtol=1e-5)
+        kernel = layer.mixer.kernel * POSITION_BIAS_MULTIPLIER
+        torch.testing.assert_close(kernel, expected, atol=1e-5, rtol=1e-5)
         uniform = torch.full_like(attention, 1 / 16)
         assert divergence(attention, implied_attention(layer.mixer, GRID)) < divergence(attention, uniform)
     fitted = {record.target for record in report.with_status("fitted")}
@@ -284,6 +288,22 @@ def test_an_unfactorized_table_is_the_fit_itself(deit, pixels):
     model, _ = convert_deit(deit, images=pixels, **options)
     attention = attention_by_hand(deit, pixels, keep_class_token=True)[0]
     torch.testing.assert_close(implied_attention(model.aft.layers[0].mixer), attention, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("aft_type", "rank"), [("conv", 8), ("full", 128), ("full", None), ("local", 128)])
+def test_the_biases_are_those_of_the_attention_whatever_multiplies_them(deit, pixels, aft_type, rank):
+    model, _ = convert_deit(deit, aft_type=aft_type, kernel_size=3, num_heads=4, position_bias_dim=rank, **TIMM)
+    biases = []
+    for multiplier in (1.0, 9.0):
+        config = copy.deepcopy(model.config)
+        config.position_bias_multiplier = multiplier
+        torch.manual_seed(0)
+        fitted = AFTForImageClassification(config)
+        fit_position_biases(fitted, read_source(deit, **TIMM), [pixels])
+        mixer = fitted.aft.layers[0].mixer
+        biases.append(mixer.position_bias(None, GRID) if aft_type == "conv" else mixer.position_bias())
+    torch.testing.assert_close(*biases, atol=1e-5, rtol=1e-5)
+    assert biases[0].abs().max() > 0
 
 
 def test_factors_beyond_the_rank_can_still_learn(deit, pixels):

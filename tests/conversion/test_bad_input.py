@@ -11,6 +11,8 @@ from checkpoints import OPTIONS, SIZES, TIMM, save_pth, save_timm, timm_tensors
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BeitConfig,
+    BeitModel,
     CLIPVisionConfig,
     CLIPVisionModel,
     GPT2Config,
@@ -143,7 +145,7 @@ def other_model(architecture):
 def test_a_checkpoint_of_another_architecture_is_refused_by_name(tmp_path, capsys, monkeypatch, architecture):
     other_model(architecture).save_pretrained(tmp_path / "other")
     code, line = command(capsys, monkeypatch, tmp_path / "other", tmp_path / "aft")
-    assert code == 1 and f"type '{architecture}" in line and "'vit' or 'deit'" in line
+    assert code == 1 and f"type '{architecture}" in line and "'vit', 'deit'" in line
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
@@ -231,12 +233,39 @@ def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change,
         ({"source_image_size": (17, 24)}, "do not fit its 7 positions"),
         ({"source_image_size": (16, 24), "source_num_heads": 5}, "5 heads do not divide"),
         ({"source_image_size": (16, 24), "source_num_heads": 0}, "0 heads do not divide"),
-        ({"source_image_size": (16, 24), "source_num_heads": None}, "give source_num_heads"),
+        (
+            {
+                "source_image_size": (16, 24),
+                "source_num_heads": None,
+                "init": "attention",
+                "images": [torch.zeros(3, 16, 24)],
+            },
+            "give source_num_heads",
+        ),
     ],
 )
 def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, message):
     save_pth(tmp_path / "deit.pth", grid=(2, 3))
     assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM | options)
+
+
+@pytest.mark.parametrize("source", [None, 3, torch.nn.Linear(2, 2)], ids=lambda source: type(source).__name__)
+def test_what_is_no_source_is_a_type_error_that_says_what_is_allowed(source):
+    with pytest.raises(TypeError, match=f"a directory, .* in memory, got {type(source).__name__}"):
+        convert_deit(source)
+
+
+def test_a_model_of_another_kind_is_refused_by_its_class():
+    config = BeitConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, image_size=32, patch_size=8)
+    with pytest.raises(
+        ValueError, match=r"type 'beit' cannot be .*relative position biases.*; give one of 'vit', 'deit'"
+    ):
+        convert_deit(BeitModel(config))
+
+
+def test_a_model_in_memory_has_no_files_to_verify_against(tmp_path):
+    with pytest.raises(TypeError, match="files of the source"):
+        save_converted(torch.nn.Linear(2, 2), tmp_path / "aft")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

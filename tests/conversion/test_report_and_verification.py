@@ -1,10 +1,12 @@
 """The account is complete, says enough to be executed again, and what was saved is what it says."""
 
+import io
 import json
 
 import pytest
 import torch
 from checkpoints import OPTIONS, TIMM, save_distilled_deit, save_pth, save_vit
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -56,6 +58,16 @@ def test_the_report_refuses_rows_that_nobody_takes(tmp_path):
     tensors["blocks.1.attn.qkv.weight"] = torch.randn(73, 24)
     with pytest.raises(ValueError, match=r"blocks\.1\.attn\.qkv\.weight"):
         report.check(tensors, model.state_dict())
+
+
+def test_the_account_for_people_fits_80_columns_with_whole_names(vit):
+    _, report = convert_deit(vit, **OPTIONS)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report.table())
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in ("aft.layers.N.mixer.v_proj", "from vit.encoder.layer.N.attention.attention.value"):
+        assert any(line.rstrip().endswith(name) for line in lines)
 
 
 def test_a_saved_report_says_with_what_and_how_it_was_made(deit3, tmp_path):

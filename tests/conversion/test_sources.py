@@ -48,6 +48,31 @@ def test_a_vit_gives_its_values_outputs_mlps_norms_and_classifier(vit):
     assert model.config.id2label == {0: "cat", 1: "dog", 2: "owl"}
 
 
+@pytest.mark.parametrize("save", (save_vit, save_deit, save_distilled_deit, save_backbone))
+def test_a_model_in_memory_is_converted_as_its_files_are(tmp_path, save):
+    save(tmp_path)
+    model = read_source(tmp_path).to_transformers()
+    torch.manual_seed(0)
+    expected, report = convert_deit(tmp_path, **OPTIONS)
+    torch.manual_seed(0)
+    found, of_model = convert_deit(model, **OPTIONS)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
+
+
+def test_heads_that_nobody_knows_are_asked_for_only_where_attention_matters(tmp_path):
+    save_pth(tmp_path / "deit.pth")  # of a width that is no multiple of 64
+    torch.manual_seed(0)
+    expected, _ = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
+    torch.manual_seed(0)
+    model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert report.options["source_num_heads"] is None
+    with pytest.raises(ValueError, match="give source_num_heads"):
+        read_source(tmp_path / "deit.pth").to_transformers()
+
+
 def test_a_distilled_deit_gives_the_mean_of_its_two_heads(tmp_path):
     save_distilled_deit(tmp_path)
     model, report = convert_deit(tmp_path, **OPTIONS)

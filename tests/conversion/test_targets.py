@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from checkpoints import TIMM, WIDTH, assert_copied, save_pth, timm_copies
+from checkpoints import OPTIONS, TIMM, WIDTH, assert_copied, save_pth, timm_copies
 from torch import nn
 
 from aft_hf import convert_deit
+from aft_hf.conversion import POSITION_BIAS_MULTIPLIER
 
 
 def resized(positions, old, new):
@@ -90,6 +91,19 @@ def test_conv_has_the_heads_and_kernels_of_the_paper_by_default(tmp_path):
     model, _ = convert_deit(tmp_path / "deit.pth")
     assert model.aft.layers[0].mixer.kernel.shape == (16, 11, 11)
     assert model.aft.layers[0].mixer.k_proj.weight.shape == (16, 64)
+
+
+def test_a_converted_model_learns_its_position_biases_with_any_optimizer(deit):
+    """Its w begins as the paper's, and the multiplier is in its config, in the report and in every layer."""
+    path, _ = deit
+    model, report = convert_deit(path, **OPTIONS, **TIMM)
+    paper, _ = convert_deit(path, **OPTIONS, position_bias_multiplier=1, **TIMM)
+    assert model.config.position_bias_multiplier == POSITION_BIAS_MULTIPLIER > 1
+    assert report.options["position_bias_multiplier"] == POSITION_BIAS_MULTIPLIER
+    for layer, of_paper in zip(model.aft.layers, paper.aft.layers):
+        assert layer.mixer.position_bias_multiplier == POSITION_BIAS_MULTIPLIER
+        assert of_paper.mixer.position_bias_multiplier == 1
+        assert layer.mixer.kernel_bias().eq(0).all() and of_paper.mixer.kernel_bias().eq(0).all()
 
 
 def test_patches_of_two_sizes_convert(tmp_path):

@@ -41,16 +41,18 @@ def test_any_unicode_text_survives(tokenizer):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_every_byte_has_its_own_id(tokenizer):
-    assert len(tokenizer) == 256
+def test_every_byte_has_its_own_id_and_special_tokens_follow(tokenizer):
+    assert len(tokenizer) == 258
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
+    assert len(build_byte_tokenizer(eos_token=None, pad_token=None)) == 256
     assert tokenizer.decode(list(range(32, 127))) == "".join(map(chr, range(32, 127)))
 
 
 def test_special_tokens_follow_the_bytes_in_a_fixed_order():
     tokenizer = build_byte_tokenizer(pad_token="<pad>", bos_token="<s>", additional_special_tokens=["<img>"])
-    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (256, 257)
-    assert tokenizer("<s>a<img>").input_ids == [256, 97, 258]
-    assert tokenizer(["abc", "a"], padding=True).input_ids == [[97, 98, 99], [97, 257, 257]]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
+    assert tokenizer("<s>a<img>").input_ids == [256, 97, 259]
+    assert tokenizer(["abc", "a"], padding=True).input_ids == [[97, 98, 99], [97, 258, 258]]
 
 
 def test_a_special_token_of_an_unknown_role_is_refused():
@@ -64,3 +66,5 @@ def test_autotokenizer_loads_it_from_what_was_saved(tokenizer, tmp_path):
     for text in TEXTS:
         assert loaded(text).input_ids == list(text.encode())
         assert loaded.decode(loaded(text).input_ids) == text
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (256, 257)
+    assert loaded(["abc", "a"], padding=True).input_ids == [[97, 98, 99], [97, 257, 257]]

@@ -99,7 +99,7 @@ def test_rows_without_a_class_are_told():
 # Augmentation
 
 
-@pytest.mark.parametrize("name", ["crop", "resized_crop"])
+@pytest.mark.parametrize("name", ["shift", "crop", "resized_crop"])
 def test_augmentation_keeps_the_shape_and_follows_the_seed(name):
     augment, images = build_augmentation(name, (16, 24)), batch(4, 16, 24)
     torch.manual_seed(1)
@@ -124,6 +124,15 @@ def test_crop_moves_each_image_by_up_to_an_eighth_and_flips_half_of_them():
     assert 16 < flips < 48 and len(offsets) > 15
 
 
+def test_shift_moves_each_image_by_up_to_a_sixteenth_and_repeats_its_edges():
+    images = batch(1, 32, 16).expand(64, -1, -1, -1)
+    padded = torch.nn.functional.pad(images[0], (1, 1, 2, 2), mode="replicate")
+    moved = {(top, left): padded[:, top : top + 32, left : left + 16] for top in range(5) for left in range(3)}
+    shown = build_augmentation("shift", (32, 16))(images)
+    offsets = {next(at for at in moved if torch.equal(image, moved[at])) for image in shown}
+    assert len(offsets) > 10
+
+
 def test_resized_crop_shows_8_to_100_percent_of_each_image():
     height = width = 32
     ramp = torch.stack(torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij"))
@@ -138,5 +147,5 @@ def test_resized_crop_shows_8_to_100_percent_of_each_image():
 
 def test_no_augmentation_is_none_and_an_unknown_one_is_told():
     assert build_augmentation("none", (8, 8)) is None
-    with pytest.raises(ValueError, match="one of none, crop, resized_crop, got 'flip'"):
+    with pytest.raises(ValueError, match="one of none, shift, crop, resized_crop, got 'flip'"):
         build_augmentation("flip", (8, 8))

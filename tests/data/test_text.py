@@ -10,7 +10,7 @@ from aft_hf.data.text import group_into_blocks
 def test_texts_are_joined_and_lose_nothing_but_the_rest():
     texts = ["a first text", "", "é", "and the last one"]
     joined = "".join(texts).encode()
-    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(), 8)
+    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(), 8, mark_ends=False)
     assert blocks.column_names == ["input_ids", "labels"] and blocks["labels"][:] == blocks["input_ids"][:]
     assert all(len(block) == 8 for block in blocks["input_ids"])
     tokens = [token for block in blocks["input_ids"] for token in block]
@@ -24,13 +24,13 @@ def test_texts_end_where_the_tokenizer_has_a_token_for_that():
 
 
 def test_a_text_longer_than_the_model_takes_is_nothing_to_warn_about(caplog, capsys):
-    tokenizer = build_byte_tokenizer(model_max_length=4)
+    tokenizer = build_byte_tokenizer(model_max_length=4, eos_token=None)
     assert len(group_into_blocks(Dataset.from_dict({"text": ["abcdefgh"]}), tokenizer, 4)) == 2
     assert "longer than" not in caplog.text + capsys.readouterr().err
 
 
 def test_a_short_text_gives_no_block():
-    assert len(group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), 4)) == 0
+    assert len(group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), 5)) == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 0, -4])

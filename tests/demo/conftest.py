@@ -38,7 +38,7 @@ def models(tmp_path_factory):
         **tiny,
         **digits,
     )
-    text = AFTConfig(max_position_embeddings=64, local_window_size=8, **tiny)
+    text = AFTConfig(vocab_size=258, max_position_embeddings=64, local_window_size=8, **tiny)
     pixel = AFTConfig(max_position_embeddings=48, local_window_size=8, vocab_size=257, bos_token_id=256, **tiny)
     classifier = AFTForImageClassification(image)
     for layer in classifier.aft.layers:  # biases that differ between layers, as training makes them

@@ -19,13 +19,16 @@ from snippets import PAGES, ROOT, commands, snippets
 # A command that begins with the first is run with the second appended.
 SHORTER = {
     "aft-hf benchmark": "--suite smoke",
+    "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
     "aft-hf train configs/examples/bytes": "--smoke",
     "aft-hf train configs/examples/pixels": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
-    "python scripts/measure_conversion.py": "--source-epochs 1 --images 64",
+    "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01",
     "python scripts/measure_generation.py": "--contexts 16 --repeats 1",
     "python scripts/measure_large_keys.py": "--repeats 1 --only simple",
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
+    "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
+    "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
 }
 NOT_RUN = {
     r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",

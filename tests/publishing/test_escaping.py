@@ -85,7 +85,7 @@ def write(directory, text):
         },
     }
     trainer = {f"eval_{text}_accuracy": 0.25, f"{text}cost": 3.5, text: 7}
-    tensors = [{"status": text, "shape": [2, 3]}, {"status": "new", "shape": [5]}]
+    tensors = [{"status": "copied", "shape": [2, 3]}, {"status": "new", "shape": [5]}]
     (directory / "results.json").write_text(json.dumps(results))
     (directory / "all_results.json").write_text(json.dumps(trainer))
     (directory / "conversion_report.json").write_text(json.dumps({"source": text, "tensors": tensors}))

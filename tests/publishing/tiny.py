@@ -28,6 +28,7 @@ def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
                 max_position_embeddings=24,
                 local_window_size=4,
                 conv_kernel_size=4,
+                vocab_size=len(companion("text")),
                 **sizes,
             )
         )

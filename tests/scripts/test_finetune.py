@@ -102,7 +102,7 @@ def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) 
 
 def save_language_model(directory: Path, **options) -> Path:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 8}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 8, "vocab_size": 258}
     AFTForCausalLM(AFTConfig(**{"aft_type": "conv", **sizes, **options})).save_pretrained(directory)
     build_byte_tokenizer().save_pretrained(directory)
     return directory

@@ -8,9 +8,10 @@ from PIL import Image as PILImage
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
-from aft_hf.training.evaluation import evaluate_classifier, evaluate_language_model
+from aft_hf.training.evaluation import evaluate_classifier, evaluate_language_model, logger, own_block_size
 
 
 CLASSES = 7
@@ -92,6 +93,44 @@ def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):
     assert evaluate_classifier(model, processor, renamed) == pytest.approx(expected, rel=1e-4)
 
 
+def labelled(images, names):
+    features = Features({"image": Image(), "label": ClassLabel(names=names)})
+    return Dataset.from_dict({"image": images["image"], "label": images["label"]}, features=features)
+
+
+def test_data_of_other_classes_is_refused_with_both_lists(images):
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    data = labelled(images, [f"tree {i}" for i in range(CLASSES)])
+    expected = metrics_by_hand(model, processor, data)
+    with CaptureLogger(logger) as log:  # the model has no names of its own
+        assert evaluate_classifier(model, processor, data) == pytest.approx(expected, rel=1e-4)
+    assert "taken by number: the data has 'tree 0'" in log.out and "the model 'LABEL_0'" in log.out
+    model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
+    with pytest.raises(ValueError, match=r"classes 'tree 0', .* \(7 in all\), the model 'animal 0'"):
+        evaluate_classifier(model, processor, data)
+
+
+def test_data_of_more_classes_than_the_model_has_is_refused(images):
+    data = labelled(images, [str(i) for i in range(CLASSES + 1)])
+    with pytest.raises(ValueError, match="the data has 8 classes, the model 7"):
+        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "expected"),
+    [
+        (AFTConfig(max_position_embeddings=2048), None, 2048),
+        (AFTConfig(max_position_embeddings=2048), 512, 512),
+        (GPT2Config(n_positions=256), None, 256),
+        (ViTConfig(), None, 1024),
+    ],
+    ids=["AFT", "by its tokenizer", "GPT-2", "unknown"],
+)
+def test_the_block_size_of_a_text_model_is_the_longest_that_it_takes(config, limit, expected):
+    options = {} if limit is None else {"model_max_length": limit}
+    assert own_block_size(config, build_byte_tokenizer(**options)) == expected
+
+
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT", "GPT-2"])
 def test_bits_per_token_are_those_of_each_block_alone(aft):
     if aft:
@@ -127,6 +166,18 @@ def test_with_a_stride_every_token_but_the_first_counts_once_and_with_context(st
         losses.append(-torch.log_softmax(logits, -1)[tokens[position]].item())
     assert len(losses) >= len(tokens) - 1 - 2 * stride
     assert result["bits_per_token"] == pytest.approx(np.mean(losses) / np.log(2), rel=1e-5)
+
+
+def test_the_bits_are_those_of_the_texts_and_not_of_their_ends():
+    tokenizer = build_byte_tokenizer()
+    assert tokenizer.eos_token_id is not None
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
+    texts = ["The quick brown ", "fox jumps ", "over the lazy dog."]
+    results = [
+        evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": rows}), block_size=10)
+        for rows in (texts, ["".join(texts)])
+    ]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("stride", [-1, 10, 11])

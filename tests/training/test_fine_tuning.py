@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
 from aft_hf.training.distillation import distillation_loss
-from aft_hf.training.fine_tuning import FineTuner
+from aft_hf.training.fine_tuning import FineTuner, logger
 
 
 CLASSES = 3
@@ -88,6 +89,15 @@ def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path):
     assert len(trainer.optimizer.param_groups) == 2  # a ViT has no position biases in this sense
 
 
+@pytest.mark.parametrize(
+    ("multiplier", "scale", "warns"), [(20.0, 20.0, True), (20.0, 1.0, False), (1.0, 20.0, False)]
+)
+def test_a_rate_of_their_own_for_position_biases_with_a_multiplier_is_noticed(tmp_path, multiplier, scale, warns):
+    with CaptureLogger(logger) as log:
+        tuner(classifier(position_bias_multiplier=multiplier), tmp_path, position_bias_scale=scale)
+    assert ("leave out the first" in log.out) == warns
+
+
 # The teacher
 
 
@@ -143,6 +153,22 @@ def test_a_teacher_that_numbers_the_classes_otherwise_is_refused(tmp_path):
     student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
     with pytest.raises(ValueError, match=r"numbers the classes \['dog', 'cat'\], the model \['cat', 'dog'\]"):
         tuner(student, tmp_path, teacher=vit(8, id2label={0: "dog", 1: "cat"}))
+
+
+def test_a_teacher_of_other_classes_is_refused_with_both_lists(tmp_path):
+    student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
+    with pytest.raises(ValueError, match=r"knows the classes 'oak', 'elm', the model 'cat', 'dog'"):
+        tuner(student, tmp_path, teacher=vit(8, id2label={0: "oak", 1: "elm"}))
+
+
+def test_a_teacher_whose_classes_have_no_names_is_taken_by_number_with_a_warning(tmp_path):
+    student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
+    with CaptureLogger(logger) as log:
+        tuner(student, tmp_path, teacher=vit(8, num_labels=2))
+    assert "the teacher has 'LABEL_0', 'LABEL_1', the model 'cat', 'dog'" in log.out
+    with CaptureLogger(logger) as log:
+        tuner(student, tmp_path, teacher=vit(8, id2label={0: "cat", 1: "dog"}))
+    assert log.out == ""
 
 
 # Augmentation and evaluation

@@ -52,8 +52,13 @@ def test_a_run_leaves_a_model_a_tokenizer_its_results_and_a_picture(finished):
     directory = Path(values["output_dir"])
     assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
     assert (directory / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert AutoTokenizer.from_pretrained(directory)("az")["input_ids"] == [97, 122]
-    assert results["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    assert tokenizer("az")["input_ids"] == [97, 122]
+    assert results["parameters"] == model.num_parameters()
+    assert len(tokenizer) == model.config.vocab_size == 258
+    for name in ("eos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name)
+        assert token == getattr(model.config, name) == getattr(model.generation_config, name) is not None
     assert results["steps"] == len(results["losses"]) == 12 and results["processes"] == 1
     assert torch.__version__.startswith(results["versions"]["torch"])
     assert results["recipe"]["optimizer"]["learning_rate"] == 1e-2
@@ -242,7 +247,7 @@ def test_gpt2_trains_by_the_same_recipe(tmp_path):
     results = run(values)
     assert losses(results)[-1] < losses(results)[0]
     config = AutoModelForCausalLM.from_pretrained(values["output_dir"]).config
-    assert (config.vocab_size, config.n_positions) == (256, 16)
+    assert (config.vocab_size, config.n_positions, config.eos_token_id) == (258, 16, 256)
 
 
 def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):

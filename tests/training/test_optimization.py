@@ -32,6 +32,42 @@ def test_each_parameter_is_in_one_group_and_position_biases_are_apart(rank):
     assert all(p.dim() > 1 for p in decayed["params"]) and all(p.dim() < 2 for p in plain["params"])
 
 
+@pytest.mark.parametrize(("aft_type", "rank", "scale"), [("conv", 4, 9.0), ("full", None, 9.0), ("full", 4, 3.0)])
+def test_a_multiplier_of_w_trains_as_a_learning_rate_of_its_own(aft_type, rank, scale):
+    """AdamW's steps do not depend on the size of gradients: m times a parameter moves m times as fast.
+
+    Factors have sqrt(m) each, and so sqrt(m) times the learning rate.
+    """
+    biases = []
+    for multiplier, position_bias_scale in ((9.0, 1.0), (1.0, scale)):
+        torch.manual_seed(0)
+        config = AFTConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            vocab_size=9,
+            aft_type=aft_type,
+            conv_kernel_size=4,
+            max_position_embeddings=9,
+            position_bias_dim=rank,
+            position_bias_multiplier=multiplier,
+        )
+        model = AFTForCausalLM(config).double()
+        tokens = torch.arange(9).unsqueeze(0)
+        optimizer = build_optimizer(model, 1e-2, position_bias_scale=position_bias_scale)
+        for group in optimizer.param_groups:
+            group["eps"] = 0.0  # the one thing that gradients are compared with
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            for parameter in model.parameters():  # rows of w that nothing depends on
+                parameter.grad += 1e-30
+            optimizer.step()
+        # The first token sees itself alone, whatever w is there: its gradient is 0 but for rounding.
+        biases.append(model.aft.layers[0].mixer.position_bias(9)[:, 1:])
+    assert biases[0].abs().max() > 0.05
+    torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-6)
+
+
 def test_frozen_parameters_are_left_out():
     model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=9))
     model.aft.embeddings.requires_grad_(False)

@@ -12,6 +12,7 @@ from runs import CLASSES, bytes_recipe, images_recipe, pixels_recipe, run
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
 
+from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import BytesTask
@@ -40,6 +41,17 @@ def test_a_model_of_pixels_generates_images_from_the_start_token(tmp_path, image
     assert model.config.bos_token_id == 256 and model.config.max_position_embeddings == 48
     tokens = model.generate(max_new_tokens=47, do_sample=True, suppress_tokens=[256])[0, 1:]
     assert tokens_to_image(torch.cat([tokens, tokens[:1]]), (4, 4)).size == (4, 4)
+
+
+def test_a_model_of_the_bytes_alone_is_trained_further_with_its_embeddings(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "position_bias_dim": 2, "max_position_embeddings": 16}
+    source = AFTForCausalLM(AFTConfig(**sizes))  # of 256 tokens, as they were before there were special tokens
+    source.save_pretrained(tmp_path / "source")
+    values = bytes_recipe(tmp_path, model={"pretrained": str(tmp_path / "source")})
+    task = BytesTask(build_recipe(values))
+    model = task.build_model()
+    assert len(task.processor) == model.config.vocab_size == 256
+    assert torch.equal(model.get_input_embeddings().weight, source.get_input_embeddings().weight)
 
 
 def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):

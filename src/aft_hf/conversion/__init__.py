@@ -1,9 +1,16 @@
 """DeiT -> AFT: what the paper transfers from a trained vision transformer (its Table 8), from any dialect of it; and
 labml's AFT-local -> ours."""
 
-from .deit import KERNEL_SIZE, LOCAL_WINDOW_SIZE, NUM_HEADS, POSITION_BIAS_DIM, convert_deit
+from .deit import (
+    KERNEL_SIZE,
+    LOCAL_WINDOW_SIZE,
+    NUM_HEADS,
+    POSITION_BIAS_DIM,
+    POSITION_BIAS_MULTIPLIER,
+    convert_deit,
+)
 from .errors import ConversionError
-from .images import read_images
+from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
 from .report import REPORT_NAME, ConversionReport, TensorRecord
 from .saving import save_converted
@@ -16,9 +23,11 @@ __all__ = [
     "LOCAL_WINDOW_SIZE",
     "NUM_HEADS",
     "POSITION_BIAS_DIM",
+    "POSITION_BIAS_MULTIPLIER",
     "REPORT_NAME",
     "ConversionError",
     "ConversionReport",
+    "ImagesOnDisk",
     "TensorRecord",
     "VisionTransformerSource",
     "convert_deit",

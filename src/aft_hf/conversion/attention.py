@@ -6,6 +6,7 @@ features [i d/h, (i+1) d/h), teacher head j its own: head i is fitted to the mea
 features that they share.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -69,7 +70,8 @@ def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Te
 def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -> dict[str, torch.Tensor]:
     """The parameters of a mixer by name, fitted to (h, T, T)."""
     if isinstance(mixer, AFTConv):
-        return _as_reparameterized(conv_bias(attention, grid_size, mixer.window))
+        bias = conv_bias(attention, grid_size, mixer.window)
+        return _as_reparameterized(bias / mixer.position_bias_multiplier)
     if isinstance(mixer, AFTLocal):
         inside = band(attention.shape[-1], mixer.window)
         return _as_factors(local_bias(attention, inside), inside, mixer)
@@ -152,10 +154,10 @@ def _as_reparameterized(bias: torch.Tensor) -> dict[str, torch.Tensor]:
 def _as_factors(bias: torch.Tensor, inside: torch.Tensor, mixer: AFTFull) -> dict[str, torch.Tensor]:
     """The table, or the factors of Eq. 7 with the least squared error over the pairs inside."""
     if not mixer.factorized:
-        return {"position_bias_table": bias}
+        return {"position_bias_table": bias / mixer.position_bias_multiplier}
     rank = min(mixer.position_bias_query.shape[-1], bias.shape[-1])
     factors = [factorize(head, rank, inside) for head in bias]
-    query, key = (torch.stack(matrices) for matrices in zip(*factors))
+    query, key = (torch.stack(matrices) / math.sqrt(mixer.position_bias_multiplier) for matrices in zip(*factors))
     # Columns beyond the rank add nothing to w, but learn: with both factors 0 they never would.
     padding = mixer.position_bias_key[..., rank:]
     return {

@@ -15,7 +15,7 @@ HEAD = ("classifier",)
 # The two heads of a distilled DeiT, on its class and its distillation token. It predicts the mean of both.
 DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
 # What may be in a file beside the network that classifies.
-OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token"
+OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
 
 
 def grid_of(config: ViTConfig | DeiTConfig) -> tuple[int, int]:

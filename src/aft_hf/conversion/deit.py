@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from transformers import PreTrainedModel
 
 from .._version import __version__
 from ..configuration_aft import AFTConfig
@@ -25,6 +26,8 @@ from .source import VisionTransformerSource, read_source
 KERNEL_SIZE, NUM_HEADS = 11, 16
 POSITION_BIAS_DIM = 128
 LOCAL_WINDOW_SIZE = 32
+# With which Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
+POSITION_BIAS_MULTIPLIER = 1000.0
 
 INITS = ("paper", "attention")
 
@@ -51,20 +54,21 @@ DROPPED = {
     r"embeddings\.cls_token": "AFT-conv has no class token",
     r"embeddings\.distillation_token": "AFT has no distillation token",
     r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
-    r"embeddings\.mask_token": "for pre-training only",
+    r"embeddings\.mask_token|decoder\..+": "for pre-training only",
     r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "the paper does not transfer it",
     r"pooler\.dense\.(weight|bias)": "the classifier does not use it",
 }
 
 
 def convert_deit(
-    source: str | os.PathLike | VisionTransformerSource,
+    source: str | os.PathLike | PreTrainedModel | VisionTransformerSource,
     *,
     aft_type: str | Sequence[str] = "conv",
     kernel_size: int = KERNEL_SIZE,
     num_heads: int | None = None,
     local_window_size: int = LOCAL_WINDOW_SIZE,
     position_bias_dim: int | None = POSITION_BIAS_DIM,
+    position_bias_multiplier: float = POSITION_BIAS_MULTIPLIER,
     image_size: int | tuple[int, int] | None = None,
     init: str = "paper",
     images: Iterable[torch.Tensor | Image.Image] | None = None,
@@ -85,6 +89,8 @@ def convert_deit(
             whose keys are one per head, else 1.
         local_window_size: s of `local`.
         position_bias_dim: d' of `full` and `local`; None for one unfactorized table.
+        position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough; 1
+            for the paper's, with `position_bias_scale` in `build_optimizer`.
         image_size: (height, width) or one for both in pixels, multiples of the patch size; the source's by default.
             Position embeddings that are kept are interpolated as ViT does.
         init: "paper" for new position biases, or "attention" for those that `fit_position_biases` finds in the
@@ -97,6 +103,7 @@ def convert_deit(
 
     Raises:
         ConversionError: the source cannot be read, is not a ViT or DeiT, or holds NaN or infinity.
+        TypeError: the source is neither a path nor a model.
         ValueError: options that make no sense, or not for this source.
     """
     if not isinstance(source, VisionTransformerSource):
@@ -110,6 +117,7 @@ def convert_deit(
         "num_heads": num_heads,
         "local_window_size": local_window_size,
         "position_bias_dim": position_bias_dim,
+        "position_bias_multiplier": position_bias_multiplier,
         "image_size": source.config.image_size if image_size is None else image_size,
     }
     config = _target_config(source, options)
@@ -244,7 +252,7 @@ def _reading(source: VisionTransformerSource) -> dict[str, Any]:
     processor = "of the source" if source.own_image_processor else "assumed: the source has none"
     return {
         "source_image_size": config.image_size,
-        "source_num_heads": config.num_attention_heads,
+        "source_num_heads": config.num_attention_heads if source.num_heads_known else None,
         "image_processor": processor,
     }
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from transformers import DeiTConfig, ViTConfig
@@ -20,6 +21,8 @@ TRANSFORMERS_IN_MEMORY = {
     ".mlp.fc1.": ".intermediate.dense.",
     ".mlp.fc2.": ".output.dense.",
 }
+# Modules of a layer of DINOv2, whose other names are those of ViT in files or in memory.
+DINOV2 = {".norm1.": ".layernorm_before.", ".norm2.": ".layernorm_after."}
 
 # Canonical modules and tensors in the names of timm and of the original DeiT.
 TIMM = {
@@ -42,16 +45,24 @@ TIMM_LAYER = {
 # The layer scale of DeiT-III, in timm's names and in its own: x + gamma * branch(x), a factor of the branch's last
 # module.
 LAYER_SCALES = {"attention.output.dense": ("ls1.gamma", "gamma_1"), "output.dense": ("ls2.gamma", "gamma_2")}
+DINOV2_LAYER_SCALES = {"attention.output.dense": "layer_scale1.lambda1", "output.dense": "layer_scale2.lambda1"}
 # The rows of the fused projection.
 FUSED = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
 
 
 def transformers_derivations(config: ViTConfig | DeiTConfig, names: Iterable[str]) -> dict[str, Derivation]:
-    """For the files that transformers writes: everything is there as it is."""
+    """For the files that transformers writes: everything is there as it is, but for the layer scales of DINOv2."""
     here = {_canonical_name(name): name for name in names}
     heads = _heads(config, "classifier.weight" in here, "cls_classifier.weight" in here)
     needed = [*canonical_shapes(config, heads), *filter(is_optional, here)]
-    return {name: Derivation((here.get(name, name),)) for name in needed}
+    derivations = {name: Derivation((here.get(name, name),)) for name in needed}
+    for name in derivations:
+        module = name.rpartition(".")[0]
+        for part, scale in DINOV2_LAYER_SCALES.items():
+            factor = module.removesuffix(part) + scale
+            if re.fullmatch(rf"encoder\.layer\.\d+\.{part}", module) and factor in here:
+                derivations[name] = replace(derivations[name].then(SCALE), factor=here[factor])
+    return derivations
 
 
 def timm_derivations(config: ViTConfig | DeiTConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Derivation]:
@@ -92,8 +103,8 @@ def _heads(config: ViTConfig | DeiTConfig, one: bool, two: bool) -> tuple[str, .
 
 
 def _canonical_name(name: str) -> str:
-    name = re.sub(r"^(vit|deit)\.", "", name)
+    name = re.sub(r"^(vit|deit|dinov2)\.", "", name)
     name = re.sub(r"^layers\.(\d+)\.", r"encoder.layer.\1.", name)
-    for in_memory, on_disk in TRANSFORMERS_IN_MEMORY.items():
+    for in_memory, on_disk in (TRANSFORMERS_IN_MEMORY | DINOV2).items():
         name = name.replace(in_memory, on_disk)
     return name

@@ -1,7 +1,7 @@
 """Images to look at with a teacher: a folder of them, or parquet files."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -26,17 +26,44 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     Raises:
         ConversionError: there are no images, or one cannot be read.
     """
-    path = Path(path)
     if limit < 1:
         raise ConversionError(f"the number of images must be at least 1, got {limit}")
+    images = ImagesOnDisk(path)
+    count = min(limit, len(images))
+    return (images[index * len(images) // count] for index in range(count))
+
+
+class ImagesOnDisk(Sequence):
+    """The images of a path in RGB, each opened when it is asked for.
+
+    Args:
+        path: as for `read_images`.
+
+    Raises:
+        ConversionError: there are no images; when asked for one, that it cannot be read.
+    """
+
+    def __init__(self, path: str | Path):
+        self._total, self._image_at = _find_images(Path(path))
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, index: int) -> Image.Image:
+        if not 0 <= index < self._total:
+            raise IndexError(f"there are {self._total} images, got index {index}")
+        return self._image_at(index)
+
+
+def _find_images(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
+    """(how many, the one with a number)."""
     if not path.exists():
         raise ConversionError(f"{path}: no such folder or file of images")
     parquet = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
     total, image_at = _parquet_images(path, parquet) if parquet else _image_files(path)
     if not total:
         raise ConversionError(f"{path}: no images in it; give a folder of image files, or parquet files")
-    count = min(limit, total)
-    return (image_at(index * total // count) for index in range(count))
+    return total, image_at
 
 
 def pixel_batches(

@@ -4,12 +4,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
 from rich.table import Table
+from rich.text import Text
 
 from ..reading import Document, parse_json
 from .derivation import Derivation, row_range
@@ -17,7 +18,7 @@ from .errors import ConversionError
 
 
 REPORT_NAME = "conversion_report.json"
-Status = Literal["copied", "fitted", "new", "dropped", "folded"]
+Status = Literal["copied", "fitted", "new", "distilled", "dropped", "folded"]
 STATUSES = get_args(Status)
 
 
@@ -27,7 +28,8 @@ class TensorRecord:
 
     Attributes:
         status: "copied" from the source to `target`, as `sources`, `steps` and `factor` say; "fitted" to the attention
-            of the source; "new" in the target; "dropped" from the source; "folded", the factor of a copied one.
+            of the source; "new" in the target; "distilled", one of these and then trained on what the source
+            computes; "dropped" from the source; "folded", the factor of a copied one.
         target: its name in the target, None where it has no place there.
         shape: in the target, or else in the source after `steps`.
         sources, steps, factor: a `Derivation`.
@@ -68,6 +70,20 @@ class ConversionReport:
         """The records with one status."""
         return [record for record in self.records if record.status == status]
 
+    def add_distillation(self, done: dict[str, Any]) -> None:
+        """Say that all tensors of the target were trained on the outputs of the source, and how.
+
+        Args:
+            done: what `distill` returns.
+        """
+        self.options["distillation"] = done
+        self.records = [
+            replace(record, status="distilled", note=f"first {record.status} {record.note}".strip())
+            if record.target is not None
+            else record
+            for record in self.records
+        ]
+
     def check(self, source: Mapping[str, torch.Tensor], target: Collection[str]) -> None:
         """Compare with the tensors there are.
 
@@ -82,7 +98,7 @@ class ConversionReport:
         )
         expected = {(name, row) for name, tensor in source.items() for row in range(_length(tensor))}
         wrong = {name for name, row in rows.keys() ^ expected} | {name for (name, _), n in rows.items() if n != 1}
-        in_target = {"copied", "fitted", "new"}
+        in_target = {"copied", "fitted", "new", "distilled"}
         for record in self.records:
             if record.status not in STATUSES or (record.target is not None) != (record.status in in_target):
                 raise ConversionError(
@@ -107,7 +123,7 @@ class ConversionReport:
         return ", ".join(parts)
 
     def table(self) -> Table:
-        """For people: a row for each module, with the layers that share its fate counted."""
+        """For people, in 80 columns or a log: a row for each module, with the layers that share its fate counted."""
         rows = Counter(
             (
                 record.status,
@@ -117,11 +133,17 @@ class ConversionReport:
             )
             for record in self.records
         )
-        table = Table(title=f"Conversion of {self.source}")
-        for column in ("status", "target", "source", "how and why", "tensors"):
-            table.add_column(column, overflow="fold", justify="right" if column == "tensors" else "left")
-        for row, count in rows.items():
-            table.add_row(*row, str(count))
+        table = Table(title=f"Conversion of {self.source}", title_justify="left", box=None)
+        table.add_column("status", no_wrap=True)
+        table.add_column("tensors", justify="right", no_wrap=True)
+        table.add_column("what", overflow="fold")
+        for (status, target, source, why), count in rows.items():
+            lines = [target or source]
+            if target and source:
+                lines.append(f"  from {source}")
+            if why:
+                lines.append(f"  {why}")
+            table.add_row(status, str(count), Text("\n".join(lines)))
         return table
 
     def to_json(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -17,7 +18,7 @@ from .deit import convert_deit
 from .errors import ConversionError, first_line
 from .manifest import keep_other_files, write_manifest, written_files
 from .report import REPORT_NAME, ConversionReport
-from .source import read_source
+from .source import VisionTransformerSource, read_source
 from .verification import verify_conversion
 
 
@@ -28,25 +29,42 @@ def save_converted(
     overwrite: bool = False,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
+    distillation: Mapping[str, Any] | None = None,
     **options,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """Convert, write model, image processor, report and manifest, and verify them before they get their place.
+
+    A distillation saves its checkpoints beside `directory`, in `NAME-distillation`, until all is written: the same
+    call goes on from there.
 
     Args:
         source, source_image_size, source_num_heads: as for `read_source`.
         directory: where to write; must not exist or be empty.
         overwrite: replace an earlier conversion in `directory`: what its manifest lists is deleted, and all else that
             is there stays.
+        distillation: `images` and the other arguments of `distill`, to train what was converted on the outputs of the
+            source. Under `accelerate launch` all processes do, and the first one writes.
         **options: the other arguments of `convert_deit`.
 
     Raises:
         ConversionError: as `convert_deit` and `verify_conversion`, or `directory` holds something else or cannot be
             written.
+        TypeError: the source is a model in memory, of which there are no files to verify against.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            "what is saved is verified against the files of the source: give their directory or id, or save what "
+            f"convert_deit returns for a {type(source).__name__} yourself"
+        )
     directory = Path(directory).resolve()
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
-    model, processor, report = _convert(source, reading, options)
+    checkpoints = directory.with_name(f"{directory.name}-distillation")
+    if distillation is not None:
+        distillation = {"checkpoints": checkpoints, **distillation}
+    model, processor, report = _convert(source, reading, options, distillation)
+    if distillation is not None and not _writes():
+        return model, report
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
@@ -59,21 +77,49 @@ def save_converted(
             if directory.exists() and any(directory.iterdir()):
                 keep_other_files(directory, finished)
             _put_in_place(finished, directory)
+        if distillation is not None:
+            shutil.rmtree(checkpoints, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
     return model, report
 
 
 def _convert(
-    source: str | os.PathLike, reading: Mapping[str, Any], options: Mapping[str, Any]
+    source: str | os.PathLike,
+    reading: Mapping[str, Any],
+    options: Mapping[str, Any],
+    distillation: Mapping[str, Any] | None,
 ) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
     """The model, its image processor and the account. The source leaves the memory before anything is written."""
     checkpoint = read_source(source, **reading)
-    model, report = convert_deit(checkpoint, **options)
+    if distillation is None:
+        model, report = convert_deit(checkpoint, **options)
+    else:
+        model, report = _distilled(checkpoint, options, distillation)
     processor, size = checkpoint.image_processor, pair(model.config.image_size)
     if size != pair(checkpoint.config.image_size):
         processor = resized_processor(processor, size)
     return model, processor, report
+
+
+def _distilled(
+    source: VisionTransformerSource, options: Mapping[str, Any], distillation: Mapping[str, Any]
+) -> tuple[AFTForImageClassification, ConversionReport]:
+    """A conversion, with new weights that follow from the seed, trained on the outputs of its source."""
+    from .distillation import distill  # needs the libraries of training
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(distillation.get("seed", 0))
+        model, report = convert_deit(source, **options)
+    report.add_distillation(distill(model, source, **distillation))
+    return model, report
+
+
+def _writes() -> bool:
+    """Whether this process is the one that writes, of those that distilled."""
+    from accelerate import PartialState
+
+    return PartialState().is_main_process
 
 
 def _put_in_place(finished: Path, directory: Path) -> None:

@@ -32,10 +32,10 @@ from .dialects import timm_derivations, transformers_derivations
 from .errors import ConversionError
 from .files import read_tensors
 from .image_processing import timm_image_processor, vit_image_processor
-from .timm_config import check_timm_config, infer_config
+from .relatives import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config
+from .timm_config import check_timm_config, infer_config, usual_heads
 
 
-CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig}
 # The models of transformers by type and heads.
 MODEL_CLASSES = {
     ("vit", ()): ViTModel,
@@ -57,6 +57,8 @@ class VisionTransformerSource:
         derivations: how each tensor of the network is made of these, by its canonical name.
         image_processor: the checkpoint's own, or the usual one of its dialect.
         own_image_processor: whether it is the checkpoint's own.
+        num_heads_known: whether `config` has the number of attention heads, or a stand-in: only what looks at the
+            attention of the source needs it.
     """
 
     name: str
@@ -65,6 +67,7 @@ class VisionTransformerSource:
     derivations: dict[str, Derivation]
     image_processor: BaseImageProcessor
     own_image_processor: bool
+    num_heads_known: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,7 +90,15 @@ class VisionTransformerSource:
         Returns:
             `DeiTForImageClassificationWithTeacher` where there are two heads, `DeiTForImageClassification` or
             `ViTForImageClassification` where there is one, `DeiTModel` or `ViTModel` (without pooler) for a backbone.
+
+        Raises:
+            ConversionError: nobody knows how many attention heads it has.
         """
+        if not self.num_heads_known:
+            raise ConversionError(
+                f"{self.name}: how many attention heads it has does not follow from its width of "
+                f"{self.config.hidden_size}; give source_num_heads"
+            )
         model_class = MODEL_CLASSES[self.config.model_type, self.heads]
         prefix = f"{model_class.base_model_prefix}." if self.heads else ""
         state = {
@@ -102,24 +113,34 @@ class VisionTransformerSource:
 
 
 def read_source(
-    source: str | os.PathLike,
+    source: str | os.PathLike | PreTrainedModel,
     *,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
 ) -> VisionTransformerSource:
-    """Read a ViT or DeiT that transformers, timm or the original DeiT saved.
+    """Read a ViT or DeiT that transformers, timm or the original DeiT saved, or take one of transformers in memory.
+
+    DINOv2 (without registers) and ViT-MAE are ViTs without a classifier, and are read as such.
 
     Args:
-        source: a directory or a repository of the Hub with the config.json of transformers or timm, or a file of
-            weights in the dialect of timm and the original DeiT. Weights are safetensors, or pickles of which
-            tensors alone are read.
+        source: a model of transformers, whose tensors are taken as they are. Or a directory or a repository of the Hub
+            with the config.json of transformers or timm, or a file of weights in the dialect of timm and the original
+            DeiT. Weights are safetensors, or pickles of which tensors alone are read.
         source_image_size: image size it was trained at, (height, width) in pixels, where this does not follow from
             its config or from a square of positions.
         source_num_heads: its attention heads, where they are not those that are usual at its width.
 
     Raises:
         ConversionError: there is no such checkpoint, it is damaged, or it is not a ViT or DeiT.
+        TypeError: what is given is none of these.
     """
+    if isinstance(source, PreTrainedModel):
+        return _checked(_in_one_dtype(_of_model(source)))
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            "a source must be a directory, a file of weights, an id of the Hub, or a ViT or DeiT of transformers in "
+            f"memory, got {type(source).__name__}"
+        )
     name = str(source)
     config = {} if Path(name).is_file() else _read_config(name)
     if "model_type" in config:
@@ -130,6 +151,21 @@ def read_source(
             )
         return _checked(_in_one_dtype(_read_transformers(name, config)))
     return _checked(_in_one_dtype(_read_timm(name, config, source_image_size, source_num_heads)))
+
+
+def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
+    """A model in memory, which has no image processor: the usual one of its kind is taken."""
+    model_type, name = model.config.model_type, model.name_or_path or type(model).__name__
+    check_config(name, model.config.to_dict())
+    config = as_vit_config(model.config)
+    tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
+    usual = _usual_image_processor(name, model_type, pair(config.image_size))
+    return VisionTransformerSource(name, config, tensors, transformers_derivations(config, tensors), usual, False)
+
+
+def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) -> BaseImageProcessor:
+    """That of a checkpoint of this type which has none of its own."""
+    return timm_image_processor(name, {}, size) if model_type in IMAGENET_NORMALIZED else vit_image_processor(size)
 
 
 def _read_config(name: str) -> dict[str, Any]:
@@ -145,17 +181,13 @@ def _read_config(name: str) -> dict[str, Any]:
 
 def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransformerSource:
     model_type = config["model_type"]
-    if model_type not in CONFIG_CLASSES:
-        raise ConversionError(
-            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
-            f"give one of {' or '.join(map(repr, CONFIG_CLASSES))}"
-        )
+    check_config(name, config)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        config = CONFIG_CLASSES[model_type].from_dict(dict(config))
+        config = as_vit_config(CONFIG_CLASSES[model_type].from_dict(dict(config)))
         size = pair(config.image_size)
         grid_of(config)  # patches of no size, or a size that is none
     tensors, own = read_tensors(name), _read_image_processor(name)
-    usual = timm_image_processor(name, {}, size) if model_type == "deit" else vit_image_processor(size)
+    usual = _usual_image_processor(name, model_type, size)
     derivations = transformers_derivations(config, tensors)
     return VisionTransformerSource(name, config, tensors, derivations, own or usual, own is not None)
 
@@ -171,7 +203,9 @@ def _read_timm(
         pretrained_cfg = timm_config.get("pretrained_cfg") or {}
         processor = timm_image_processor(name, pretrained_cfg, pair(config.image_size))
     derivations = timm_derivations(config, tensors)
-    return VisionTransformerSource(name, config, tensors, derivations, processor, bool(pretrained_cfg))
+    told = num_heads or (timm_config.get("model_args") or {}).get("num_heads")
+    known = bool(told or usual_heads(config.hidden_size))
+    return VisionTransformerSource(name, config, tensors, derivations, processor, bool(pretrained_cfg), known)
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:

@@ -13,7 +13,7 @@ from .errors import ConversionError
 
 
 # Timm's names for this very network: vit_base_patch16_224, deit_tiny_distilled_patch16_224, deit3_base_patch16_384.
-ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_\d+(_in21k|_in21ft1k)?"
+ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_(\d+(_in21k|_in21ft1k)?|dinov2)"
 # Activations by the names of timm, in the words of transformers.
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -67,7 +67,7 @@ def infer_config(
         tensors: by their names in the file.
         timm_config: timm's config.json; empty where there is none.
         image_size: in pixels; by default timm's, or that of a square of as many patches as have positions.
-        num_heads: by default timm's, or as many as ViT and DeiT have at this width.
+        num_heads: by default timm's, or as many as ViT and DeiT have at this width, or else 1.
 
     Raises:
         ConversionError: what has to be there is missing, or does not go together.
@@ -78,7 +78,8 @@ def infer_config(
     width, patch_size = patches.shape[0], tuple(patches.shape[2:])
     model_args = _model_args(timm_config)
     if num_heads is None:
-        num_heads = model_args.get("num_heads") or _default_heads(name, width)
+        # 1 stands for a number that nobody knows: what is copied does not depend on it.
+        num_heads = model_args.get("num_heads") or usual_heads(width) or 1
     if num_heads < 1 or width % num_heads:
         raise ConversionError(f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads")
     if image_size is None:
@@ -120,12 +121,9 @@ def _num_blocks(name: str, tensors: Mapping[str, torch.Tensor]) -> int:
     return max(numbers) + 1
 
 
-def _default_heads(name: str, width: int) -> int:
-    if width % HEAD_WIDTH:
-        raise ConversionError(
-            f"{name}: how many attention heads it has does not follow from its width of {width}; give source_num_heads"
-        )
-    return HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
+def usual_heads(width: int) -> int | None:
+    """How many heads ViT and DeiT have at a width; None where that is not known."""
+    return None if width % HEAD_WIDTH else HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
 
 
 def _image_size(

@@ -12,15 +12,21 @@ from .whole_files import write_whole
 
 
 def group_into_blocks(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, *, column: str = "text"
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    *,
+    column: str = "text",
+    mark_ends: bool = True,
 ) -> Dataset:
     """Texts joined, a thousand rows at a time, and cut into blocks; the rest that fills no block is left out.
 
     Args:
         dataset: with a column of texts.
-        tokenizer: texts end with its `eos_token`, if it has one.
+        tokenizer: of the model.
         block_size: tokens per block, at least 2: each is to predict the next.
         column: name of that column.
+        mark_ends: whether each text ends with the tokenizer's `eos_token`, if it has one.
 
     Returns:
         Rows of `input_ids` and `labels`, each of `block_size` tokens.
@@ -30,7 +36,7 @@ def group_into_blocks(
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2, got {block_size}")
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = [tokenizer.eos_token_id] if mark_ends and tokenizer.eos_token_id is not None else []
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         # Joining is the aim here: a text longer than the model's limit is none to warn about.

@@ -388,7 +388,14 @@ def _conversion(facts: Facts) -> dict[str, Any] | None:
     link = f"[{escaped(source)}](https://huggingface.co/{source})" if is_hub_id(source) else code(Path(source).name)
     numbers = [f"{count} tensors ({size} parameters) {escaped(status)}" for status, count, size in counts]
     is_new = any(status == "new" for status, _, _ in counts)
-    return {"source": link, "file": CONVERSION, "counts": ", ".join(numbers), "new": is_new}
+    distillation = facts.conversion["distillation"]
+    return {
+        "source": link,
+        "file": CONVERSION,
+        "counts": ", ".join(numbers),
+        "new": is_new,
+        "distillation": None if distillation is None else escaped(distillation),
+    }
 
 
 def _limits(facts: Facts) -> list[str]:

@@ -268,4 +268,20 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
         counts[each.status] += 1
         sizes[each.status] += math.prod(each.shape)
     facts.base_model = facts.base_model or (source if is_hub_id(source) else None)
-    facts.conversion = {"source": source, "counts": [(each, counts[each], sizes[each]) for each in counts]}
+    facts.conversion = {
+        "source": source,
+        "counts": [(each, counts[each], sizes[each]) for each in counts],
+        "distillation": _distillation(report.options.get("distillation")),
+    }
+
+
+def _distillation(done: Any) -> str | None:
+    """How a converted model was distilled, in a sentence; None where it was not."""
+    names = ("images", "steps", "agreement", "divergence")
+    if not isinstance(done, dict) or not all(_is_number(done.get(name)) for name in names):
+        return None
+    return (
+        f"Then it was distilled from its source on {done['images']} images without labels, in {done['steps']} steps: "
+        f"on {done['agreement']:.1%} of the last ones, as augmented, both gave the same class (KL "
+        f"{done['divergence']:.3f} nats)."
+    )

@@ -33,7 +33,9 @@ def evaluate_command(
         list[int] | None,
         typer.Option(help="Side of the images in pixels, as often as you like; by default as trained."),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of text.")] = 1024,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per block of text; by default the longest that the model takes.")
+    ] = None,
     stride: Annotated[
         int | None, typer.Option(help="New tokens in each block, the others being context; by default all.")
     ] = None,
@@ -60,7 +62,7 @@ def evaluate_command(
     from ..data.loading import load_local
     from ..loading import load
     from ..reading import explained
-    from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier
+    from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier, own_block_size
 
     dataset = load_local(data)
     if max_samples is not None:
@@ -81,6 +83,7 @@ def evaluate_command(
     else:
         language_model = load(AutoModelForCausalLM, model, config=config).to(device)
         tokenizer = load(AutoTokenizer, model)
+        block_size = own_block_size(config, tokenizer) if block_size is None else block_size
         options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}
         with explained(f"{model}: cannot be evaluated on {data}"):
             results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)

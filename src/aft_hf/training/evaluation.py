@@ -14,11 +14,25 @@ from transformers import (
     default_data_collator,
 )
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.utils import logging
 
+from ..data.classes import are_names, shortened
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
 from .metrics import IGNORED, AccuracyAndLoss, BitsPerToken, token_losses
+
+
+logger = logging.get_logger(__name__)
+
+# Of a text model that does not say how long a text may be.
+USUAL_BLOCK_SIZE = 1024
+
+
+def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The longest text of a language model in tokens, by its config and its tokenizer; 1024 where they say none."""
+    longest = getattr(config, "max_position_embeddings", None) or USUAL_BLOCK_SIZE
+    return min(longest, tokenizer.model_max_length)  # which is huge where it is not set
 
 
 def is_image_classifier(config: PreTrainedConfig) -> bool:
@@ -45,17 +59,31 @@ def evaluate_classifier(
     Args:
         model: an image classifier, on the device to run on.
         processor: its image processor.
-        dataset: rows with an image and a label; classes whose names the model does not know are taken by number.
+        dataset: rows with an image and a label; classes are matched by name, and by number (with a warning) where
+            data or model have no names for them.
         image_size: (height, width) in pixels in place of the processor's; models with position embeddings that can
             stretch them (ViT, DeiT) do so.
         batch_size: images per forward pass.
         image_column, label_column: names in the dataset.
+
+    Raises:
+        ValueError: the data has other classes than the model.
     """
     if image_size is not None:
         processor = resized_processor(processor, image_size)
     names, numbers = [model.config.id2label[number] for number in range(model.config.num_labels)], None
-    if set(class_names(dataset, label_column)) <= set(names):
+    given = class_names(dataset, label_column)
+    if set(given) <= set(names):
         numbers = class_numbers(dataset, label_column, names)
+    elif are_names(given) and are_names(names):
+        raise ValueError(
+            f"the data has the classes {shortened(given)}, the model {shortened(names)}: take data of the model's "
+            "classes, or give the model their names (id2label) if these are the same"
+        )
+    elif len(given) > len(names):
+        raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
+    else:
+        logger.warning(f"classes are taken by number: the data has {shortened(given)}, the model {shortened(names)}")
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}
@@ -84,6 +112,8 @@ def evaluate_language_model(
 ) -> dict[str, float]:
     """Bits per token and perplexity over blocks of a text.
 
+    The tokens are those of the text alone, without any that mark its end: the bits of a byte model are per byte.
+
     By default blocks do not overlap, and the first token of each, which has no context, does not count. With a stride
     each token in a block but the first of the text counts once, after at least `block_size - stride` others where
     there are so many. The rest of a text that fills no block is left out.
@@ -101,7 +131,7 @@ def evaluate_language_model(
         ValueError: a text shorter than a block, or a stride that would leave tokens out.
     """
     piece = block_size if stride is None else max(stride, 2)
-    blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column)
+    blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column, mark_ends=False)
     if len(blocks) * piece < block_size:
         raise ValueError(f"the text is shorter than one block of {block_size} tokens")
     if stride is not None:

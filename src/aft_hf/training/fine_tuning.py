@@ -1,7 +1,6 @@
 """A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,18 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 
 from ..configuration_aft import AFTConfig, pair
+from ..data.classes import are_names, shortened
 from ..publishing import write_card
 from ..reading import explained, first_line
 from .distillation import distillation_loss
 from .optimization import parameter_groups
 from .records import move_into
+
+
+logger = logging.get_logger(__name__)
 
 
 class FineTuner(Trainer):
@@ -31,7 +35,7 @@ class FineTuner(Trainer):
         **options: the arguments of `Trainer`.
 
     Raises:
-        ValueError: a teacher that numbers the classes otherwise, or options that do not go together.
+        ValueError: a teacher of other classes or another numbering of them, or options that do not go together.
     """
 
     def __init__(
@@ -45,21 +49,23 @@ class FineTuner(Trainer):
     ):
         super().__init__(**options)
         self.position_bias_scale, self.augment = position_bias_scale, augment
+        multiplier = getattr(self.model.config, "position_bias_multiplier", 1.0)
+        if position_bias_scale > 1 and multiplier > 1:
+            logger.warning(
+                f"position biases learn {position_bias_scale:g} times as fast by position_bias_scale, and already "
+                f"{multiplier:g} times by the position_bias_multiplier of the model: leave out the first"
+            )
         self.teacher, self.distillation = teacher, distillation or {}
         if teacher is not None:
             _require_same_classes(teacher, self.model)
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
             self.model_accepts_loss_kwargs = False
             teacher.to(self.args.device).eval().requires_grad_(False)
-        if self.label_smoother is not None:
-            if getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
-                raise ValueError(
-                    "label_smoothing_factor takes the place of the model's own loss, and so of what "
-                    "position_bias_entropy_weight adds to it: set one of them to 0"
-                )
-            # Trainer shifts the labels of language models that it knows by name, which AFT is not.
-            if self.model.loss_type == "ForCausalLM":
-                self.label_smoother = partial(self.label_smoother, shift_labels=True)
+        if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
+            raise ValueError(
+                "label_smoothing_factor takes the place of the model's own loss, and so of what "
+                "position_bias_entropy_weight adds to it: set one of them to 0"
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
@@ -134,8 +140,17 @@ class FineTuner(Trainer):
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     if teacher.base_model is teacher:
         raise ValueError(f"the teacher is a {type(teacher).__name__}, which has no classifier to learn from")
-    theirs, ours = teacher.config.id2label, student.config.id2label
+    theirs, ours = (list(model.config.id2label.values()) for model in (teacher, student))
     if len(theirs) != len(ours):
         raise ValueError(f"the teacher knows {len(theirs)} classes, the model {len(ours)}: both need the same")
-    if theirs != ours and sorted(theirs.values()) == sorted(ours.values()):
-        raise ValueError(f"the teacher numbers the classes {list(theirs.values())}, the model {list(ours.values())}")
+    if theirs == ours:
+        return
+    if sorted(theirs) == sorted(ours):
+        raise ValueError(f"the teacher numbers the classes {theirs}, the model {ours}")
+    both = f"{shortened(theirs)}, the model {shortened(ours)}"
+    if are_names(theirs) and are_names(ours):
+        raise ValueError(
+            f"the teacher knows the classes {both}: take a teacher of the same classes, or give it their names "
+            "(id2label) if these are the same"
+        )
+    logger.warning(f"the classes of teacher and model are taken to be the same by number: the teacher has {both}")

@@ -92,10 +92,12 @@ def state(run: Run, step: int) -> dict[str, Any]:
 
 def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor:
     """Forward and backward pass of a micro-batch, and with the last one of a step the update; returns the loss."""
-    accelerator, clip = run.accelerator, run.recipe.max_grad_norm
-    seed_random(run.recipe.seed, step, index * accelerator.num_processes + accelerator.process_index)
+    accelerator, clip, pieces = run.accelerator, run.recipe.max_grad_norm, run.pieces
+    place = (pieces.rank,) if pieces.size > 1 else ()  # pieces of a sample do not have the same dropout
+    seed_random(run.recipe.seed, step, index * pieces.groups + pieces.index, *place)
     with accelerator.accumulate(run.model):
-        loss = run.task.loss(run.model, send_to_device(batch, accelerator.device, non_blocking=True))
+        batch = send_to_device(batch, accelerator.device, non_blocking=True)
+        loss = pieces.loss(run.task, run.model, batch)
         accelerator.backward(loss)
         if clip is not None and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(run.model.parameters(), clip)
@@ -117,7 +119,7 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
     run.model.eval()
     with averaged_weights(run):
         for batch in tqdm(run.evaluated[split], desc=split, unit="batch", leave=False, disable=not show):
-            predictions, references = run.accelerator.gather_for_metrics(run.task.scores(run.model, batch))
+            predictions, references = run.accelerator.gather_for_metrics(run.pieces.scores(run.task, run.model, batch))
             metric.add_batch(predictions=predictions.cpu().numpy(), references=references.cpu().numpy())
     run.model.train()
     return metric.compute(**options)

@@ -13,13 +13,14 @@ def parameter_groups(
 
     A new AFT-conv has w = 0 (Eq. 8: gamma = beta = 0), and Adam moves a parameter by about the learning rate in each
     step. In a training of few steps the position biases, which have to grow to the order of 1, get there only with a
-    larger rate than the weights.
+    larger rate than the weights, or with a `position_bias_multiplier` in the config, which does the same for any
+    optimizer of Adam's kind: converted models have one, and need no rate of their own.
 
     Args:
         model: any model; one without AFT mixers has no position biases.
         learning_rate: of the weights.
         weight_decay: of parameters with two dimensions or more that are no position biases.
-        position_bias_scale: factor on the learning rate of the position biases.
+        position_bias_scale: factor on the learning rate of the position biases, for models without a multiplier.
     """
     decayed, plain, position_biases = [], [], []
     # A mixer's own parameters are those of w; its projections are modules of their own.

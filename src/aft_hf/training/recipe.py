@@ -166,6 +166,7 @@ class Recipe(Section):
     steps: Count | None = None
     global_batch_size: Count  # samples in each step of the optimizer, over all processes
     micro_batch_size: Count | None = None  # samples in each pass of a process; None: its whole share
+    context_parallel: Count = 1  # processes that share each sequence, a piece for each
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     max_grad_norm: Positive | None = None
     gradient_checkpointing: bool = False

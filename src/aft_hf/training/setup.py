@@ -21,6 +21,7 @@ from ..reading import explained
 from .adamw import build_adamw
 from .checkpoints import Checkpoints
 from .manifest import Manifest, read_manifest
+from .pieces import Pieces
 from .recipe import Recipe, build_recipe
 from .records import Record, portable, remove_unfinished
 from .tasks import TASKS, Task
@@ -35,6 +36,7 @@ FREE_TO_CHANGE = {
     "epochs",
     "steps",
     "micro_batch_size",
+    "context_parallel",
     "gradient_checkpointing",
     "compile",
     "evaluate_every",
@@ -51,6 +53,7 @@ class Run:
 
     recipe: Recipe
     accelerator: Accelerator
+    pieces: Pieces
     task: Task
     data: str  # the fingerprint of what is trained on
     model: nn.Module
@@ -75,8 +78,8 @@ def set_up(recipe: Recipe) -> Run:
         ValueError: a recipe that does not fit the data, the checkpoint, the device or the number of processes.
         OSError: data that cannot be read.
     """
-    processes = join_processes().num_processes
-    micro_batch_size, accumulation = recipe.accumulation(processes)
+    pieces = Pieces.of(recipe, join_processes())
+    micro_batch_size, accumulation = recipe.accumulation(pieces.groups)
     task = TASKS[recipe.task](recipe)
     streamed = isinstance(task.train, StreamedSamples)
     # The recipe of a stream says everything in steps.
@@ -86,6 +89,7 @@ def set_up(recipe: Recipe) -> Run:
 
     torch.manual_seed(recipe.seed)
     model = task.build_model()
+    pieces.check(model)
     parameters = model.num_parameters()
     if recipe.gradient_checkpointing:
         # The old name of it is deprecated in new releases of transformers, the new one is missing in old ones.
@@ -112,8 +116,8 @@ def set_up(recipe: Recipe) -> Run:
         "seed": recipe.seed,
         "start": start,
         "stop": total,
-        "process": accelerator.process_index,
-        "processes": accelerator.num_processes,
+        "process": pieces.index,
+        "processes": pieces.groups,
         "repetitions": task.repetitions,
     }
     if streamed:
@@ -126,12 +130,14 @@ def set_up(recipe: Recipe) -> Run:
     samples = "a stream" if streamed else f"{len(task.train):,} samples, {epoch:,} steps in an epoch"
     accelerator.print(
         f"{recipe.task}: {samples}, {total:,} steps; "
-        f"{parameters / 1e6:.2f} M parameters; a step is {accelerator.num_processes} x {accumulation} x "
+        f"{parameters / 1e6:.2f} M parameters; a step is {pieces.groups} x {accumulation} x "
         f"{micro_batch_size} (processes x micro-batches x samples)"
+        + (f", each sample in {pieces.size} pieces in as many processes" if pieces.size > 1 else "")
     )
     return Run(
         recipe=recipe,
         accelerator=accelerator,
+        pieces=pieces,
         task=task,
         data=data,
         model=model,

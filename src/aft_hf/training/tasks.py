@@ -19,10 +19,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from ..data.byte_tokenizer import build_byte_tokenizer
+from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
 from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
 from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
@@ -148,14 +149,23 @@ class BytesTask(SequenceTask):
             for split, part in parts.items()
         }
         self.units_per_sample = data.seq_len
+        self.processor = self._tokenizer()
         self.config_values = {
             "modality": "text",
-            "vocab_size": 256,
+            "vocab_size": len(self.processor),
             "max_position_embeddings": data.seq_len,
             "bos_token_id": None,
-            "eos_token_id": None,
+            "eos_token_id": self.processor.eos_token_id,
+            "pad_token_id": self.processor.pad_token_id,
         }
-        self.processor = build_byte_tokenizer(model_max_length=data.seq_len)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of bytes, with special tokens unless a pretrained model has embeddings of the bytes alone."""
+        special_tokens: dict[str, None] = {}
+        source = self.recipe.model.get("pretrained")
+        if source is not None and AutoConfig.from_pretrained(source).vocab_size == NUM_BYTES:
+            special_tokens = dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
+        return build_byte_tokenizer(model_max_length=self.recipe.data.seq_len, **special_tokens)
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         counted = labels != IGNORED

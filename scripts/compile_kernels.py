@@ -1,0 +1,235 @@
+"""Compile every variant of the Triton kernels for GPUs that need not be there, and print what became of each.
+
+The variants are those that the launches ask for, which run on meta tensors here: only Triton is needed. For each
+variant: registers and bytes of spilled registers per thread, bytes of shared memory per program, instructions in all,
+and those that multiply matrices. Fails where a variant does not compile, spills more than `--spills` bytes, or needs
+more shared memory than the GPU has.
+
+    python scripts/compile_kernels.py --architectures 80 90 --out kernels.json
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from aft_hf import kernels_aft
+from aft_hf.documents_aft import Documents
+from aft_hf.mixing_aft import Mixing
+from aft_hf.mixing_triton_aft import Geometry, problem_tensors
+from aft_hf.mixing_triton_launch_aft import backward, forward
+from aft_hf.position_biases_aft import Dense, LagKernel, LinearDecay, NoBias, Window
+
+
+# Bytes of shared memory that one program may have.
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+
+# Sizes of an ordinary call: rows, positions, features, heads.
+BATCH, LENGTH, WIDTH, HEADS = 8, 4096, 256, 4
+
+
+class Variant(NamedTuple):
+    """A kernel as one launch asks for it. Arguments are (name, type, value if it is a constant, divisible by 16)."""
+
+    kernel: str
+    arguments: tuple[tuple[str, str, Any, bool], ...]
+    warps: int
+
+    def constant(self, name: str) -> Any:
+        return next((value for other, _, value, _ in self.arguments if other == name), None)
+
+
+class Compiled(NamedTuple):
+    problem: str
+    variant: Variant
+    architecture: int
+    error: str = ""
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    instructions: int = 0
+    products: str = ""
+
+
+# ----------------------------------------------------------------------------------------------------- what to compile
+
+
+def problems() -> Iterator[tuple[str, Mixing]]:
+    """One problem for each structure of w, dtype and option that a kernel is specialized for, on meta tensors."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    factors = tensor(1, LENGTH, 64), tensor(1, LENGTH, 64)
+    meta = torch.device("meta")
+    structures = {
+        "simple": (1, WIDTH, NoBias(1, meta, torch.float32)),
+        "alibi": (HEADS, WIDTH, LinearDecay(tensor(HEADS))),
+        "local": (1, WIDTH, Window(*factors, size=32)),
+        "local, wide": (1, WIDTH, Window(*factors, size=100)),
+        "local, window alone": (1, WIDTH, Window(*factors, size=32, hides_outside=True)),
+        "conv": (HEADS, HEADS, LagKernel(tensor(HEADS, 11), causal=True)),
+        "full": (1, WIDTH, Dense(*factors)),
+    }
+    documents = Documents(tensor(BATCH, LENGTH, dtype=torch.bool))
+    for (name, (heads, key_width, biases)), dtype, packed in product(
+        structures.items(), (torch.bfloat16, torch.float32, torch.float16), (False, True)
+    ):
+        if dtype == torch.float16 and (name != "local" or packed):
+            continue  # products as in float32, loads and stores as in bfloat16
+        if name == "local, wide" and packed:
+            continue  # differs from "local" in that the number of near chunks is no constant
+        value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
+        key = tensor(BATCH, LENGTH, key_width, dtype=dtype)
+        options = {"documents": documents} if packed else {}
+        label = f"{name}, {str(dtype).removeprefix('torch.')}{', documents' if packed else ''}"
+        yield label, Mixing(key, value, heads, biases, causal=True, query=value, **options)
+
+
+def launched(problem: Mixing) -> list[Variant]:
+    """The variants that a forward and backward pass and a forward pass without gradients launch."""
+    variants, run = [], JITFunction.run
+
+    def record(kernel, *arguments, grid, warmup, **options) -> None:
+        variants.append(_variant(kernel, arguments, options))
+
+    JITFunction.run = record
+    try:
+        geometry, inputs = Geometry.of(problem), problem_tensors(problem)
+        _, kept, _ = forward(*inputs, geometry, keep=True)
+        forward(*inputs, geometry, keep=False)
+        backward(problem.value, *inputs, kept, geometry, of_table=inputs[3] is not None)
+    finally:
+        JITFunction.run = run
+    return variants
+
+
+def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
+    """What Triton would compile for these arguments of a launch."""
+    warps = options.pop("num_warps", 4)
+    values = dict(zip(kernel.arg_names, arguments)) | options
+    given = []
+    for parameter in kernel.params:
+        value = values[parameter.name]
+        if isinstance(value, torch.Tensor):
+            given.append((parameter.name, TYPES[value.dtype], None, True))
+        elif parameter.is_constexpr or value is None or value == 1:
+            given.append((parameter.name, "constexpr", value, False))
+        else:
+            given.append((parameter.name, "i32", None, value % 16 == 0))
+    return Variant(kernel.__name__, tuple(given), warps)
+
+
+# --------------------------------------------------------------------------------------------------------- compilation
+
+
+def compile_variant(problem: str, variant: Variant, architecture: int) -> Compiled:
+    names = [name for name, *_ in variant.arguments]
+    source = ASTSource(
+        fn=getattr(kernels_aft, variant.kernel),
+        signature={name: kind for name, kind, *_ in variant.arguments},
+        constexprs={(names.index(name),): value for name, kind, value, _ in variant.arguments if kind == "constexpr"},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name, *_, even in variant.arguments if even},
+    )
+    try:
+        target = GPUTarget("cuda", architecture, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": variant.warps})
+    except Exception as error:
+        return Compiled(problem, variant, architecture, error=f"{type(error).__name__}: {error}"[:2000])
+    return Compiled(problem, variant, architecture, "", *_inspect(compiled))
+
+
+def _inspect(compiled) -> tuple[int, int, int, int, str]:
+    """Registers, spilled bytes, shared memory, instructions, and those that multiply matrices."""
+    tools = Path(triton.knobs.nvidia.ptxas.path).parent
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        usage = _output(tools / "cuobjdump", "--dump-resource-usage", binary)
+        code = _output(tools / "cuobjdump", "--dump-sass", binary)
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", code)
+    registers, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    counts = {name: operations.count(name) for name in ("HGMMA", "HMMA") if name in operations}
+    products = " ".join(f"{name} {count}" for name, count in counts.items())
+    return registers, local, compiled.metadata.shared, len(operations), products
+
+
+def _output(*command) -> str:
+    return subprocess.run([str(x) for x in command], capture_output=True, text=True, check=True).stdout
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def failures(found: Compiled, spills: int) -> str:
+    """Why a variant is not accepted; empty where it is."""
+    if found.error:
+        return found.error
+    if found.spilled > spills:
+        return f"spills {found.spilled} bytes per thread, more than {spills}"
+    limit = SHARED_MEMORY.get(found.architecture, min(SHARED_MEMORY.values()))
+    return f"needs {found.shared} bytes of shared memory, more than {limit}" if found.shared > limit else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90], help="compute capabilities")
+    parser.add_argument("--spills", type=int, default=64, help="the most bytes of registers that a thread may spill")
+    parser.add_argument("--only", default="", help="a part of the names of problems and kernels to compile")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--out", type=Path, help="a JSON file for the table")
+    arguments = parser.parse_args()
+
+    variants: dict[Variant, str] = {}  # and the first problem that has it
+    for name, problem in problems():
+        for variant in launched(problem):
+            if arguments.only in f"{name} {variant.kernel}":
+                variants.setdefault(variant, name)
+    wanted = [(name, variant, sm) for sm in arguments.architectures for variant, name in variants.items()]
+    print(f"{len(variants)} variants for {' and '.join(f'sm_{sm}' for sm in arguments.architectures)}", flush=True)
+    row = "{:6} {:22} {:42} {:>5} {:>9} {:>6} {:>7} {:>8}  {}"
+    print(
+        row.format("GPU", "kernel", "first needed by", "warps", "registers", "spill", "shared", "instr.", "products")
+    )
+    failed, table = [], []
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(compile_variant, *zip(*wanted)):
+            sizes = found.variant.warps, found.registers, found.spilled, found.shared, found.instructions
+            print(row.format(f"sm_{found.architecture}", found.variant.kernel, found.problem, *sizes, found.products))
+            sys.stdout.flush()
+            reason = failures(found, arguments.spills)
+            if reason:
+                failed.append(f"sm_{found.architecture} {found.variant.kernel}, {found.problem}: {reason}")
+            entry = found._asdict() | {"kernel": found.variant.kernel, "warps": found.variant.warps}
+            entry["constants"] = {
+                name: value for name, kind, value, _ in entry.pop("variant").arguments if kind == "constexpr"
+            }
+            table.append(entry)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{len(table) - len(failed)} of {len(table)} accepted", *failed, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""AFT models as programs for other runtimes."""
+
+from .onnx_step import empty_state, export_step
+
+
+__all__ = ["empty_state", "export_step"]

@@ -1,0 +1,105 @@
+"""Decoding outside PyTorch: one token at a time as an ONNX program, with the cache as its inputs and outputs."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from ..caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
+from ..modeling_aft import AFTForCausalLM
+
+
+STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, as `AFTLayerState` describes them
+
+
+def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.Tensor]:
+    """The inputs of the program beside `input_ids` before the first token.
+
+    `seen`, (B,) int64, counts the tokens of each row; `I.keys` and the other names of `STATE` are the float32 tensors
+    of layer I. All have the batch in front, and a constant size.
+
+    Raises:
+        ValueError: a model with a `full` layer, whose cache grows with the text.
+    """
+    if None in (windows := [layer.mixer.state_window for layer in model.aft.layers]):
+        raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
+    state = {"seen": torch.zeros(batch_size, dtype=torch.long)}
+    for index, (layer, window) in enumerate(zip(model.aft.layers, windows)):
+        mixer, empty = layer.mixer, AFTLayerState(window)
+        widths = mixer.k_proj.out_features, mixer.v_proj.out_features
+        empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
+        state |= {f"{index}.{name}": getattr(empty, name) for name in STATE}
+    # Without a window there are no keys and values to carry.
+    return {name: tensor for name, tensor in state.items() if tensor.numel() > 0}
+
+
+def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
+    """Write the ONNX program of one step, for any batch size.
+
+    Its inputs are `input_ids` (B, 1) and what `empty_state` describes; its outputs `logits` (B, 1, vocabulary) and
+    each input of the state again as `next.NAME`. A prompt is fed token by token. Nothing is checked there: a text must
+    not grow longer than `max_position_embeddings`, where the model has learned positions.
+
+    Args:
+        model: in evaluation mode, in float32, with layers of any type but `full`.
+        path: of the file.
+        **options: more of `torch.onnx.export`.
+
+    Raises:
+        ValueError: a model with a `full` layer.
+    """
+    inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": empty_state(model, 2)}
+    batch = {0: Dim("batch", min=1, max=4096)}
+    shapes = {"input_ids": batch, "state": dict.fromkeys(inputs["state"], batch)}
+    names = [*inputs["state"]]
+    program = torch.onnx.export(
+        _Step(model).train(model.training),
+        (),
+        kwargs=inputs,
+        dynamic_shapes=shapes,
+        input_names=["input_ids", *names],
+        output_names=["logits", *(f"next.{name}" for name in names)],
+        dynamo=True,
+        **{"verbose": False, **options},
+    )
+    program.save(path)
+
+
+class _Step(nn.Module):
+    """A language model as a function of a token and a state, to the logits and the next state."""
+
+    def __init__(self, model: AFTForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        cache = AFTCache([])
+        for index, layer in enumerate(self.model.aft.layers):
+            cache.layers.append(_StepState(layer.mixer.state_window, index, state))
+        logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits
+        following = {"seen": state["seen"] + 1}
+        for index, layer in enumerate(cache.layers):
+            following |= {f"{index}.{name}": getattr(layer, name) for name in STATE}
+        return logits, *(following[name] for name in state)
+
+
+class _StepState(AFTStaticLayerState):
+    """The state of a layer from the inputs of a program: it is replaced and not changed in place."""
+
+    _store = AFTLayerState._store
+
+    def __init__(self, window: int, index: int, state: dict[str, torch.Tensor]):
+        super().__init__(window, max_length=0)
+        for name in STATE[2:]:
+            setattr(self, name, state[f"{index}.{name}"])
+        self.keys, self.values = (
+            state.get(f"{index}.{name}", like[:, :, :0])
+            for name, like in (("keys", self.maximum), ("values", self.numerator))
+        )
+        # The tokens that count are those seen, row by row.
+        self.cumulative_length, self.padding = torch.zeros_like(state["seen"][0]), -state["seen"]
+        self.padded, self.is_initialized, self.is_empty = True, True, False
+
+
+__all__ = ["empty_state", "export_step"]

@@ -1,0 +1,250 @@
+"""Launches of the Triton kernels: sizes of blocks, memory for results, and the kernels of a pass in their order.
+
+Tensors are those of a causal problem, as projections write them: query and value (B, T, d), key (B, T, d) or, for one
+key per head, (B, T, h). Nothing here waits for the device.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .kernels_aft import (
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+    scan_kernel,
+    table_gradient_kernel,
+    totals_kernel,
+)
+from .scaled_sums_aft import power_of_two_from
+
+
+if TYPE_CHECKING:
+    from .mixing_triton_aft import Geometry
+
+
+# The most sums and features that one program of a scan takes.
+SCANNED, SCANNED_FEATURES = 64, 32
+
+# Features that the gradient of a table takes at once.
+TABLE_BLOCK = 32
+
+# Programs below which the gradient of a table is also cut into rows of the batch.
+ENOUGH_PROGRAMS = 1024
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def block_of(features: int) -> int:
+    """Features per program for heads of so many: a power of two, from the smallest that a product takes."""
+    return min(64, max(16, power_of_two_from(features)))
+
+
+class Launch:
+    """What all kernels of one problem have in common."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, table, slopes, first, geometry: "Geometry"):
+        self.geometry, self.table, self.slopes, self.first = geometry, table, slopes, first
+        self.batch, self.length, self.width = value.shape
+        self.chunks = -(-self.length // geometry.chunk_size)
+        self.heads = geometry.num_heads
+        self.head = self.width // self.heads
+        self.block = block_of(self.head)
+        self.blocks = -(-self.head // self.block)
+        self.programs = (self.heads * self.blocks * self.chunks * self.batch,)
+        self.device, self.key_per_head = value.device, key.shape[-1] != self.width
+        # Half the digits of bfloat16 are lost anyway; float16 has as many as tf32.
+        self.precision = "tf32" if value.dtype == torch.bfloat16 else "tf32x3"
+        # A table of biases, or products of three parts each, take more registers than 4 warps have without spills.
+        self.warps = 4 if self.precision == "tf32" and table is None else 8
+        self.sizes = (self.length, self.chunks, self.width)
+        self.has_far_sums = not (geometry.is_full or geometry.alone)
+        self.common = {
+            "MODE": geometry.mode,
+            "HEADS": self.heads,
+            "BLOCKS": self.blocks,
+            "HEAD": self.head,
+            "C": geometry.chunk_size,
+            "BD": self.block,
+            "DOCUMENTS": first is not None,
+        }
+
+    def near(self) -> tuple[int, int, int, int]:
+        """Chunks before a query's own that have biases, their reach, and the size of the table of biases."""
+        geometry, table = self.geometry, self.table
+        if table is None:
+            return 0, geometry.reach, self.length, 1
+        near = self.chunks - 1 if geometry.is_full else geometry.near
+        if geometry.is_full:
+            return near, self.length, table.shape[1], table.shape[2]
+        shared = table.shape[1] == 1
+        return near, geometry.reach, self.length if shared else table.shape[1] * table.shape[2], table.shape[3]
+
+    def table_strides(self, table: torch.Tensor | None) -> tuple[int, int]:
+        """From one head, and from one chunk, to the next; a table of one chunk serves all."""
+        if table is None:
+            return 0, 0
+        if self.geometry.is_full:
+            return table.stride(0), self.geometry.chunk_size * table.stride(1)
+        return table.stride(0), table.stride(1) if table.shape[1] > 1 else 0
+
+    def sums(self) -> Sums:
+        """Memory for the sums of all chunks, and for what lies before or after them."""
+        shape = (self.batch, self.chunks + 1, self.width)
+        return tuple(torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(3))
+
+    def scan(self, sums: Sums, *, reverse: bool) -> None:
+        """From sums of chunks to the sums over all up to each of them, in place."""
+        self._scan(sums, None, reverse, True)
+
+    def _scan(self, sums: Sums, age: torch.Tensor | None, reverse: bool, of_chunks: bool) -> None:
+        count = sums[0].shape[1]
+        size = min(SCANNED, max(4, power_of_two_from(count)))
+        features = min(SCANNED_FEATURES, power_of_two_from(self.width))
+        blocks = -(-count // size)
+        programs = (-(-self.width // features) * blocks * self.batch,)
+        numbers = (count, self.length, self.width, blocks)
+        options = {
+            "MODE": self.geometry.mode,
+            "HEAD": self.head,
+            "C": self.geometry.chunk_size,
+            "NB": size,
+            "BD": features,
+            "DOCUMENTS": self.first is not None,
+            "REVERSE": reverse,
+            "OF_CHUNKS": of_chunks,
+        }
+        biases, carry, nothing = (self.slopes, self.first), (None, None, None), (None,)
+        if blocks > 1:
+            shape = (self.batch, blocks, self.width)
+            *carry, ages = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(4))
+            arguments = (*sums, age, None, None, None, *carry, ages, *biases, *numbers)
+            scan_kernel[programs](*arguments, CARRY=False, REDUCE=True, **options)
+            # Blocks are numbered in the order of the scan already
+            self._scan(tuple(carry), ages, False, False)
+        arguments = (*sums, age, *carry, *sums, *nothing, *biases, *numbers)
+        scan_kernel[programs](*arguments, CARRY=blocks > 1, REDUCE=False, **options)
+
+
+def forward(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    first: torch.Tensor | None,
+    geometry: "Geometry",
+    *,
+    keep: bool,
+    initial: Sums | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Sums | None]:
+    """Eq. 2 times the gate: (B, T, d).
+
+    Args:
+        keep: whether what the backward pass needs is kept.
+        initial: the sums over what lies before the sequence, (B, d) each, as its last position sees them.
+
+    Returns:
+        The result, what the backward pass needs, and the sums over all up to the end of each chunk.
+    """
+    query, key, value = (_by_rows(x) for x in (query, key, value))
+    with torch.cuda.device_of(value):
+        at = Launch(key, value, table, slopes, first, geometry)
+        sums = None
+        if at.has_far_sums:
+            sums = at.sums()
+            options = {"KEY_PER_HEAD": at.key_per_head, "INITIAL": initial is not None, **at.common}
+            arguments = (key, value, slopes, first, *(initial or (None, None, None)), *sums, *at.sizes)
+            totals_kernel[at.programs](*arguments, *_strides(key, value), **options)
+            at.scan(sums, reverse=False)
+        output, kept = torch.empty(value.shape, dtype=value.dtype, device=value.device), (None, None, None)
+        if keep:
+            largest = torch.empty(at.batch, at.chunks, at.width, dtype=torch.float32, device=at.device)
+            kept = (*(torch.empty(value.shape, dtype=torch.float32, device=at.device) for _ in range(2)), largest)
+        options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": query is not None}
+        options |= {"KEEP": keep, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        arguments = (query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept)
+        strides = (*_strides(query, key, value), *at.table_strides(table))
+        forward_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
+    return output, kept, sums
+
+
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    first: torch.Tensor | None,
+    kept: tuple[torch.Tensor, ...],
+    geometry: "Geometry",
+    *,
+    of_table: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of query, key, value and, if asked for, of the table of position biases."""
+    gradient, query, key, value = (_by_rows(x) for x in (gradient, query, key, value))
+    with torch.cuda.device_of(value):
+        at = Launch(key, value, table, slopes, first, geometry)
+        gated, strides = query is not None, _strides(gradient, query)
+        options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": gated}
+        options |= {"PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
+        sums = at.sums() if at.has_far_sums else (None, None, None)
+        if gated or at.has_far_sums:
+            arguments = (gradient, query, *kept, slopes, first, of_query, *sums, *at.sizes, *strides)
+            query_gradient_kernel[at.programs](*arguments, GATED=gated, TOTALS=at.has_far_sums, **at.common)
+        if at.has_far_sums:
+            at.scan(sums, reverse=True)
+        of_value = torch.empty(value.shape, dtype=value.dtype, device=at.device)
+        if at.key_per_head:
+            shape, dtype = (at.batch, at.length, at.heads, at.blocks), torch.float32
+        else:
+            shape, dtype = key.shape, key.dtype
+        of_key = torch.empty(shape, dtype=dtype, device=at.device)
+        strides = (*strides, *_strides(key, value), *at.table_strides(table))
+        arguments = (gradient, query, key, value, *kept, table, slopes, first, *sums, of_key, of_value)
+        key_gradient_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
+        if at.key_per_head:
+            of_key = of_key.sum(-1).to(key.dtype)
+        if not of_table:
+            return of_query, of_key, of_value, None
+        return of_query, of_key, of_value, _table_gradient(at, gradient, query, key, value, kept, strides, options)
+
+
+def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, options) -> torch.Tensor:
+    """The gradient of the position biases, in the shape of their table."""
+    block = min(TABLE_BLOCK, at.block)
+    options |= {"BD": block, "BLOCKS": -(-at.head // block)}
+    near, tables = at.near(), at.heads * at.chunks
+    tiles = tables * (near[0] + 1)
+    parts = at.batch if at.first is not None else min(at.batch, max(1, ENOUGH_PROGRAMS // tiles))
+    rows_each = -(-at.batch // parts)
+    parts = -(-at.batch // rows_each)
+    if at.first is not None:  # added up by the kernel
+        found = torch.zeros(at.table.shape, dtype=torch.float32, device=at.device)[None]
+    elif at.geometry.is_full:
+        found = torch.zeros(parts, *at.table.shape, dtype=torch.float32, device=at.device)
+    else:
+        shape = (parts, at.heads, at.chunks, *at.table.shape[2:])
+        found = torch.empty(shape, dtype=torch.float32, device=at.device)
+    arguments = (gradient, query, key, value, *kept, at.table, at.first, found, at.batch, *at.sizes, *near, *strides)
+    to = found.stride(0), *_gradient_strides(at, found)
+    table_gradient_kernel[(tiles * parts,)](*arguments, *to, rows_each, **options)
+    found = found.sum(0)
+    return found if found.shape == at.table.shape else found.sum(1, keepdim=True)
+
+
+def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
+    """From one head, and from one chunk, of a table's gradient to the next."""
+    return found.stride(1), at.geometry.chunk_size * found.stride(2) if at.geometry.is_full else found.stride(2)
+
+
+def _by_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with its features side by side."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """From one row, and from one position, to the next."""
+    return tuple(s for x in tensors for s in ((0, 0) if x is None else x.stride()[:2]))

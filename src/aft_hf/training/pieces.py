@@ -1,0 +1,89 @@
+"""Context parallelism in training: groups of processes take the same batch, and each process a piece of its sequences.
+
+The loss and the metrics are those of whole sequences, in every process.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import PartialState
+from torch import distributed
+from transformers import PreTrainedModel
+
+from ..sequence_shards_aft import average_over, context_parallel, local_piece, total_over
+from .recipe import Recipe
+from .tasks import Batch, Task
+
+
+@dataclass
+class Pieces:
+    """The group of this process. With one process in each group, everything is as without."""
+
+    size: int  # processes in a group
+    groups: int
+    index: int  # of this group
+    rank: int  # of this process in it
+    group: distributed.ProcessGroup | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, state: PartialState) -> "Pieces":
+        """Groups of `context_parallel` processes, one after the other.
+
+        Raises:
+            ValueError: the processes cannot be divided so, or the recipe is not of sequences.
+        """
+        size, processes = recipe.context_parallel, state.num_processes
+        if processes % size:
+            raise ValueError(f"context_parallel={size} does not divide the {processes} processes: change one of them")
+        if size > 1 and (recipe.task == "images" or recipe.compile):
+            wanted = "compile=False" if recipe.compile else "a task of sequences, 'bytes' or 'pixels'"
+            raise ValueError(f"context_parallel={size} needs {wanted}")
+        index, rank = divmod(state.process_index, size)
+        group = None
+        if size > 1:  # all processes make all groups
+            made = [distributed.new_group(range(i, i + size)) for i in range(0, processes, size)]
+            group = made[index]
+        return cls(size, processes // size, index, rank, group)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a ValueError for a model that cannot take pieces."""
+        types = getattr(model.config, "layer_aft_types", ["no AFT"])
+        if self.size > 1 and not set(types) <= {"simple", "alibi", "local", "conv"}:
+            raise ValueError(
+                f"context_parallel={self.size} needs a model whose layers are of the aft_type simple, alibi, local or "
+                f"conv, got {model.config.model_type} with {', '.join(sorted(set(types)))}"
+            )
+
+    def loss(self, task: Task, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        """The loss of whole sequences, whose gradient is an average over the processes."""
+        if self.group is None:
+            return task.loss(model, batch)
+        piece = self._cut(batch)
+        counted = (piece["labels"] != -100).sum()
+        share = counted * self.size / total_over(self.group, counted)
+        with context_parallel(self.group):
+            loss = task.loss(model, piece) * share
+        return average_over(self.group, loss)
+
+    def scores(self, task: Task, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predictions and references of this process's own batch. The group takes the batches of its processes in
+        turn, each process a piece; what a task scores in a row is a sum over its tokens.
+        """
+        if self.group is None:
+            return task.scores(model, batch)
+        for source in range(self.size):
+            piece = self._cut({name: self._from(source, x) for name, x in batch.items()})
+            with context_parallel(self.group):
+                scores = [total_over(self.group, x) for x in task.scores(model, piece)]
+            if source == self.rank:
+                own = scores
+        return own[0], own[1]
+
+    def _from(self, source: int, x: torch.Tensor) -> torch.Tensor:
+        """The tensor that one process of the group has."""
+        x = x.clone()
+        distributed.broadcast(x, group_src=source, group=self.group)
+        return x
+
+    def _cut(self, batch: Batch) -> Batch:
+        return {name: local_piece(x, self.group) for name, x in batch.items()}

@@ -1,0 +1,45 @@
+"""Every Python example of docs/integrations.md runs as it stands."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+EXAMPLES = {
+    section.splitlines()[0]: code
+    for section in SECTIONS
+    for code in re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+}
+
+
+def test_there_is_an_example_for_each_client():
+    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "Serving", "ONNX"} <= {
+        title.split(":")[0] for title in EXAMPLES
+    }
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_runs(title, saved, tmp_path, monkeypatch, request):
+    code = EXAMPLES[title]
+    for name in sorted(_imported(code)):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}: make clients")
+    if "localhost:8000" in code:
+        code = code.replace("localhost:8000", f"127.0.0.1:{request.getfixturevalue('server_port')}")
+        code = code.replace("outputs/quickstart-text", str(saved))  # as which it is served here
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "quickstart-text").symlink_to(saved)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, f"{PAGE.name}: {title}", "exec"), {"__name__": "example"})
+
+
+def _imported(code: str) -> set[str]:
+    nodes = ast.walk(ast.parse(code))
+    names = [x.name for node in nodes if isinstance(node, ast.Import) for x in node.names]
+    names += [node.module for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}

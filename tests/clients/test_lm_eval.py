@@ -1,0 +1,83 @@
+"""lm-evaluation-harness with a task of our own: no network, and the bits that `aft-hf evaluate` finds."""
+
+import math
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from datasets import Dataset
+
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: make clients")
+
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    text = topics["conversions"].encode("ascii", "ignore").decode()
+    return text[: len(text) // BLOCK * BLOCK]
+
+
+def evaluate(model, tokenizer, directory, rows, **task):
+    """The result of one task on rows of a json file."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    Dataset.from_dict(rows).to_json(directory / "rows.json")
+    config = {
+        "task": "local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(directory / "rows.json")}},
+        "test_split": "test",
+    }
+    client = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=BLOCK)
+    return lm_eval.simple_evaluate(
+        client, tasks=[config | task], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
+    )
+
+
+def test_bits_per_byte_of_blocks_are_those_of_our_evaluation(load, tokenizer, text, tmp_path):
+    """Of each block all but the first byte, which has no context."""
+    training = pytest.importorskip("aft_hf.training.evaluation", reason="needs the extra `train`")
+    model = load()
+    blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
+    rows = {"context": [block[0] for block in blocks], "rest": [block[1:] for block in blocks]}
+    options = {"doc_to_text": "{{context}}", "doc_to_target": "{{rest}}", "target_delimiter": ""}
+    metrics = [{"metric": "perplexity", "aggregation": "mean", "higher_is_better": True}]  # log-likelihoods
+    task = {"output_type": "loglikelihood", "metric_list": metrics, **options}
+    found = evaluate(model, tokenizer, tmp_path, rows, **task)["results"]["local"]["perplexity,none"]
+    expected = training.evaluate_language_model(
+        model, tokenizer, Dataset.from_dict({"text": [text]}), block_size=BLOCK
+    )
+    assert -found / (BLOCK - 1) / math.log(2) == pytest.approx(expected["bits_per_token"], rel=1e-5)
+
+
+def test_rolling_bits_per_byte_are_those_of_windows_that_begin_with_the_end_of_a_text(load, tokenizer, text, tmp_path):
+    model = load()
+    metrics = [{"metric": "bits_per_byte"}]
+    task = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    found = evaluate(model, tokenizer, tmp_path, {"text": [text]}, metric_list=metrics, **task)
+    tokens, nats = torch.tensor([tokenizer.eos_token_id, *text.encode()]), 0.0
+    with torch.no_grad():
+        for start in range(0, len(text), BLOCK):
+            window = tokens[start : start + BLOCK + 1]
+            logits = model(window[None, :-1]).logits[0].double()
+            nats -= logits.log_softmax(-1).gather(1, window[1:, None]).sum().item()
+    found = found["results"]["local"]["bits_per_byte,none"]
+    assert found == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)
+
+
+def test_answers_are_generated_and_multiple_choice_is_scored(load, tokenizer, tmp_path):
+    rows = {"question": ["One and one is", "Two and two is"], "answer": ["two", "four"]}
+    options = {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+    exact = {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+    generation = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    task = {"output_type": "generate_until", "generation_kwargs": generation, "metric_list": [exact]}
+    assert evaluate(load(), tokenizer, tmp_path, rows, **options, **task)["results"]["local"]["exact_match,none"] >= 0
+    choices = {
+        "output_type": "multiple_choice",
+        "doc_to_choice": ["two", "four"],
+        "metric_list": [exact | {"metric": "acc"}],
+    }
+    assert 0 <= evaluate(load(), tokenizer, tmp_path, rows, **options, **choices)["results"]["local"]["acc,none"] <= 1

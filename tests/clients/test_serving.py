@@ -1,0 +1,77 @@
+"""`transformers serve` and an OpenAI client; streaming from Python."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from client_models import LONGEST
+from transformers import TextIteratorStreamer, pipeline
+
+from aft_hf import AFTForCausalLM, cli
+
+
+PROMPT = "To be or"
+
+
+@pytest.fixture(scope="module")
+def server(server_port):
+    openai = pytest.importorskip("openai", reason="needs openai: make clients")
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server_port}/v1", api_key="none")
+
+
+@pytest.fixture
+def expected(saved, tokenizer) -> str:
+    """The greedy continuation of the prompt by six bytes."""
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    tokens = AFTForCausalLM.from_pretrained(saved).generate(ids, max_new_tokens=6, do_sample=False)
+    return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_completions_of_an_openai_client_are_those_of_generate(server, saved, expected):
+    options = {"model": str(saved), "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    assert server.completions.create(**options).choices[0].text == expected
+    pieces = server.completions.create(**options, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected
+
+
+def test_a_request_for_more_than_the_model_can_write_gets_what_it_can(server, saved):
+    options = {"model": str(saved), "prompt": PROMPT, "max_tokens": 10 * LONGEST, "temperature": 0}
+    completion = server.completions.create(**options)
+    assert 0 < completion.usage.completion_tokens <= LONGEST + 1 - len(PROMPT)
+
+
+def test_text_is_streamed(load, tokenizer, expected):
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    options = {"max_new_tokens": 6, "do_sample": False, "streamer": streamer}
+    model, inputs = load(), tokenizer(PROMPT, return_tensors="pt")
+    thread = threading.Thread(target=model.generate, kwargs={**inputs, **options})
+    thread.start()
+    assert "".join(streamer) == expected
+    thread.join()
+
+
+def test_a_pipeline_pads_a_batch(load, tokenizer, expected):
+    texts = pipeline("text-generation", load(), tokenizer=tokenizer, batch_size=2)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    (first,), (second,) = texts([PROMPT, "a much longer prompt"], **options)
+    assert first["generated_text"] == expected and second["generated_text"] != expected
+
+
+def test_the_command_hands_its_arguments_on(monkeypatch):
+    taken = []
+    library = SimpleNamespace(app=lambda args, prog_name: taken.append(args))
+    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", library)
+    with pytest.raises(SystemExit, match="0"):
+        cli.app(["transformers", "serve", "model", "--port", "8000"])
+    assert taken == [["serve", "model", "--port", "8000"]]
+
+
+@torch.no_grad()
+def test_features_of_a_batch_are_those_of_its_texts(load, tokenizer):
+    model = load().aft.eval()
+    padded = tokenizer([PROMPT, "a longer one"], padding=True, return_tensors="pt")
+    alone = model(**tokenizer(PROMPT, return_tensors="pt")).last_hidden_state
+    found = model(**padded).last_hidden_state[:1, : alone.shape[1]]
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)

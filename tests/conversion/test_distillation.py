@@ -1,0 +1,277 @@
+"""Distillation without labels: what is learned, that it can be interrupted, and that report and card say so."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import OPTIONS, TIMM, save_pth
+from PIL import Image
+from transformers import ViTConfig, ViTModel
+
+from aft_hf import convert_deit
+from aft_hf.cli import main
+from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
+from aft_hf.conversion import distillation as module
+from aft_hf.conversion.distillation import Objectives, distill, rate
+from aft_hf.publishing import write_card
+from aft_hf.training.stopping import StopSignal
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Pictures with something in them: a coloured patch on another colour."""
+    random, pictures = np.random.default_rng(0), []
+    for _ in range(24):
+        pixels = np.broadcast_to(random.integers(256, size=3), (32, 32, 3)).astype(np.uint8)
+        row, column = random.integers(16, size=2)
+        pixels[row : row + 16, column : column + 16] = random.integers(256, size=3)
+        pictures.append(Image.fromarray(pixels))
+    return pictures
+
+
+def pixels_of(source, images):
+    return source.image_processor(list(images), return_tensors="pt")["pixel_values"]
+
+
+def divergence(model, source, images):
+    """KL(teacher || student) in nats, by the outputs of both models."""
+    pixels = pixels_of(source, images)
+    with torch.no_grad():
+        expected = source.to_transformers().float()(pixel_values=pixels).logits.log_softmax(-1)
+        found = model.float()(pixel_values=pixels).logits.log_softmax(-1)
+    return (expected.exp() * (expected - found)).sum(-1).mean().item()
+
+
+def converted(source, **options):
+    torch.manual_seed(0)
+    return convert_deit(source, **{**OPTIONS, **options})[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "layer_by_layer"),
+    (({}, 0.0), ({}, 0.3), ({"aft_type": "full"}, 0.3), ({"image_size": 48}, 0.0)),
+    ids=("conv", "conv, layer by layer first", "full", "larger"),
+)
+def test_a_distilled_model_computes_nearly_what_its_teacher_does(vit, images, options, layer_by_layer):
+    source = read_source(vit)
+    model = converted(source, **options)
+    assert not model.training
+    resized = [image.resize((48, 48)) for image in images] if "image_size" in options else images
+    if "image_size" not in options:
+        before = divergence(model, source, images)
+    budget = {"steps": 120, "batch_size": 8, "layer_by_layer": layer_by_layer}
+    done = distill(model, source, resized, learning_rate=3e-3, augmentation="none", **budget)
+    assert done["steps"] == 120 and done["images"] == 24 and len(done["hidden_state_errors"]) == 2
+    assert not model.training and model.dtype == torch.float32
+    if "image_size" not in options:
+        assert divergence(model, source, images) < 0.2 * before
+    assert done["agreement"] > 0.8 and done["divergence"] < 0.3
+
+
+def test_a_distilled_deit_and_half_precision_are_teachers_too(tmp_path, images):
+    save_pth(tmp_path / "deit.pth", distilled=True)
+    source = read_source(tmp_path / "deit.pth", **TIMM)
+    model = converted(source).bfloat16()
+    weight = model.aft.layers[0].mixer.q_proj.weight.clone()
+    distill(model, source, images, steps=3, batch_size=8)
+    assert model.dtype == torch.bfloat16 and not torch.equal(model.aft.layers[0].mixer.q_proj.weight, weight)
+
+
+def teacher_states(source, pixels):
+    outputs = source.to_transformers()(pixel_values=pixels, output_hidden_states=True)
+    return [state[:, 1:].detach() for state in outputs.hidden_states[:-1]], outputs.logits.detach()
+
+
+def test_layer_by_layer_no_block_depends_on_another(vit, images):
+    source = read_source(vit)
+    student = converted(source)
+    pixels = pixels_of(source, images[:4])
+    states, logits = teacher_states(source, pixels)
+    kl, errors, _ = Objectives(student)(pixels, states, logits, True)
+    errors.sum().backward(retain_graph=True)
+    first, last = student.aft.layers
+    assert first.mixer.v_proj.weight.grad.abs().sum() > 0
+    assert last.mixer.v_proj.weight.grad is None and student.classifier.weight.grad is None
+    student.zero_grad()
+    kl.backward()
+    assert first.mixer.v_proj.weight.grad is None
+    assert last.mixer.v_proj.weight.grad.abs().sum() > 0 and student.classifier.weight.grad.abs().sum() > 0
+    # By hand: the first block has the student's own embeddings, the last one the teacher's states.
+    embeddings = student.aft.embeddings(pixels)[0]
+    found = [embeddings, first(embeddings, grid_size=(4, 4))]
+    expected = [((x - state) ** 2).mean() / state.var() for x, state in zip(found, states)]
+    torch.testing.assert_close(errors, torch.stack(expected))
+    pooled = student.aft.layernorm(last(states[1], grid_size=(4, 4))).mean(1)
+    log_p = logits.log_softmax(-1)
+    expected = (log_p.exp() * (log_p - student.classifier(pooled).log_softmax(-1))).sum(-1).mean()
+    torch.testing.assert_close(kl, expected)
+
+
+@pytest.mark.parametrize("aft_type", ("conv", "full"))
+def test_end_to_end_the_objectives_are_those_of_the_model_itself(vit, images, aft_type):
+    source = read_source(vit)
+    student = converted(source, aft_type=aft_type)
+    pixels = pixels_of(source, images[:4])
+    states, logits = teacher_states(source, pixels)
+    if aft_type == "full":
+        states = source.to_transformers()(pixel_values=pixels, output_hidden_states=True).hidden_states[:-1]
+    kl, errors, agreement = Objectives(student)(pixels, states, logits, False)
+    outputs = student(pixel_values=pixels, output_hidden_states=True)
+    expected = [((x - state) ** 2).mean() / state.var() for x, state in zip(outputs.hidden_states, states)]
+    torch.testing.assert_close(errors, torch.stack(expected))
+    log_p = logits.log_softmax(-1)
+    expected = (log_p.exp() * (log_p - outputs.logits.log_softmax(-1))).sum(-1).mean()
+    torch.testing.assert_close(kl, expected)
+    assert agreement == (outputs.logits.argmax(-1) == logits.argmax(-1)).float().mean()
+
+
+def run(source, images, **options):
+    model = converted(source)
+    done = distill(model, source, images, batch_size=8, **{"steps": 8, "layer_by_layer": 0.25, **options})
+    return model.state_dict(), done
+
+
+def stop_at(monkeypatch, step):
+    """SIGTERM in that step of the next distillation."""
+    calls = itertools.count(1)
+    monkeypatch.setattr(StopSignal, "agreed", lambda self: 15 if next(calls) == step else 0)
+
+
+@pytest.mark.parametrize("step", (1, 5))
+def test_a_distillation_that_was_stopped_goes_on_to_the_same_weights(vit, images, tmp_path, monkeypatch, step):
+    source = read_source(vit)
+    expected, done = run(source, images)
+    stop_at(monkeypatch, step)
+    with pytest.raises(SystemExit) as stopped:
+        run(source, images, checkpoints=tmp_path / "checkpoints")
+    assert stopped.value.code == 143
+    torch.manual_seed(99)  # whatever happened in between
+    weights, again = run(source, images, checkpoints=tmp_path / "checkpoints")
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert {**again, "minutes": 0} == {**done, "minutes": 0}
+
+
+def test_the_seed_decides_and_nothing_else(vit, images):
+    source = read_source(vit)
+    first, _ = run(source, images, steps=3)
+    torch.manual_seed(5)
+    again, _ = run(source, images, steps=3)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    other, _ = run(source, images, steps=3, seed=1)
+    assert not torch.equal(other["classifier.weight"], first["classifier.weight"])
+
+
+def test_checkpoints_of_other_options_are_refused(vit, images, tmp_path, monkeypatch):
+    source = read_source(vit)
+    stop_at(monkeypatch, 2)
+    with pytest.raises(SystemExit):
+        run(source, images, checkpoints=tmp_path)
+    with pytest.raises(ValueError, match="was begun there has the options"):
+        run(source, images, checkpoints=tmp_path, learning_rate=1e-4)
+
+
+def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))  # a step takes 10 seconds
+    source = read_source(vit)
+    _, done = run(source, images, steps=None, minutes=1)
+    assert done["minutes"] >= 1 and done["steps"] <= 6
+    stop_at(monkeypatch, 3)
+    with pytest.raises(SystemExit):
+        run(source, images, steps=None, minutes=1, checkpoints=tmp_path)
+    monkeypatch.undo()
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))
+    _, again = run(source, images, steps=None, minutes=1, checkpoints=tmp_path)
+    assert again["steps"] == done["steps"]
+
+
+def test_the_learning_rate_rises_and_falls_to_0():
+    rates = [rate(i / 1000) for i in range(1001)]
+    assert max(rates) == pytest.approx(1.0) and rates[100] == pytest.approx(1.0)
+    assert 0 < rates[0] < 0.02 and rates[1000] == pytest.approx(0.0, abs=1e-9)
+    assert rates[:101] == sorted(rates[:101]) and rates[100:] == sorted(rates[100:], reverse=True)
+
+
+REFUSED = {
+    "no budget": ({"steps": None}, "takes steps or minutes"),
+    "two budgets": ({"minutes": 1}, "takes steps or minutes"),
+    "no steps": ({"steps": 0}, "steps of a distillation must be greater than 0"),
+    "no rate": ({"learning_rate": float("nan")}, "learning_rate of a distillation"),
+    "negative weight": ({"hidden_states": -1.0}, "hidden_states of a distillation"),
+    "all alone": ({"layer_by_layer": 1.0}, "layer_by_layer must be in"),
+    "augmentation": ({"augmentation": "rotate"}, "augmentation must be one of"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_options_that_make_no_sense_are_refused(vit, images, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(read_source(vit), images, **options)
+
+
+def test_a_source_without_a_classifier_and_no_images_are_refused(vit, images, tmp_path):
+    config = ViTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, image_size=32, patch_size=8)
+    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "headless")
+    headless = read_source(tmp_path / "headless")
+    with pytest.raises(ValueError, match="no classifier"):
+        distill(converted(headless), headless, images, steps=1)
+    with pytest.raises(ValueError, match="no images"):
+        run(read_source(vit), [])
+
+
+def test_a_loss_that_is_not_finite_stops_the_distillation(vit, images):
+    source = read_source(vit)
+    model = converted(source)
+    model.classifier.weight.data.fill_(float("inf"))
+    with pytest.raises(ValueError, match="not finite after"):
+        distill(model, source, images, steps=2, batch_size=8)
+
+
+def test_report_and_card_say_what_was_done(vit, images, tmp_path):
+    out = tmp_path / "out"
+    model, _ = save_converted(vit, out, distillation={"images": images, "steps": 3, "batch_size": 8}, **OPTIONS)
+    assert not (tmp_path / "out-distillation").exists()
+    saved = ConversionReport.from_json((out / REPORT_NAME).read_text())
+    done = saved.options["distillation"]
+    assert (done["images"], done["steps"], done["batch_size"], done["seed"]) == (24, 3, 8, 0)
+    assert {record.target for record in saved.with_status("distilled")} == set(model.state_dict())
+    assert "first copied" in {record.note for record in saved.records}
+    assert not saved.with_status("copied") and verify_conversion(vit, out) == 0
+    assert "distilled from its source on 24 images without labels, in 3 steps" in " ".join(
+        write_card(out).read_text().split()
+    )
+
+
+def save_images(images, path):
+    path.mkdir()
+    for i, image in enumerate(images):
+        image.save(path / f"{i}.png")
+    return path
+
+
+def convert_by_command(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["aft-hf", "convert", *map(str, arguments)])
+    with pytest.raises(SystemExit) as finished:
+        main()
+    return finished.value.code, capsys.readouterr()
+
+
+def test_the_command_distills_from_a_folder_of_images(vit, images, tmp_path, monkeypatch, capsys):
+    folder = save_images(images, tmp_path / "images")
+    options = ["--kernel-size", 3, "--num-heads", 4, "--distill", "--images", folder, "--steps", 3, "--batch-size", 8]
+    code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *options)
+    assert code == 0 and "distilled on 24 images: 3 steps" in " ".join(printed.out.split())
+    assert f"--model_name_or_path {tmp_path / 'out'} --train DATA" in printed.out
+    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
+    assert report["options"]["distillation"]["augmentation"] == "shift"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--distill"], "--distill needs --images"), (["--steps", "3"], "budget of --distill")]
+)
+def test_a_command_that_lacks_something_says_what(vit, tmp_path, monkeypatch, capsys, options, message):
+    code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *options)
+    assert code == 1 and message in printed.err

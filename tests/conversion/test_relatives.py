@@ -1,0 +1,120 @@
+"""DINOv2 and ViT-MAE are read as the ViTs that they compute, and their neighbours are refused with a reason."""
+
+import pytest
+import torch
+from checkpoints import OPTIONS, SIZES, randomize
+from safetensors.torch import load_file
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
+)
+
+from aft_hf import convert_deit
+from aft_hf.conversion import read_source, save_converted, verify_conversion
+from aft_hf.conversion.timm_config import check_timm_config
+
+
+WITHOUT_MLP = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+DECODER = {"decoder_hidden_size": 24, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 3}
+
+
+def dinov2(**options):
+    return randomize(Dinov2Model(Dinov2Config(**WITHOUT_MLP, **options))).eval()
+
+
+def mae():
+    return randomize(ViTMAEForPreTraining(ViTMAEConfig(**SIZES, **DECODER, mask_ratio=0.0))).eval()
+
+
+def outputs(model, pixels):
+    """The tokens after the last norm."""
+    if isinstance(model, ViTMAEForPreTraining):
+        noise = torch.arange(16.0).expand(len(pixels), -1)  # keeps all patches in their order
+        return model.vit(pixels, noise=noise).last_hidden_state
+    return model(pixels).last_hidden_state
+
+
+@pytest.mark.parametrize("build", (dinov2, mae))
+@pytest.mark.parametrize("saved", (True, False), ids=("saved", "in memory"))
+def test_a_relative_is_the_vit_that_it_computes(tmp_path, build, saved):
+    model, pixels = build(), torch.randn(2, 3, 32, 32)
+    model.save_pretrained(tmp_path)
+    source = read_source(tmp_path if saved else model)
+    assert source.heads == () and source.image_processor.image_mean == pytest.approx([0.485, 0.456, 0.406])
+    with torch.no_grad():
+        expected = outputs(model, pixels)
+        found = source.to_transformers()(pixel_values=pixels).last_hidden_state
+    # 2 layers of sums of at most 96 products in float32, of states that weights of deviation 0.5 make large.
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+def test_the_layer_scale_of_dinov2_is_folded_into_the_projection_before_it(tmp_path):
+    dinov2().save_pretrained(tmp_path / "dinov2")
+    model, report = save_converted(tmp_path / "dinov2", tmp_path / "aft", **OPTIONS)
+    tensors = load_file(tmp_path / "dinov2" / "model.safetensors")
+    layer = "encoder.layer.1"
+    scale = tensors[f"{layer}.layer_scale1.lambda1"]
+    expected = scale[:, None] * tensors[f"{layer}.attention.output.dense.weight"]
+    torch.testing.assert_close(model.aft.layers[1].mixer.o_proj.weight, expected)
+    expected = tensors[f"{layer}.layer_scale2.lambda1"] * tensors[f"{layer}.mlp.fc2.bias"]
+    torch.testing.assert_close(model.aft.layers[1].mlp.fc2.bias, expected)
+    torch.testing.assert_close(model.aft.layers[1].layernorm_after.weight, tensors[f"{layer}.norm2.weight"])
+    assert len(report.with_status("folded")) == 4
+    assert verify_conversion(tmp_path / "dinov2", tmp_path / "aft") == len(report.with_status("copied")) > 0
+
+
+def test_the_decoder_of_vit_mae_is_left_behind():
+    _, report = convert_deit(mae(), **OPTIONS)
+    dropped = {record.sources[0]: record.note for record in report.with_status("dropped")}
+    assert dropped["decoder.mask_token"] == "for pre-training only"
+
+
+REFUSED = {
+    "registers": (
+        lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**WITHOUT_MLP)),
+        "'dinov2_with_registers' cannot be converted .its register tokens",
+    ),
+    "gates": (lambda: dinov2(use_swiglu_ffn=True), "SwiGLU.*; take a smaller DINOv2"),
+    "clip": (lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES)), "a norm before its first block"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("saved", (True, False), ids=("saved", "in memory"))
+def test_what_has_more_than_a_vit_is_refused_with_the_reason(tmp_path, build, message, saved):
+    model = build()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_source(tmp_path if saved else model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "read"),
+    [
+        ("deit_tiny_patch16_224", True),
+        ("deit_small_distilled_patch16_224", True),
+        ("deit_base_patch16_384", True),
+        ("deit3_small_patch16_224", True),
+        ("vit_tiny_patch16_224", True),
+        ("vit_small_patch16_384", True),
+        ("vit_small_patch14_dinov2", True),
+        ("vit_small_patch14_reg4_dinov2", False),
+        ("vit_base_patch16_clip_224", False),
+        ("vit_relpos_base_patch16_224", False),
+        ("beit_base_patch16_224", False),
+        ("eva02_tiny_patch14_224", False),
+        ("cait_xxs24_224", False),
+    ],
+)
+def test_timm_says_by_its_name_what_can_be_read(architecture, read):
+    if read:
+        check_timm_config("name", {"architecture": architecture})
+        return
+    with pytest.raises(ValueError, match=f"'{architecture}' cannot be converted"):
+        check_timm_config("name", {"architecture": architecture})

@@ -1,0 +1,111 @@
+"""AFTBackbone: feature maps for detectors and segmenters of transformers."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoBackbone, UperNetConfig, UperNetForSemanticSegmentation
+
+from aft_hf import AFTBackbone, AFTConfig, AFTForImageClassification
+
+
+def config_of(aft_type="conv", **options):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8, "conv_kernel_size": 3}
+    return AFTConfig(modality="image", aft_type=aft_type, num_heads=4, **{**sizes, **options})
+
+
+def save_classifier(path, **options):
+    """A classifier with position biases and logits of some size."""
+    model = AFTForImageClassification(config_of(**options)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("kernel_scale", "classifier.weight", "layernorm.weight")):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("size", ((32, 32), (24, 64)))
+def test_the_last_feature_map_gives_the_logits_of_the_classifier(tmp_path, size):
+    model = save_classifier(tmp_path)
+    backbone = AFTBackbone.from_pretrained(tmp_path).eval()
+    pixels = torch.randn(2, 3, *size)
+    (feature_map,) = backbone(pixels).feature_maps
+    assert feature_map.shape == (2, 16, size[0] // 8, size[1] // 8)
+    torch.testing.assert_close(model.classifier(feature_map.mean((2, 3))), model(pixels).logits)
+
+
+@pytest.mark.parametrize("chosen", ({"out_features": ["stem", "stage2", "stage3"]}, {"out_indices": [0, 2, 3]}))
+@pytest.mark.parametrize("aft_type", ("conv", "full"))
+def test_each_chosen_stage_is_its_hidden_state_normalized_at_its_place(tmp_path, chosen, aft_type):
+    model = save_classifier(tmp_path, aft_type=aft_type)
+    backbone = AFTBackbone.from_pretrained(tmp_path, **chosen).eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    states = []
+    for module in (model.aft.layers[0], model.aft.layers[2]):
+        module.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    model.aft.layers[2].register_forward_hook(lambda module, inputs, output: states.append(output))
+    model(pixels)
+    feature_maps = backbone(pixels).feature_maps
+    assert backbone.channels == [16] * 3 and len(feature_maps) == 3
+    for state, feature_map in zip(states, feature_maps):
+        patches = model.aft.layernorm(state)[:, -16:]  # without the class token of "full"
+        for row, column in ((0, 0), (1, 3), (3, 2)):
+            torch.testing.assert_close(feature_map[:, :, row, column], patches[:, 4 * row + column])
+
+
+def test_a_backbone_that_was_saved_keeps_its_stages_and_a_classifier_names_none(tmp_path):
+    save_classifier(tmp_path / "classifier")
+    assert "out_indices" not in json.loads((tmp_path / "classifier" / "config.json").read_text())
+    backbone = AFTBackbone.from_pretrained(tmp_path / "classifier", out_indices=[1, 3]).eval()
+    backbone.save_pretrained(tmp_path / "backbone")
+    again = AFTBackbone.from_pretrained(tmp_path / "backbone").eval()
+    assert again.out_features == ["stage1", "stage3"]
+    pixels = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(again(pixels).feature_maps, backbone(pixels).feature_maps, rtol=0, atol=0)
+    classifier = AFTForImageClassification.from_pretrained(tmp_path / "backbone")
+    assert torch.equal(classifier.aft.layers[2].mixer.kernel, backbone.layers[2].mixer.kernel)
+
+
+def test_hidden_states_and_tuples_are_returned_where_asked_for():
+    backbone = AutoBackbone.from_config(config_of()).eval()
+    assert type(backbone) is AFTBackbone
+    pixels = torch.randn(1, 3, 32, 32)
+    assert backbone(pixels).hidden_states is None
+    assert len(backbone(pixels, output_hidden_states=True).hidden_states) == 4
+    torch.testing.assert_close(backbone(pixels, return_dict=False)[0], backbone(pixels).feature_maps)
+
+
+def test_a_stage_that_does_not_exist_and_a_text_model_are_refused():
+    with pytest.raises(ValueError, match="stage4"):
+        config_of(out_features=["stage4"])
+    with pytest.raises(ValueError, match='modality="image"'):
+        AFTBackbone(AFTConfig(hidden_size=8, num_hidden_layers=1))
+
+
+def squares(count):
+    """Noise with a bright square somewhere, and where that is: a task for segmentation."""
+    pixels, labels = torch.randn(count, 3, 32, 32), torch.zeros(count, 32, 32, dtype=torch.long)
+    for i, (row, column) in enumerate(torch.randint(16, (count, 2)).tolist()):
+        pixels[i, :, row : row + 16, column : column + 16] += 2.0
+        labels[i, row : row + 16, column : column + 16] = 1
+    return pixels, labels
+
+
+def test_a_segmentation_head_of_transformers_trains_on_the_feature_maps():
+    backbone = config_of(patch_size=4, out_features=["stage1", "stage3"], position_bias_multiplier=20.0)
+    config = UperNetConfig(
+        backbone_config=backbone, hidden_size=16, pool_scales=[1, 2], use_auxiliary_head=False, num_labels=2
+    )
+    model = UperNetForSemanticSegmentation(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(30):
+        pixels, labels = squares(8)
+        optimizer.zero_grad()
+        model(pixels, labels=labels).loss.backward()
+        optimizer.step()
+    pixels, labels = squares(32)
+    with torch.no_grad():
+        found = model.eval()(pixels).logits.argmax(1)
+    # The background alone is three quarters.
+    assert (found == labels).float().mean() > 0.9
+    assert all(parameter.grad is not None for parameter in model.backbone.layers.parameters())

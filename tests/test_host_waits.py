@@ -1,0 +1,102 @@
+"""Nothing makes the host wait for an accelerator, in training, prefill and decoding of every type.
+
+On meta tensors, which have no values, each look at one raises: what a GPU would have to be waited for is found without
+one. Control flow is that of an accelerator, since only tensors on a CPU are looked at.
+"""
+
+import pytest
+import torch
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf.documents_aft import Documents
+from aft_hf.mixing_triton_aft import triton_is_installed
+
+
+needs_triton = pytest.mark.skipif(not triton_is_installed(), reason="the package triton is not installed")
+BACKENDS = ["auto", pytest.param("triton", marks=needs_triton)]
+TYPES = ["full", "local", "simple", "conv", "alibi"]
+OPTIONS = {
+    "": {},
+    "window alone": {"global_connectivity": False},
+    "gumbel": {"position_bias_selection": "gumbel", "position_bias_reparameterized": False},
+    "entropy": {"position_bias_entropy_weight": 0.001},
+    "table": {"position_bias_dim": None},
+}
+VARIANTS = [(x, "") for x in TYPES] + [("local", "window alone"), ("conv", "window alone"), ("full", "table")]
+VARIANTS += [("conv", "gumbel"), ("conv", "entropy")]
+variants = pytest.mark.parametrize(("aft_type", "options"), VARIANTS)
+implementations = pytest.mark.parametrize("implementation", BACKENDS)
+LENGTH = 70
+
+
+def language_model(aft_type: str, options: str, implementation: str) -> AFTForCausalLM:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "local_window_size": 8}
+    sizes |= {"max_position_embeddings": 128, "conv_kernel_size": 5, **OPTIONS[options]}
+    with torch.device("meta"):
+        return AFTForCausalLM(AFTConfig(aft_type=aft_type, mixing_implementation=implementation, **sizes))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+MASKS = {
+    "no mask": lambda: {},
+    "padding": lambda: {"attention_mask": meta(2, LENGTH)},
+    "a pair mask": lambda: {"attention_mask": meta(2, LENGTH, LENGTH, dtype=torch.bool)},
+}
+
+
+def test_a_look_at_a_value_of_a_meta_tensor_raises():
+    for look in (bool, int, lambda x: x.item(), lambda x: x.tolist(), lambda x: x.nonzero(), lambda x: x.cpu()):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            look(meta())
+
+
+@variants
+@implementations
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_training_step_waits_for_nothing(aft_type, options, implementation, mask):
+    model, ids = language_model(aft_type, options, implementation).train(), meta(2, LENGTH)
+    if mask == "padding":
+        model.gradient_checkpointing_enable()
+    model(ids, labels=ids, use_cache=False, **MASKS[mask]()).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "mixer" not in name)
+
+
+@needs_triton
+@variants
+def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options, monkeypatch):
+    """With kernels that take them as they are. Other backends have to know the lengths, once in a step."""
+    monkeypatch.setattr(Documents, "can_be_unpacked", True)  # as on an accelerator
+    model, ids = language_model(aft_type, options, "triton").train(), meta(2, LENGTH)
+    model(ids, labels=ids, position_ids=meta(2, LENGTH)).loss.backward()
+    boundaries = meta(5, dtype=torch.int32)
+    model(ids, labels=ids, cu_seq_lens_q=boundaries).loss.backward()
+
+
+@variants
+@implementations
+@pytest.mark.parametrize(("padded", "static"), ((False, False), (True, False), (True, True)))
+def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation, padded, static):
+    if static and aft_type == "full":
+        pytest.skip("there is no static cache for a state that grows")
+    model = language_model(aft_type, options, implementation).eval()
+    cache = model.aft.new_cache(LENGTH + 3) if static else None
+    with torch.no_grad():
+        mask = meta(2, LENGTH) if padded else None
+        output = model(meta(2, LENGTH), attention_mask=mask, past_key_values=cache, use_cache=True)
+        for step in range(1, 3):
+            mask = meta(2, LENGTH + step) if padded and not static else None
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(token, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True)
+    assert output.logits.shape == (2, 1, 256)
+
+
+@pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "alibi"])
+def test_a_training_step_on_images_waits_for_nothing(aft_type, options):
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
+    config |= {"patch_size": 4, "num_labels": 5, "conv_kernel_size": 3, "local_window_size": 4, **OPTIONS[options]}
+    with torch.device("meta"):
+        model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **config)).train()
+    model(meta(2, 3, 32, 32, dtype=torch.float32), labels=meta(2)).loss.backward()

@@ -1,0 +1,349 @@
+"""Processes that hold pieces of a sequence compute what one process with the whole sequence computes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
+from torch import distributed
+
+from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_piece
+from aft_hf.documents_aft import Documents
+from aft_hf.sequence_shards_aft import SequenceShard
+
+
+TYPES = ("simple", "alibi", "local", "conv")
+LENGTH, BATCH = 45, 3  # 45 tokens divide neither by 2 nor by 4
+WINDOW = 7
+
+
+def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTForCausalLM:
+    """A model whose layers differ from an average over everything, of large keys with a large offset on request."""
+    torch.manual_seed(0)
+    config = AFTConfig(
+        aft_type=aft_type,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_heads=2,
+        conv_kernel_size=WINDOW,
+        vocab_size=16,
+        initializer_range=0.3,
+        position_bias_init_std=0.7,
+        **{"position_bias_dim": 4, "local_window_size": WINDOW, "max_position_embeddings": 64} | options,
+    )
+    model = AFTForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.aft.layers:
+            if aft_type == "conv":
+                layer.mixer.kernel_scale += 1.5
+            if keys == "hostile":
+                layer.mixer.k_proj.weight *= 30
+                layer.mixer.k_proj.bias += 200
+    return model
+
+
+def build_inputs(kind: str) -> dict[str, torch.Tensor]:
+    """Whole rows: plain, with padding on all sides and within, with documents across the pieces, or with both."""
+    tokens = torch.randint(0, 16, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    if kind == "short":  # pieces of one token or two: a window reaches over several of them
+        inputs = {name: x[:, :6] for name, x in inputs.items()}
+    if kind in ("padding", "both"):
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        mask[0, :13], mask[1, 40:], mask[1, 20:24], mask[2, 8:40] = 0, 0, 0, 0
+        inputs["attention_mask"], inputs["labels"] = mask, inputs["labels"].masked_fill(mask == 0, -100)
+    if kind in ("documents", "both"):
+        starts = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+        starts[:, 0] = True
+        starts[0, [5, 23, 24]], starts[1, 12], starts[2, 30] = True, True, True
+        inputs["position_ids"] = Documents(starts).positions()
+    return inputs
+
+
+def build_cases() -> dict[str, tuple[AFTForCausalLM, dict[str, torch.Tensor]]]:
+    """By name, models and whole rows."""
+    cases = {}
+    for aft_type in TYPES:
+        for kind in ("plain", "short", "padding", "documents", "both"):
+            cases[f"{aft_type}-{kind}"] = build_model(aft_type), build_inputs(kind)
+        cases[f"{aft_type}-hostile"] = build_model(aft_type, "hostile"), build_inputs("plain")
+    hidden = {"global_connectivity": False}
+    cases["local-window alone"] = build_model("local", **hidden), build_inputs("both")
+    cases["conv-window alone"] = build_model("conv", **hidden), build_inputs("documents")
+    cases["local-table"] = build_model("local", position_bias_dim=None), build_inputs("padding")
+    cases["local-wide"] = build_model("local", local_window_size=60), build_inputs("plain")
+    cases["conv-selected"] = build_model("conv", position_bias_selection="gumbel").eval(), build_inputs("plain")
+    cases["conv-entropy"] = build_model("conv", position_bias_entropy_weight=0.1), build_inputs("padding")
+    mixed = ["simple", "local"]
+    cases["mixed-reference"] = build_model(mixed, mixing_implementation="reference"), build_inputs("both")
+    cases["local-checkpointing"] = build_model("local"), build_inputs("plain")
+    cases["local-checkpointing"][0].gradient_checkpointing_enable({"use_reentrant": False})
+    return cases
+
+
+def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
+    """Loss, logits and the gradients of the parameters and of the embedded tokens, of whole rows or of a piece."""
+    given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
+    embedded = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
+    if group is None:
+        output = model(inputs_embeds=embedded, use_cache=False, **given)
+    else:
+        with context_parallel(group):
+            output = model(inputs_embeds=embedded, use_cache=False, **given)
+    output.loss.backward()
+    mask = given.get("attention_mask", torch.ones_like(given["labels"])).bool()[..., None]
+    found = {"logits": output.logits.detach() * mask, "inputs": embedded.grad}
+    if group is not None:
+        found["inputs"] = found["inputs"] / group.size()
+        found = {name: whole_row(x, group) for name, x in found.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if group is not None:
+        for gradient in gradients.values():
+            distributed.all_reduce(gradient, group=group)
+            gradient /= group.size()
+    return found | {"loss": output.loss.detach()} | gradients
+
+
+def whole_row(x: torch.Tensor, group: Any) -> torch.Tensor:
+    pieces = [None] * group.size()
+    distributed.all_gather_object(pieces, x, group)
+    return torch.cat(pieces, 1)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, int]]:
+    """Of all that is given to collectives within, the bytes by the name of the collective."""
+    counts: dict[str, int] = {}
+    originals = {name: getattr(distributed, name) for name in ("all_gather", "all_to_all_single", "all_reduce")}
+
+    def counting(name: str) -> Any:
+        def call(first: Any, *arguments: Any, **options: Any) -> Any:
+            given = first if name == "all_reduce" else arguments[0]
+            counts[name] = counts.get(name, 0) + given.nbytes
+            return originals[name](first, *arguments, **options)
+
+        return call
+
+    for name in originals:
+        setattr(distributed, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(distributed, name, original)
+
+
+def bytes_of_a_layer(aft_type: str, length: int, group: Any) -> dict[str, int]:
+    """What this process gives to the others in the forward and backward pass of one layer of one row."""
+    mixer = build_model(aft_type, max_position_embeddings=2048).aft.layers[0].mixer
+    x = torch.randn(1, length, 16, requires_grad=True)
+    shard = SequenceShard(group, 1, length, x.device)  # once for all layers
+    with counted_bytes() as counts:
+        mixer(x, shard=shard).sum().backward()
+    return counts
+
+
+def compute(directory: Path) -> None:
+    """In each process: everything that the tests look at."""
+    distributed.init_process_group("gloo")
+    group, rank = distributed.group.WORLD, distributed.get_rank()
+    found = {name: outcome(*case, group) for name, case in build_cases().items()}
+    found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in TYPES for length in (50, 300)}
+    found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
+    found["offset"] = {t: outputs_of_keys_with_an_offset(t, group) for t in ("simple", "alibi")}
+    found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
+    torch.save(found, directory / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
+
+
+@torch.no_grad()
+def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
+    """Logits of the last token of a prompt and of tokens after it, one at a time and some at once, whoever took in the
+    prompt: one process or several.
+    """
+    model, inputs = build_model(aft_type).eval(), build_inputs(kind)
+    labels = inputs.pop("labels")
+    given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
+    if group is None:
+        cache = model(**given, use_cache=True).past_key_values
+    else:
+        with context_parallel(group):
+            cache = model(**given, use_cache=True).past_key_values
+    assert cache.get_seq_length() == labels.shape[1]
+    mask = inputs.get("attention_mask", torch.ones_like(labels))
+    found = []
+    for length in (1, 4, 1, 1):
+        tokens = labels[:, :length].clamp_min(0)
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        found.append(model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Tensor:
+    """Of keys 4096 + i / 1024, which float32 holds exactly, as it does their sums with the biases of ALiBi."""
+    torch.manual_seed(0)
+    mixer = build_model(aft_type).aft.layers[0].mixer
+    mixer.k_proj.weight.copy_(torch.eye(16))
+    mixer.k_proj.bias.fill_(4096.0)
+    x = torch.randint(-1024, 1024, (1, 45, 16)) / 1024
+    if group is None:
+        return mixer(x)
+    piece = local_piece(x, group)
+    return whole_row(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
+
+
+def error_of(call: Any, group: Any) -> str:
+    try:
+        with context_parallel(group):
+            call(group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+TOKENS = torch.zeros(1, 8, dtype=torch.long)
+CACHE = build_model("conv").aft.new_cache()
+# In every process: what cannot be done with a piece, by what the message must say.
+WRONG = {
+    "causal AFTFull cannot take": lambda group: build_model("full")(TOKENS),
+    "12 tokens is longer than max_position_embeddings=10": lambda group: build_model(
+        "local", max_position_embeddings=10
+    )(local_piece(torch.zeros(1, 12, dtype=torch.long), group)),
+    "must be the padding of the piece, (1, 8)": lambda group: build_model("conv")(
+        TOKENS, attention_mask=torch.ones(1, 9)
+    ),
+    "must go on from those of the piece before it": lambda group: build_model("conv")(
+        TOKENS, position_ids=torch.arange(3, 11)[None]
+    ),
+    "as the position_ids of the piece": lambda group: build_model("conv")(TOKENS, cu_seq_lens_q=torch.tensor([0, 8])),
+    "do not continue one": lambda group: build_model("conv")(
+        TOKENS, past_key_values=build_model("conv").eval()(TOKENS, past_key_values=CACHE).past_key_values
+    ),
+    "1 tokens cannot be cut into": lambda group: local_piece(TOKENS[:, :1], group),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, tmp_path_factory) -> list[dict[str, Any]]:
+    """What each of 2 or 4 processes computed."""
+    directory = tmp_path_factory.mktemp("pieces")
+    assert finish(launch(compute, (directory,), request.param)) == [0] * request.param
+    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, torch.Tensor]]:
+    """What one process computes."""
+    return {name: outcome(*case) for name, case in build_cases().items()}
+
+
+CASES = [f"{t}-{kind}" for t in TYPES for kind in ("plain", "short", "padding", "documents", "both", "hostile")]
+CASES += ["local-window alone", "conv-window alone", "local-table", "local-wide", "conv-selected", "conv-entropy"]
+CASES += ["mixed-reference", "local-checkpointing"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found, expected, case):
+    for process in found:
+        assert process[case].keys() == expected[case].keys()
+        for name, wanted in expected[case].items():
+            # Sums over the tokens in another order; keys of size 200 are known to 200 * 2^-24 = 1.2e-5.
+            size = 5 if case.endswith("hostile") else 1
+            error = float((process[case][name] - wanted).abs().max())
+            assert error <= size * 1e-5 * max(1.0, float(wanted.abs().max())), name
+
+
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(found, aft_type):
+    width, keys = 16, 2 if aft_type == "conv" else 16
+    state = 4 * (width + 2 * keys)
+    window = 4 * (width + keys) * (WINDOW - 1) if aft_type in ("local", "conv") else 0
+    for rank, process in enumerate(found):
+        short, long = (process["bytes"][aft_type, length] for length in (50, 300))
+        assert short == long
+        assert long["all_gather"] == 2 * state  # sums in the forward pass, their gradients in the backward pass
+        # The last process has none to give keys and values to, the first one none to give their gradients to.
+        sent = (rank < len(found) - 1) + (rank > 0)
+        assert long.get("all_to_all_single", 0) == sent * window
+        assert "all_reduce" not in long
+
+
+@pytest.mark.parametrize("aft_type", ["simple", "alibi"])
+def test_the_token_that_stands_for_all_before_is_as_exact_as_their_keys(found, aft_type):
+    expected = outputs_of_keys_with_an_offset(aft_type)
+    for process in found:
+        torch.testing.assert_close(process["offset"][aft_type], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_in_pieces_leaves_the_state_of_generation_in_every_process(found, prompt):
+    expected = generated(*prompt)
+    for process in found:
+        torch.testing.assert_close(process["generated"][prompt], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_a_piece_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
+    assert any(message in process["errors"][message] for process in found)
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def recipe_without_dropout(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe of layers of two types, with 17 tokens a sample; pieces could not have the dropout of whole rows."""
+    values = bytes_recipe(directory)
+    values["model"] |= {"hidden_dropout_prob": 0.0, "aft_type": ["local", "alibi"]}
+    values["data"] |= {"seq_len": 17}
+    return values | changes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Any]:
+    """What one process makes of the recipe."""
+    return run(recipe_without_dropout(tmp_path_factory.mktemp("alone")))
+
+
+def test_a_killed_run_of_pieces_and_of_batches_goes_on_as_the_run_of_one_process(tmp_path, alone):
+    values = recipe_without_dropout(tmp_path, context_parallel=2)
+    processes = start(values, 4)
+    wait_for(Path(values["output_dir"]) / "checkpoints" / "step-000000003", processes[0])
+    for process in processes:
+        process.kill()
+    finish(processes)
+    assert finish(start(values, 4)) == [0] * 4
+    assert_same_run(results_of(values), alone)
+
+
+def test_pieces_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
+    values = recipe_without_dropout(tmp_path)
+    assert finish(start(values | {"steps": 6, "context_parallel": 2}, 2, **FSDP2)) == [0, 0]
+    assert finish(start(values, 2, **FSDP2)) == [0, 0]
+    assert_same_run(results_of(values), alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel": 3}, "context_parallel=3 does not divide the 1 processes"),
+        ({"context_parallel": 0}, "context_parallel"),
+    ],
+)
+def test_pieces_that_the_processes_cannot_take_are_an_error(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(recipe_without_dropout(tmp_path, **changes))
+
+
+def test_a_model_that_cannot_take_pieces_is_an_error_before_training(tmp_path):
+    values = recipe_without_dropout(tmp_path, context_parallel=2)
+    values["model"] |= {"aft_type": "full"}
+    assert finish(start(values, 2)) == [1, 1]
+    message = (tmp_path / "run.error").read_text()
+    assert "needs a model whose layers are of the aft_type simple, alibi, local or conv, got aft with full" in message
