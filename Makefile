@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: install quickstart quickstart-text demo docs test test-all kernels gpu clients conformance conformance-report
-.PHONY: roundtrip soak audit matrix lint format clean
+.PHONY: roundtrip soak audit matrix release lint format clean
 
 install: $(INSTALLED)
 
@@ -100,6 +100,13 @@ audit: $(AUDIT_INSTALLED)  ## Unsafe code, known holes in dependencies, two buil
 
 matrix:  ## The tests that depend on versions, on every supported Python and transformers found here: outputs/matrix
 	$(PYTHON) tests/audit/matrix.py $(ARGS)
+
+release: $(AUDIT_INSTALLED) lint test audit  ## Wheel and sdist of a clean tree in dist/, after all checks; uploads nothing
+	git diff --quiet HEAD || { echo "the tree has changes that are not committed"; exit 1; }
+	$(RUN) scripts/build.py dist
+	@version=$$($(RUN) -c "import aft_hf; print(aft_hf.__version__)"); \
+		grep -q "## $$version" CHANGELOG.md || { echo "CHANGELOG.md has no section $$version"; exit 1; }; \
+		echo "to publish: git tag v$$version && git push --tags && twine upload dist/*"
 
 lint: install
 	$(VENV)/bin/ruff check .
