@@ -1,0 +1,90 @@
+"""A process that serves for long: memory stays flat, late requests take no longer than early ones, threads agree.
+
+`REQUESTS` sets the number of requests of each kind, 10,000 by default.
+"""
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+
+
+REQUESTS = int(os.environ.get("REQUESTS", 10_000))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
+TYPES = ("local", "simple", "conv", "alibi", "full")
+
+
+def language_model(aft_type: str) -> AFTForCausalLM:
+    torch.manual_seed(0)
+    return AFTForCausalLM(AFTConfig(aft_type=aft_type, max_position_embeddings=96, **SIZES)).eval()
+
+
+def text_request(model: AFTForCausalLM, number: int) -> torch.Tensor:
+    """A generation for a batch and prompt whose sizes follow from the number."""
+    draw = random.Random(number)
+    prompt = torch.tensor([[draw.randrange(256) for _ in range(draw.randrange(1, 60))]] * draw.randrange(1, 4))
+    return model.generate(prompt, max_new_tokens=draw.randrange(1, 8), do_sample=False, pad_token_id=0)
+
+
+def image_request(model: AFTForImageClassification, number: int) -> torch.Tensor:
+    """The logits of a batch whose size and image size follow from the number."""
+    draw = random.Random(number)
+    shape = (draw.randrange(1, 4), 3, 4 * draw.randrange(1, 12), 4 * draw.randrange(1, 12))
+    pixels = torch.rand(shape, generator=torch.Generator().manual_seed(number))
+    with torch.inference_mode():
+        return model(pixels).logits
+
+
+def memory() -> float:
+    gc.collect()
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def serve(request: Callable[[int], torch.Tensor]) -> None:
+    """All requests; memory after the first tenth and at the end, CPU time of the first and the last tenth.
+
+    The tenths serve the same requests, so that they compare.
+    """
+    tenth = REQUESTS // 10
+    for number in range(tenth):  # warm-up
+        request(number)
+    seconds, before = [], memory()
+    for part in range(9):
+        began = time.process_time()
+        for number in range(tenth):
+            request(number if part in (0, 8) else part * tenth + number)
+        seconds.append(time.process_time() - began)
+    grown = memory() - before
+    print(f"{REQUESTS} requests: memory grew by {grown:.1f} MiB, last tenth / first {seconds[-1] / seconds[0]:.2f}")
+    assert grown < 32  # allocators keep some pages; one kilobyte kept for each request would be 9 MiB
+    assert seconds[-1] < 1.5 * seconds[0]  # CPU time of this process, which others on the machine hardly change
+
+
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_generations_of_mixed_shapes_leave_nothing_behind(aft_type):
+    model = language_model(aft_type)
+    serve(lambda number: text_request(model, number))
+
+
+def test_images_of_mixed_shapes_leave_nothing_behind():
+    torch.manual_seed(0)
+    config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=5, image_size=32, patch_size=4, **SIZES)
+    model = AFTForImageClassification(config).eval()
+    serve(lambda number: image_request(model, number))
+
+
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_eight_threads_give_what_one_gives(aft_type):
+    model, numbers = language_model(aft_type), range(REQUESTS // 20)
+    alone = [text_request(model, number) for number in numbers]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda number: text_request(model, number), numbers))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(alone, together))
