@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 from copy import deepcopy
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from checkpoints import OPTIONS, TIMM, save_pth
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
-from aft_hf import convert_deit
+from aft_hf import AFTConfig, convert_deit
 from aft_hf.cli import main
 from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
 from aft_hf.conversion import distillation as module
@@ -359,6 +360,38 @@ def test_the_command_distills_from_a_folder_of_images(vit, images, tmp_path, mon
     assert f"--model_name_or_path {tmp_path / 'out'} --train DATA" in printed.out
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     assert report["options"]["distillation"]["augmentation"] == "shift"
+
+
+def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, monkeypatch, capsys):
+    def printed_command(out, *options):
+        code, printed = convert_by_command(monkeypatch, capsys, vit, out, *options)
+        assert code == 0, printed.err
+        (line,) = (line for line in printed.out.splitlines() if line.startswith("  aft-hf convert "))
+        return shlex.split(line)[2:]
+
+    folder, out = save_images(images, tmp_path / "some images"), tmp_path / "out"
+    assert printed_command(tmp_path / "plain", "--aft-type", "simple") == [
+        *(str(vit), str(tmp_path / "plain"), "--aft-type", "simple"),
+        *("--overwrite", "--distill", "--images", "IMAGES"),
+    ]
+    types, sizes = ["--aft-type", "conv", "--aft-type", "full"], ["--kernel-size", "3", "--num-heads", "4"]
+    biases = ["--position-bias-dim", "0", "--position-bias-multiplier", "1", "--seed", "5"]
+    fit = ["--init", "attention", "--images", folder, "--num-images", "4"]
+    command = printed_command(out, *types, *sizes, *biases, *fit)
+    config = AFTConfig.from_pretrained(out)
+    code, printed = convert_by_command(monkeypatch, capsys, *command, "--steps", 1, "--batch-size", 8)
+    assert code == 0 and "distilled on 24 images" in printed.out
+    told = json.loads((out / REPORT_NAME).read_text())["options"]
+    assert AFTConfig.from_pretrained(out).to_dict() == config.to_dict()
+    assert (told["init"], told["distillation"]["seed"]) == ("attention", 5)
+
+
+def test_the_command_that_distills_names_the_options_of_the_source(tmp_path, monkeypatch, capsys):
+    save_pth(tmp_path / "deit.pth", distilled=True)
+    options = ["--kernel-size", "3", "--num-heads", "4", "--image-size", "32x48", "--source-num-heads", "3"]
+    code, printed = convert_by_command(monkeypatch, capsys, tmp_path / "deit.pth", tmp_path / "out", *options)
+    assert code == 0, printed.err
+    assert f"{' '.join(options)} --overwrite --distill --images IMAGES" in printed.out
 
 
 @pytest.mark.parametrize(
