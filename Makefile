@@ -5,6 +5,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 DOCS_INSTALLED := $(VENV)/.installed-docs
+AUDIT_INSTALLED := $(VENV)/.installed-audit
 KERNELS_INSTALLED := $(VENV)/.installed-kernels
 CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
@@ -14,7 +15,7 @@ export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: install quickstart quickstart-text demo docs test test-all kernels gpu clients conformance conformance-report
-.PHONY: roundtrip soak lint format clean
+.PHONY: roundtrip soak audit matrix release lint format clean
 
 install: $(INSTALLED)
 
@@ -29,6 +30,10 @@ $(DEMO_INSTALLED): $(INSTALLED)
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[docs]"
+	touch $@
+
+$(AUDIT_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) ".[audit]"
 	touch $@
 
 # Triton goes with the PyTorch of a GPU. Beside one without, it interprets and compiles kernels.
@@ -89,6 +94,19 @@ soak: install  ## What takes long: training runs killed 20 times at random momen
 	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
 		$(RUN) -m pytest -o python_files="soak_*.py" tests/soak $(ARGS)
 	HYPOTHESIS_PROFILE=soak $(RUN) -m pytest tests/properties $(ARGS)
+
+audit: $(AUDIT_INSTALLED)  ## Unsafe code, known holes in dependencies, two builds that are equal, the wheel in a new environment
+	$(RUN) tests/audit/audit.py $(ARGS)
+
+matrix:  ## The tests that depend on versions, on every supported Python and transformers found here: outputs/matrix
+	$(PYTHON) tests/audit/matrix.py $(ARGS)
+
+release: $(AUDIT_INSTALLED) lint test audit  ## Wheel and sdist of a clean tree in dist/, after all checks; uploads nothing
+	git diff --quiet HEAD || { echo "the tree has changes that are not committed"; exit 1; }
+	$(RUN) scripts/build.py dist
+	@version=$$($(RUN) -c "import aft_hf; print(aft_hf.__version__)"); \
+		grep -q "## $$version" CHANGELOG.md || { echo "CHANGELOG.md has no section $$version"; exit 1; }; \
+		echo "to publish: git tag v$$version && git push --tags && twine upload dist/*"
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from aft_hf import AFTSimple, mixer_aft, mixing_aft
+from aft_hf import AFTSimple, mixer_aft, mixing_aft, mixing_triton_aft
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import (
     BACKENDS,
@@ -196,11 +196,17 @@ def test_a_backend_may_be_taken_by_name_only(implementation, calls, table):
     assert table[1].calls == calls and table[2].calls == 1 - calls
 
 
-def test_a_backend_without_its_package_is_an_error_where_it_is_named_and_silent_elsewhere(monkeypatch):
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_without_its_package_a_backend_that_is_named_is_replaced_with_a_warning(monkeypatch, implementation):
+    warnings = []
     monkeypatch.setattr(mixer_aft, "triton_is_installed", lambda: False)
-    with pytest.raises(ValueError, match=r"triton.* is not installed.*aft-hf\[kernels\].*'auto'"):
-        AFTSimple(4, implementation="triton")
-    assert AFTSimple(4)(torch.randn(1, 3, 4)).shape == (1, 3, 4)
+    monkeypatch.setattr(mixing_triton_aft, "triton_is_installed", lambda: False)
+    monkeypatch.setattr(mixer_aft.logger, "warning_once", warnings.append)
+    mixer = AFTSimple(4, causal=True, implementation=implementation)
+    assert mixer(torch.randn(1, 3, 4)).shape == (1, 3, 4)
+    assert [("triton" in warning, "portable" in warning) for warning in warnings] == (
+        [(True, True)] if implementation == "triton" else []
+    )
 
 
 def test_every_table_ends_with_a_backend_that_supports_everything():

@@ -169,8 +169,13 @@ def test_full_has_no_static_cache():
 
 
 def test_a_static_cache_longer_than_the_learned_positions_is_refused():
+    model = build("local")
     with pytest.raises(ValueError, match=r"79 tokens .* max_position_embeddings=64"):
-        build("local").generate(torch.tensor([[1, 2]]), max_new_tokens=78, cache_implementation="static")
+        model.aft.new_cache(79)
+    generated = model.generate(
+        torch.tensor([[1, 2]]), max_new_tokens=78, min_new_tokens=78, cache_implementation="static", pad_token_id=0
+    )
+    assert generated.shape == (1, 65)  # the last position predicts one token more
 
 
 def test_generate_batch_says_what_to_do_instead():

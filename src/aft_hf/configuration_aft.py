@@ -1,6 +1,7 @@
 """AFT model configuration."""
 
 import math
+import operator
 import os
 from functools import wraps
 from reprlib import repr as shown  # at most a line, whatever the value
@@ -245,10 +246,10 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @PreTrainedConfig.num_labels.setter
     def num_labels(self, num_labels: int) -> None:
-        """Gives labels of that number new names; transformers keeps the names alone."""
-        if not isinstance(num_labels, int) or not 0 <= num_labels <= LARGEST["num_labels"]:
+        """Name the classes LABEL_0, LABEL_1, ...; the config keeps the names, and counts them."""
+        if not hasattr(num_labels, "__index__") or not 0 <= num_labels <= LARGEST["num_labels"]:
             raise ValueError(f"num_labels must be in 0 .. {LARGEST['num_labels']}, got {shown(num_labels)}")
-        PreTrainedConfig.num_labels.fset(self, num_labels)
+        PreTrainedConfig.num_labels.fset(self, operator.index(num_labels))
 
     @property
     def layer_aft_types(self) -> list[str]:

@@ -58,13 +58,13 @@ def read_config(source: str | os.PathLike, error: type[ValueError] = UnreadableE
     return read_json(path, ModelConfig, error)
 
 
-def read_image_processor(source: str | os.PathLike, error: type[ValueError] = UnreadableError) -> bool:
-    """Whether there is a preprocessor_config.json.
+def read_image_processor(source: str | os.PathLike, error: type[ValueError] = UnreadableError, **hub: Any) -> bool:
+    """Whether there is a preprocessor_config.json; arguments as for `find_file`.
 
     Raises:
         UnreadableError, or the `error` given: it cannot be used.
     """
-    path = find_file(str(source), IMAGE_PROCESSOR_NAME, error)
+    path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
     if path is not None:
         read_json(path, ImageProcessorConfig, error)
     return path is not None
@@ -79,13 +79,16 @@ NOWHERE = (
 def load(
     auto_class: type, source: str | os.PathLike, error: type[ValueError] = UnreadableError, **options: Any
 ) -> Any:
-    """`auto_class.from_pretrained(source, **options)` of a config, model, tokenizer or processor; runs no code of it.
+    """`auto_class.from_pretrained(source, **options)` of a config, model, tokenizer or processor.
+
+    No code of the source runs, and nobody is asked whether it may, unless `trust_remote_code=True` is given.
 
     Raises:
         UnreadableError, or the `error` given: it cannot be loaded.
     """
-    read_config(source, error, **{key: options[key] for key in ("revision", "token") if key in options})
+    hub = {key: options[key] for key in ("revision", "token") if key in options}
+    read_config(source, error, **hub)
     if auto_class is AutoImageProcessor:
-        read_image_processor(source, error)
+        read_image_processor(source, error, **hub)
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
-        return auto_class.from_pretrained(source, trust_remote_code=False, **options)  # False: no question either
+        return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})

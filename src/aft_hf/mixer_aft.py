@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from .activations_aft import full_precision, gated_projection, is_untouched
 from .caching_aft import AFTLayerState
@@ -16,6 +17,9 @@ from .position_biases_aft import PositionBias
 from .projections_aft import Projections
 from .scaled_sums_aft import may_look_at, widen
 from .sequence_shards_aft import SequenceShard
+
+
+logger = logging.get_logger(__name__)
 
 
 class AFTMixer(nn.Module):
@@ -63,9 +67,9 @@ class AFTMixer(nn.Module):
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
         if implementation == "triton" and not triton_is_installed():
-            raise ValueError(
-                "mixing_implementation='triton' needs the package triton, which is not installed: "
-                "pip install 'aft-hf[kernels]', or use 'auto'"
+            logger.warning_once(
+                "mixing_implementation='triton' needs the package triton, which is not installed (it is in the extra "
+                "`kernels`): the portable backend computes in its place"
             )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity

@@ -312,7 +312,8 @@ def _reparameterized(
     """Eq. 8 for each head, times the multiplier, in the working dtype."""
     flat = widen(kernel).flatten(1)
     variance, mean = torch.var_mean(flat, -1, correction=0, keepdim=True)
-    standard = (flat - mean) * torch.rsqrt(variance + 1e-12)
+    # New kernels are smaller by the multiplier, so that what keeps the quotient finite is, too.
+    standard = (flat - mean) * torch.rsqrt(variance + 1e-12 / multiplier**2)
     scale, shift = (widen(x)[:, None] * multiplier for x in (scale, shift))
     return (scale * standard + shift).view_as(kernel)
 

@@ -8,7 +8,6 @@ inputs are such pieces.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_active_group: ContextVar[Any] = ContextVar("context_parallel_group", default=None)
+# A plain global, which `torch.compile` can read and guards on.
+_active_group: Any = None
 
 
 @contextmanager
@@ -43,16 +43,17 @@ def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
     Args:
         group: the processes that share each row, or a device mesh of one dimension.
     """
-    token = _active_group.set(group.get_group() if hasattr(group, "get_group") else group)
+    global _active_group
+    surrounding, _active_group = _active_group, group.get_group() if hasattr(group, "get_group") else group
     try:
         yield
     finally:
-        _active_group.reset(token)
+        _active_group = surrounding
 
 
 def active_group() -> "ProcessGroup | None":
     """The group of the surrounding `context_parallel`."""
-    return _active_group.get()
+    return _active_group
 
 
 def local_piece(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1) -> torch.Tensor:

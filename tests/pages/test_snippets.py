@@ -22,6 +22,7 @@ SHORTER = {
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
     "aft-hf train configs/examples/bytes": "--smoke",
     "aft-hf train configs/examples/pixels": "--smoke",
+    "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
     "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01",
     "python scripts/measure_generation.py": "--contexts 16 --repeats 1",
@@ -31,9 +32,10 @@ SHORTER = {
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|test|lint)": "CI runs these targets themselves",
+    r"make (quickstart|quickstart-text|test|lint|gpu)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
     r"python scripts/reproduce\.py": "takes hours, and writes to docs; tests/reproduction has small runs",
+    r"pip install": "installs from an index",
     r"hf (repos|upload)": "needs an account on the Hub",
 }
 PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]

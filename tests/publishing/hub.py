@@ -114,8 +114,8 @@ class Hub:
     def fail(self, kind: str, method: str, pattern: str, times: int = 1, **options) -> None:
         """Answer the next `times` requests of `method` whose path matches `pattern` badly.
 
-        Kinds: "status" with `status` and `headers`; "drop" the connection after `received` bytes of the body; "lost":
-        do what is asked and drop the connection instead of answering; "silent": keep the connection and do nothing.
+        Kinds: "status" with `status`, `headers`, `content`; "drop" the connection after `received` bytes of the body;
+        "lost": do what is asked and drop the connection instead of answering; "silent": keep it and do nothing.
         """
         assert kind in ("status", "drop", "lost", "silent")
         self.faults.append(Fault(kind, method, pattern, times, options))
@@ -175,7 +175,8 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.closed.wait()
             return self.hang_up()
         if fault is not None and fault.kind == "status":
-            return self.send(fault.options["status"], b"{}", fault.options.get("headers", {}))
+            content = fault.options.get("content", b"{}")
+            return self.send(fault.options["status"], content, fault.options.get("headers", {}))
         try:
             token = self.token()
             for method, pattern, function in ROUTES:

@@ -350,6 +350,7 @@ def test_the_code_on_the_cards_runs_both_ways(saved, tmp_path):
         text = str(build_card(tmp_path / "me" / task, repo_id=f"me/{task}"))
         remote, local = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         assert "trust_remote_code=True" in remote and "aft_hf" not in remote
+        assert all("revision=" in line for line in remote.splitlines() if "trust_remote_code" in line)
         assert "trust_remote_code" not in local and "import aft_hf" in local
         blocks["remote"].append(remote)
         blocks["local"].append(local)

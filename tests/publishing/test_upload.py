@@ -350,6 +350,47 @@ def test_no_network_is_one_line(prepared, send, hub, monkeypatch):
     assert "\n" not in str(error.value) and hub.requests == []
 
 
+# ------------------------------------------------------------------------------------------ answers that are no Hub's
+
+ODD = [b"{}", b"[3]", b"<html>", b"[" * 100_000]
+ANSWERED = {"info": INFO, "batch": BATCH, "commit": COMMIT, "tree": TREE}
+
+
+@pytest.mark.parametrize("content", ODD, ids=lambda content: ascii(content[:8]))
+@pytest.mark.parametrize("stage", ANSWERED.values(), ids=ANSWERED)
+def test_an_answer_of_another_shape_ends_in_one_line_or_does_no_harm(send, hub, prepared, stage, content):
+    hub.fail("status", *stage, times=10**6, status=200, content=content)
+    try:
+        send()
+    except PublishError as error:
+        said = str(error)
+        assert said.isprintable() and len(said) < 1000
+        committed = any(repository.files().keys() != EMPTY for repository in hub.repositories.values())
+        assert committed != ("nothing was committed" in said)
+    else:  # of the answer, nothing is needed
+        assert_whole(hub, prepared)
+    hub.faults.clear()
+    send()
+    assert_whole(hub, prepared)
+
+
+@pytest.mark.parametrize("target", ["itself", "another", "ftp://127.0.0.1/x"])
+@pytest.mark.parametrize("stage", [CREATE, PUT, COMMIT, TREE], ids=["create", "put", "commit", "tree"])
+def test_redirects_in_circles_and_to_nowhere_end_in_one_line(send, hub, prepared, stage, target):
+    known = {"itself": "", "another": f"{hub.url}/api/circle"}  # "": the path that was asked for
+    hub.fail("status", *stage, times=10**6, status=307, headers={"Location": known.get(target, target)})
+    for method in ("GET", "POST", "PUT", "HEAD"):
+        hub.fail("status", method, "^/api/circle$", times=10**6, status=307, headers={"Location": "/api/circle"})
+    with pytest.raises(PublishError) as error:
+        send()
+    said = str(error.value)
+    assert said.isprintable() and len(said) < 1000
+    assert ("nothing was committed" in said) == (stage != TREE)
+    hub.faults.clear()
+    send()
+    assert_whole(hub, prepared)
+
+
 # ------------------------------------------------------------------------------------------------- other processes
 
 PUSH = """

@@ -70,6 +70,8 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     ("override", "message"),
     [
         ("optimizer.learning_rat=1", r"^unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?$"),
+        ("optimizer.weight-decay=1", r"^unknown key optimizer.weight-decay; did you mean optimizer.weight_decay\?$"),
+        ("weight-decay=1", r"^unknown key weight-decay; there are "),
         ("global_batchsize=1", r"^unknown key global_batchsize; did you mean global_batch_size\?$"),
         ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
         ("data.image_size=1", r"^unknown key data.image_size; "),
@@ -92,6 +94,32 @@ def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, overri
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(recipe, [override])
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)
+
+
+@pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\u202e"], ids=ascii)
+@pytest.mark.parametrize("override", ["notes={}", "{}=1", "optimizer.{}=1", "seed={}", "seed=['{}']", "{}"])
+def test_control_characters_of_an_override_do_not_reach_the_terminal(recipe, override, control):
+    try:
+        load_recipe(recipe, [override.format(control)])
+    except ValueError as error:
+        assert str(error).isprintable()
+    else:
+        assert override == "notes={}" and control == "\u202e"  # a text may hold what is no control character
+
+
+@pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x9b2J", "\u202e"], ids=ascii)
+def test_control_characters_of_a_recipe_do_not_reach_the_terminal(tmp_path, control):
+    path = tmp_path / "recipe.yaml"
+    for text in (
+        f"seed: {control}",
+        f"{control}: 1",
+        f'seed: "{ascii(control)[1:-1]}"',
+        f'"{ascii(control)[1:-1]}": 1',
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError) as error:
+            load_recipe(path)
+        assert str(error.value).isprintable()
 
 
 def test_a_missing_key_is_named():

@@ -52,6 +52,7 @@ def saved_without_zip(payload: Payload) -> bytes:
 FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl"]
 OTHERS = ["pytorch_model.bin", "custom_checkpoint_0.pkl", "scheduler.bin", "scaler.pt", "sampler.bin"]
 OTHERS += ["dl_state_dict.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"]
+OTHERS += ["pytorch_model_fsdp_0/__0.metadata"]
 
 
 @pytest.mark.parametrize("content", [pickled, saved_by_torch, saved_without_zip])
@@ -104,6 +105,19 @@ def test_objects_among_the_shards_of_a_checkpoint_are_not_run(tmp_path):
 
     sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
     assert (tmp_path / "marker").exists()  # so this is a payload
+
+
+def test_a_folder_of_shards_that_lies_elsewhere_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / ".metadata").write_bytes(pickled(Payload(tmp_path / "marker")))
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "pytorch_model_fsdp_0").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(UnsafeCheckpointError, match="pytorch_model_fsdp_0 is not read: it is a link"),
+        data_only(tmp_path / "checkpoint"),
+    ):
+        sharded.load({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "checkpoint" / "pytorch_model_fsdp_0"))
+    assert not (tmp_path / "marker").exists()
 
 
 def test_shards_of_tensors_and_numbers_are_read(tmp_path):

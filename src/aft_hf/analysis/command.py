@@ -1,6 +1,5 @@
 """`aft-hf visualize`: the paper's figures of any checkpoint. What it needs is imported when it runs."""
 
-import json
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -155,14 +154,16 @@ def _completions(request: Request) -> "Figure":
 
 
 def _losses(request: Request) -> "Figure":
-    from transformers.utils import cached_file
-
+    from ..loading import find_file
+    from ..reading import explained, read_json
     from .pictures import draw_losses
 
-    results = json.loads(Path(cached_file(request.checkpoint, "results.json")).read_text(encoding="utf-8"))
+    path = find_file(request.checkpoint, "results.json")
+    results = {} if path is None else read_json(path, dict[str, Any])
     if not results.get("losses"):
-        raise ValueError(f"{request.checkpoint}: results.json has no losses; it is not what a training run leaves")
-    return draw_losses([(Path(request.checkpoint).name, results)])
+        raise ValueError(f"{request.checkpoint}: no results.json with losses; it is not what a training run leaves")
+    with explained(f"{path}: is not what a training run leaves"):
+        return draw_losses([(Path(request.checkpoint).name, results)])
 
 
 DRAW = {
@@ -180,16 +181,17 @@ def _load(checkpoint: str) -> "AFTPreTrainedModel":
     from transformers import AutoConfig
 
     from ..configuration_aft import AFTConfig
+    from ..loading import load
     from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
 
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
             f"{checkpoint} is no AFT but a {config.model_type}: of a ViT or DeiT there is the kind attention to see"
         )
     classes = {each.__name__: each for each in (AFTForCausalLM, AFTForImageClassification)}
     model = classes.get((config.architectures or [""])[0], AFTModel)
-    return model.from_pretrained(checkpoint).eval()
+    return load(model, checkpoint).eval()
 
 
 def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProcessor]":
@@ -197,14 +199,15 @@ def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProce
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
     from ..conversion import read_source
+    from ..loading import load
 
     try:
-        is_beit = AutoConfig.from_pretrained(checkpoint).model_type == "beit"
+        is_beit = load(AutoConfig, checkpoint).model_type == "beit"
     except (ValueError, OSError):  # the dialects without a config of transformers
         is_beit = False
     if is_beit:
-        model = AutoModelForImageClassification.from_pretrained(checkpoint, dtype="float32").eval()
-        return model, AutoImageProcessor.from_pretrained(checkpoint)
+        model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
+        return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)
     return source.to_transformers().float(), source.image_processor
 
@@ -219,16 +222,18 @@ def _images(request: Request, usual: int) -> "list[Image.Image]":
 
 def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, Any], Image.Image | None]":
     """What the model is run on, and the image if it is one."""
+    from ..loading import load
+
     if model.config.modality == "image":
         from transformers import AutoImageProcessor
 
         image = _images(request, 1)[0]
-        return dict(AutoImageProcessor.from_pretrained(request.checkpoint)(image, return_tensors="pt")), image
+        return dict(load(AutoImageProcessor, request.checkpoint)(image, return_tensors="pt")), image
     if request.text is None:
         raise ValueError('the model reads text: give some with --text "..."')
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(request.checkpoint)
+    tokenizer = load(AutoTokenizer, request.checkpoint)
     return {"input_ids": tokenizer(request.text, return_tensors="pt")["input_ids"]}, None
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-import pickle
+import pickle  # nosec B403  # for its class of errors: torch reads the files, with weights_only=True
 import warnings
 import zipfile
 from pathlib import Path

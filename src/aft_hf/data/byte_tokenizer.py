@@ -20,8 +20,9 @@ DEFAULT_SPECIAL_TOKENS = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
 def build_byte_tokenizer(
     *, additional_special_tokens: Sequence[str] = (), model_max_length: int | None = None, **special_tokens: str | None
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with ids 0-255 = bytes of UTF-8, lossless for any text, and special tokens after them.
+    """Build a tokenizer with ids 0-255 = bytes of UTF-8, and special tokens after them.
 
+    It is lossless for any text that does not have a special token in it. A model needs `vocab_size=len(tokenizer)`.
     It is an ordinary `PreTrainedTokenizerFast` (byte-level BPE without merges): AutoTokenizer loads it once saved, and
     no code of this package is needed. A text is its bytes: no special token is added to it.
 

@@ -41,10 +41,10 @@ def sum_files(files: Sequence[Path]) -> str:
 
 def sum_rows(rows: Dataset, image_column: str, *columns: str) -> str:
     """That of images, and of other columns, in the order of the rows."""
-    rows = rows.select_columns([image_column, *columns]).with_format("arrow")
-    crc = 0
-    for column in columns:
-        crc = zlib.crc32(repr(rows[:][column].to_pylist()).encode(), crc)
+    rows, crc = rows.with_format("arrow"), 0
+    for column in columns:  # without the images, which are large
+        crc = zlib.crc32(repr(rows.select_columns([column])[:][column].to_pylist()).encode(), crc)
+    rows = rows.select_columns([image_column])
     every = max(1, -(-_size(rows, image_column) // WHOLE))
     for table in rows.select(range(0, len(rows), every)).iter(100):
         for image in table[image_column].to_pylist():

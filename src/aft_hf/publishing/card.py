@@ -162,7 +162,7 @@ def fill_card(
         status=status,
         is_gated=facts.is_aft and facts.config.use_query,
         is_image=facts.is_pixels or not facts.is_text,
-        load_remote=_code(facts, source, remote=True),
+        load_remote=_code(facts, source, remote=True, on_hub="recipe" not in more),
         load_local=_code(facts, source, remote=False),
         architecture=[{"name": label, "value": value} for label, value in _architecture(facts)],
         config_file=facts.config_file,
@@ -441,11 +441,14 @@ def _side(facts: Facts) -> int:
     return math.isqrt(facts.config.max_position_embeddings // 3)
 
 
-def _code(facts: Facts, source: str, *, remote: bool) -> str:
+def _code(facts: Facts, source: str, *, remote: bool, on_hub: bool = True) -> str:
     """How to load and run the model; from the code beside it or, with aft_hf imported, without it."""
     task, option = _task(facts), ", trust_remote_code=True" if remote and facts.is_aft else ""
     lines = [] if remote else ["import aft_hf  # makes the Auto classes know AFT"]
     name = ["", f"name = {quoted(source)}"]
+    if option and on_hub:  # a directory has no revisions
+        name.append('revision = "main"  # the hash of a commit runs its code and no later one')
+        option = f", revision=revision{option}"
     auto = {"image-classification": "AutoModelForImageClassification"}.get(
         task, "AutoModel" if task.endswith("feature-extraction") else "AutoModelForCausalLM"
     )

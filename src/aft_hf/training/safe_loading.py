@@ -6,7 +6,7 @@ types that these libraries need, and nothing else.
 """
 
 import os
-import pickle
+import pickle  # nosec B403  # for an unpickler that refuses every name but a few
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # by `torch.save`
 NEVER_READ = ("training_args.bin",)  # which Trainer writes for people, as objects
-SHARD_TABLE = ".metadata"  # of `torch.distributed.checkpoint`, a plain pickle
+SHARD_TABLE = ".metadata"  # of `torch.distributed.checkpoint`, a plain pickle; one of a process has its number before
 
 FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -64,8 +64,11 @@ def data_only(checkpoint: Path) -> Iterator[None]:
         UnsafeCheckpointError: a file would call something, which it has not done.
     """
     with torch.serialization.safe_globals([*TORCH_SAFE_GLOBALS, *_deepspeed_types()]):
-        for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-            _check(path)
+        for path in sorted(checkpoint.rglob("*")):
+            if path.is_symlink():  # to what may change after the check
+                raise UnsafeCheckpointError(f"{path} is not read: it is a link, which no checkpoint has")
+            if path.is_file():
+                _check(path)
         kept = {name: os.environ.pop(name, None) for name in (FORCE, PREVENT)}
         os.environ[FORCE] = "1"
         try:
@@ -92,7 +95,7 @@ def _check(path: Path) -> None:
     """Raise an UnsafeCheckpointError if a file is a pickle of something else than data."""
     named: list[str] = []
     try:
-        if path.name == SHARD_TABLE:
+        if path.name.endswith(SHARD_TABLE):
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file, named).load(), Metadata):
                     raise pickle.UnpicklingError("no table of shards")

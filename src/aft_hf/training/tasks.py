@@ -163,7 +163,7 @@ class BytesTask(SequenceTask):
         """That of bytes, with special tokens unless a pretrained model has embeddings of the bytes alone."""
         special_tokens: dict[str, None] = {}
         source = self.recipe.model.get("pretrained")
-        if source is not None and AutoConfig.from_pretrained(source).vocab_size == NUM_BYTES:
+        if source is not None and load(AutoConfig, source).vocab_size == NUM_BYTES:
             special_tokens = dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
         return build_byte_tokenizer(model_max_length=self.recipe.data.seq_len, **special_tokens)
 

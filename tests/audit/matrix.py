@@ -1,0 +1,146 @@
+"""The tests that depend most on versions, on every supported Python and transformers that this machine can have.
+
+    python tests/audit/matrix.py [--only 3.13] [-- PYTEST_ARGUMENTS]
+
+Each pair gets a virtual environment in outputs/matrix, at the versions of constraints.txt but for transformers: the
+lowest that setup.cfg allows and the one of constraints.txt. There `smoke.py` runs in an empty folder, and then TESTS.
+The table goes to the terminal and to outputs/matrix/table.md; what each pair said, to a log beside it. Exits with 1 if
+a pair fails or none could be run. The first run downloads torch for each Python.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+WORK = ROOT / "outputs" / "matrix"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+# What builds on classes, files and messages of transformers, and on Python's. Left out are the sums themselves
+# (test_mixing*, test_backend_contract_aft.py and others), which call torch alone: torch has one version here.
+TESTS = (
+    "tests/test_activations_aft.py",
+    "tests/test_caching_aft.py",
+    "tests/test_cli.py",
+    "tests/test_compile_and_export.py",
+    "tests/test_configuration_aft.py",
+    "tests/test_flat_rule.py",
+    "tests/test_modeling_aft.py",
+    "tests/test_payloads.py",
+    "tests/test_reading.py",
+    "tests/test_static_cache_aft.py",
+    "tests/configs",
+    "tests/conversion/test_sources.py",
+    "tests/conversion/test_targets.py",
+    "tests/publishing/test_round_trip.py",
+    "tests/publishing/test_upload.py",
+    "tests/scripts/test_finetune.py",
+    "tests/training/test_checkpoints.py",
+    "tests/training/test_loop.py",
+    "tests/training/test_tasks.py",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A Python and a transformers."""
+
+    python: str
+    transformers: str
+
+    @property
+    def folder(self) -> Path:
+        return WORK / f"python{self.python}-transformers{self.transformers}"
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of that version that runs: python3.X of the PATH, or one that pyenv has."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for command in (shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))):
+        if command is not None:
+            said = subprocess.run([command, "-c", "import sys; print(sys.version)"], capture_output=True, text=True)
+            if said.returncode == 0 and said.stdout.startswith(f"{version}."):
+                return str(command)
+    return None
+
+
+def transformers_versions(python: str) -> list[str]:
+    """The lowest that setup.cfg allows and that of constraints.txt for this Python."""
+    lowest = re.search(r"^ *transformers>=([\d.]+)", (ROOT / "setup.cfg").read_text(), re.MULTILINE)[1]
+    pins = re.findall(r"^transformers==([\d.]+)(?:; (.*))?$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    newer = 'python_version >= "3.11"' if python != "3.10" else 'python_version < "3.11"'
+    return sorted({lowest, next(version for version, marker in pins if marker in ("", newer))})
+
+
+def install(pair: Pair, interpreter: str) -> Path:
+    """The pair's environment, made if there is none for these constraints; its Python."""
+    python = pair.folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    pins = re.sub(r"^transformers==.*\n", "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    pins += f"transformers=={pair.transformers}\n"
+    stamp, key = pair.folder / "installed", hashlib.sha256((pins + (ROOT / "setup.cfg").read_text()).encode())
+    if stamp.exists() and stamp.read_text() == key.hexdigest():
+        return python
+    run = {"check": True, "stdin": subprocess.DEVNULL}
+    subprocess.run([interpreter, "-m", "venv", "--clear", pair.folder], **run)
+    (pair.folder / "constraints.txt").write_text(pins)
+    options = ["--quiet", "--disable-pip-version-check", "--constraint", pair.folder / "constraints.txt"]
+    subprocess.run([python, "-m", "pip", "install", *options, "--editable", ".[test]"], cwd=ROOT, **run)
+    stamp.write_text(key.hexdigest())
+    return python
+
+
+def run_logged(log: Path, *command: str | Path, **options) -> tuple[bool, str]:
+    """Whether the command ended well, and the last line that it wrote."""
+    with log.open("w") as file:
+        variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, env=variables, stdout=file, stderr=subprocess.STDOUT, **options)
+    lines = log.read_text(errors="replace").splitlines()
+    return done.returncode == 0, lines[-1].strip("= ") if lines else "no output"
+
+
+def check(pair: Pair, interpreter: str, arguments: list[str]) -> tuple[bool, str]:
+    """Whether the pair is well, and its row of the table."""
+    try:
+        python = install(pair, interpreter)
+    except subprocess.CalledProcessError:
+        return False, f"| {pair.python} | {pair.transformers} | cannot be installed | |"
+    with tempfile.TemporaryDirectory() as empty:
+        smoke = run_logged(Path(f"{pair.folder}.smoke.log"), python, ROOT / "tests/audit/smoke.py", cwd=empty)
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments]
+    tests = run_logged(Path(f"{pair.folder}.tests.log"), python, "-m", "pytest", *options, *TESTS, cwd=ROOT)
+    row = f"| {pair.python} | {pair.transformers} | {'ok' if smoke[0] else smoke[1]} | {tests[1]} |"
+    return smoke[0] and tests[0], row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="3.X", help="this Python; may be repeated")
+    parser.add_argument("arguments", nargs="*", help="of pytest, after --")
+    given = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    rows, all_well = [], []
+    for version in given.only or PYTHONS:
+        if (interpreter := find_python(version)) is None:
+            print(f"Python {version} is not on this machine: left out", flush=True)
+            continue
+        for transformers in transformers_versions(version):
+            started = time.monotonic()
+            well, row = check(Pair(version, transformers), interpreter, given.arguments)
+            print(f"{row} {time.monotonic() - started:.0f} s", flush=True)
+            rows, all_well = [*rows, row], [*all_well, well]
+    head = ["| Python | transformers | smoke test | tests |", "|---|---|---|---|"]
+    (WORK / "table.md").write_text("\n".join([*head, *rows]) + "\n")
+    print((WORK / "table.md").read_text())
+    return 0 if all_well and all(all_well) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
