@@ -81,6 +81,7 @@ def transformers_command(context: typer.Context) -> None:
 
 @app.command()
 def convert(
+    context: typer.Context,
     source: Annotated[
         str, typer.Argument(help="ViT or DeiT of transformers, timm or the original DeiT: directory, Hub id or file.")
     ],
@@ -172,7 +173,6 @@ def convert(
     )
     console = Console()
     console.print(report.table())
-    arguments = " ".join(shlex.quote(str(word)) for word in (source, out))
     for line in (
         report.summary(),
         _proof(report),
@@ -181,9 +181,23 @@ def convert(
         "Next, with labels:",
         f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
         "--output_dir FINE_TUNED",
-        *(() if distill else ("or without:", f"  aft-hf convert {arguments} --overwrite --distill --images IMAGES")),
+        *(() if distill else ("or without:", f"  {_distilling_command(context)}")),
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _distilling_command(context: typer.Context) -> str:
+    """The command for the same conversion with a distillation: with all options that were given."""
+    words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name).name == "COMMANDLINE"
+        if option.param_type_name != "option" or not given or option.name in ("overwrite", "images"):
+            continue
+        values = context.params[option.name]
+        for value in values if option.multiple else [values]:
+            words += [option.opts[0], str(value)]
+    words += ["--overwrite", "--distill", "--images", str(context.params["images"] or "IMAGES")]
+    return shlex.join(words)
 
 
 def _proof(report: ConversionReport) -> str:

@@ -2,20 +2,26 @@
 
 import itertools
 import json
+import os
+import shlex
+from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from checkpoints import OPTIONS, TIMM, save_pth
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
-from aft_hf import convert_deit
+from aft_hf import AFTConfig, convert_deit
 from aft_hf.cli import main
 from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import Objectives, distill, rate
 from aft_hf.publishing import write_card
+from aft_hf.training.ownership import owned
 from aft_hf.training.stopping import StopSignal
 
 
@@ -172,6 +178,93 @@ def test_checkpoints_of_other_options_are_refused(vit, images, tmp_path, monkeyp
         run(source, images, checkpoints=tmp_path, learning_rate=1e-4)
 
 
+def other_image(images):
+    return [*images[:3], images[3].transpose(Image.Transpose.ROTATE_90), *images[4:]]
+
+
+def with_other_weights(source):
+    tensors = dict(source.tensors)
+    tensors["classifier.bias"] = tensors["classifier.bias"] + 1e-3
+    return replace(source, tensors=tensors)
+
+
+def normalized_otherwise(source):
+    processor = deepcopy(source.image_processor)
+    processor.image_mean = [0.4, 0.5, 0.6]
+    return replace(source, image_processor=processor)
+
+
+OTHER = {
+    "weights of the source": ({"source": with_other_weights}, "source_tensors"),
+    "heads of the source": (
+        {"source": lambda source: replace(source, config=ViTConfig(**source.config.to_dict() | HEADS))},
+        "source_config",
+    ),
+    "normalization": ({"source": normalized_otherwise}, "image_processor"),
+    "name": ({"source": lambda source: replace(source, name="another")}, "source"),
+    "type": ({"options": {"aft_type": "simple"}}, "model"),
+    "multiplier": ({"options": {"position_bias_multiplier": 2.0}}, "model"),
+    "init": ({"conversion": {"init": "attention"}}, "conversion"),
+    "an image": ({"images": other_image}, "image_contents"),
+}
+HEADS = {"num_attention_heads": 1}
+
+
+@pytest.mark.parametrize(("change", "told"), OTHER.values(), ids=OTHER)
+def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, monkeypatch, change, told):
+    source, conversion = read_source(vit), {"init": "paper", "image_size": (32, 32)}
+    shared = {"steps": 2, "batch_size": 8, "checkpoints": tmp_path}
+    stop_at(monkeypatch, 1)
+    with pytest.raises(SystemExit):
+        distill(converted(source), source, images, conversion=conversion, **shared)
+    monkeypatch.undo()
+    source = change.get("source", lambda same: same)(source)
+    images = change.get("images", lambda same: same)(images)
+    conversion = conversion | change.get("conversion", {})
+    with pytest.raises(ValueError, match=f"was begun there has the options {{'{told}'"):
+        distill(converted(source, **change.get("options", {})), source, images, conversion=conversion, **shared)
+
+
+def test_a_saved_conversion_of_another_init_is_not_resumed_and_the_same_one_is(vit, images, tmp_path, monkeypatch):
+    distillation = {"images": images, "steps": 3, "batch_size": 8}
+    stop_at(monkeypatch, 2)
+    with pytest.raises(SystemExit):
+        save_converted(vit, tmp_path / "out", distillation=distillation, **OPTIONS)
+    monkeypatch.undo()
+    fitted = {"init": "attention", "images": iter(images)}
+    with pytest.raises(ValueError, match=r"'init': 'paper'.*'init': 'attention'"):
+        save_converted(vit, tmp_path / "out", distillation=distillation, **fitted, **OPTIONS)
+    save_converted(vit, tmp_path / "out", distillation=distillation, **OPTIONS)
+    assert (tmp_path / "out" / REPORT_NAME).exists()
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_does_not_displace_the_ones_that_follow(
+    vit, images, tmp_path, monkeypatch
+):
+    source = read_source(vit)
+    stop_at(monkeypatch, 5)
+    with pytest.raises(SystemExit):
+        run(source, images, checkpoints=tmp_path)
+    (tmp_path / "step-000000005" / "checkpoint.json").write_text("{}")
+    stop_at(monkeypatch, 2)
+    with pytest.raises(SystemExit):
+        run(source, images, checkpoints=tmp_path)
+    assert {path.name for path in tmp_path.glob("*step-*")} == {"set-aside-step-000000005", "step-000000002"}
+    monkeypatch.undo()
+    expected, _ = run(source, images)
+    weights, _ = run(source, images, checkpoints=tmp_path)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_a_directory_of_checkpoints_belongs_to_one_distillation_at_a_time(vit, images, tmp_path):
+    source = read_source(vit)
+    Accelerator(cpu=True)
+    with owned(tmp_path), pytest.raises(OSError, match=f"is in use by process {os.getpid()} "):
+        run(source, images, checkpoints=tmp_path)
+    _, done = run(source, images, steps=1, checkpoints=tmp_path)  # it is free again
+    assert done["steps"] == 1
+
+
 def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))  # a step takes 10 seconds
@@ -267,6 +360,38 @@ def test_the_command_distills_from_a_folder_of_images(vit, images, tmp_path, mon
     assert f"--model_name_or_path {tmp_path / 'out'} --train DATA" in printed.out
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     assert report["options"]["distillation"]["augmentation"] == "shift"
+
+
+def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, monkeypatch, capsys):
+    def printed_command(out, *options):
+        code, printed = convert_by_command(monkeypatch, capsys, vit, out, *options)
+        assert code == 0, printed.err
+        (line,) = (line for line in printed.out.splitlines() if line.startswith("  aft-hf convert "))
+        return shlex.split(line)[2:]
+
+    folder, out = save_images(images, tmp_path / "some images"), tmp_path / "out"
+    assert printed_command(tmp_path / "plain", "--aft-type", "simple") == [
+        *(str(vit), str(tmp_path / "plain"), "--aft-type", "simple"),
+        *("--overwrite", "--distill", "--images", "IMAGES"),
+    ]
+    types, sizes = ["--aft-type", "conv", "--aft-type", "full"], ["--kernel-size", "3", "--num-heads", "4"]
+    biases = ["--position-bias-dim", "0", "--position-bias-multiplier", "1", "--seed", "5"]
+    fit = ["--init", "attention", "--images", folder, "--num-images", "4"]
+    command = printed_command(out, *types, *sizes, *biases, *fit)
+    config = AFTConfig.from_pretrained(out)
+    code, printed = convert_by_command(monkeypatch, capsys, *command, "--steps", 1, "--batch-size", 8)
+    assert code == 0 and "distilled on 24 images" in printed.out
+    told = json.loads((out / REPORT_NAME).read_text())["options"]
+    assert AFTConfig.from_pretrained(out).to_dict() == config.to_dict()
+    assert (told["init"], told["distillation"]["seed"]) == ("attention", 5)
+
+
+def test_the_command_that_distills_names_the_options_of_the_source(tmp_path, monkeypatch, capsys):
+    save_pth(tmp_path / "deit.pth", distilled=True)
+    options = ["--kernel-size", "3", "--num-heads", "4", "--image-size", "32x48", "--source-num-heads", "3"]
+    code, printed = convert_by_command(monkeypatch, capsys, tmp_path / "deit.pth", tmp_path / "out", *options)
+    assert code == 0, printed.err
+    assert f"{' '.join(options)} --overwrite --distill --images IMAGES" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from datasets import ClassLabel, Dataset, Features, Image, load_dataset
 from PIL import Image as Picture
 
 from aft_hf.data import fingerprint
-from aft_hf.data.fingerprint import spread, sum_file, sum_files, sum_rows, sum_samples
+from aft_hf.data.fingerprint import spread, sum_file, sum_files, sum_images, sum_rows, sum_samples
 from aft_hf.data.loading import load_local, local_files
 
 
@@ -136,3 +136,16 @@ def test_samples_count_by_their_numbers():
 def test_a_spread_has_both_ends(count, most):
     chosen = spread(count, most)
     assert chosen[0] == 0 and chosen[-1] == count - 1 and len(chosen) == min(count, most) == len(set(chosen))
+
+
+@pytest.mark.parametrize("limit", [100, 4])
+def test_pixels_order_and_number_of_pictures_count_and_of_many_only_some_are_opened(monkeypatch, limit):
+    monkeypatch.setattr(fingerprint, "PICTURES", limit)
+    images = [Picture.fromarray(each) for each in pictures(10)]
+    before = sum_images(images)
+    assert sum_images([image.copy() for image in images]) == before
+    assert sum_images(images[::-1]) != before != sum_images(images[:9])
+    assert sum_images([images[0].resize((8, 2)), *images[1:]]) != before
+    noticed = [sum_images([*images[:i], images[i].rotate(90), *images[i + 1 :]]) != before for i in range(10)]
+    assert sum(noticed) == min(limit, 10) and noticed[0] and noticed[9]
+    assert sum_images([]) == "0 images, 00000000"

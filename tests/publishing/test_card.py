@@ -190,6 +190,23 @@ def test_the_card_of_a_real_conversion_report_tells_what_was_copied(directory):
     assert "someone/vit" in str(build_card(directory))
 
 
+def test_what_is_new_is_to_be_trained_unless_it_was(directory):
+    (directory / "conversion_report.json").write_text(json.dumps(REPORT))
+    link = "Converted from [someone/deit-tiny](https://huggingface.co/someone/deit-tiny)"
+    text = str(build_card(directory))
+    assert f"{link}: 2 tensors" in text and "; what is new has to be trained before the model is of use." in text
+    (directory / "results.json").write_text(json.dumps(RESULTS))
+    text = str(build_card(directory))
+    assert f"{link}, before the fine-tuning: 2 tensors" in text and "has to be trained" not in text
+
+
+def test_a_constant_of_the_position_biases_is_shown_where_it_is_not_the_papers(directory):
+    assert "position bias multiplier" not in str(build_card(directory))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"position_bias_multiplier": 10.0}))
+    assert "| position bias multiplier | 10.0 |" in str(build_card(directory))
+
+
 def test_a_source_that_is_a_directory_is_no_base_model(filled, monkeypatch):
     (filled.parent / "someone" / "deit-tiny").mkdir(parents=True)
     monkeypatch.chdir(filled.parent)

@@ -12,10 +12,11 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from aft_hf import AFTConfig, AFTForCausalLM
+from aft_hf.conversion import POSITION_BIAS_MULTIPLIER
 from aft_hf.publishing import PublishError, build_card
 from aft_hf.publishing.card import card_problems
 from aft_hf.publishing.checks import ABSOLUTE_PATHS
-from aft_hf.publishing.recipes import QUOTED, keep_run, recipe_cards, recipe_names, write_recipe_cards
+from aft_hf.publishing.recipes import QUOTED, keep_run, recipe_cards, recipe_facts, recipe_names, write_recipe_cards
 from aft_hf.training.recipe import load_recipe
 
 
@@ -150,8 +151,28 @@ def test_a_card_shows_the_paper_s_score_beside_ours_and_how_to_convert_what_it_b
     card = ModelCard(text)
     assert "| 0.8126 |" in text and "| 0.834 | 0.813 (validation) |" in table
     assert "The paper reports 0.834 for this recipe (Table 8: AFT-conv ft 25/32)." in text
-    assert "aft-hf convert facebook/deit-base-patch16-384 outputs/" in text
+    assert (
+        "\naft-hf convert facebook/deit-base-patch16-384 outputs/deit-base-384-converted --kernel-size 25 "
+        "--num-heads 32 --position-bias-multiplier 1\naft-hf train configs/"
+    ) in text
+    assert "position bias multiplier" not in text
     assert card.data.base_model == "facebook/deit-base-patch16-384"
+
+
+def test_a_converted_model_is_described_with_the_multiplier_that_the_command_gives_it_or_else_the_usual_one(root):
+    path = root / "configs" / "imagenet" / "aft_conv_base_25_32_384_from_deit.yaml"
+    path.parent.mkdir()
+    recipe = (ROOT / path.relative_to(root)).read_text()
+    shutil.copyfile(ROOT / "configs/imagenet/_training.yaml", path.with_name("_training.yaml"))
+    option = "--position-bias-multiplier 1\n"
+    for written, multiplier in (
+        (option, 1.0),
+        ("--position-bias-multiplier 2.5\n", 2.5),
+        ("\n", POSITION_BIAS_MULTIPLIER),
+    ):
+        path.write_text(recipe.replace(option, written))
+        facts = recipe_facts(root, "imagenet/aft_conv_base_25_32_384_from_deit")
+        assert facts.config.position_bias_multiplier == multiplier
 
 
 def test_an_ablation_shows_its_switch(root):

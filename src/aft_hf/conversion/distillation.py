@@ -14,7 +14,8 @@ number of images.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ from ..modeling_aft import AFTForImageClassification
 from ..training.checkpoints import Checkpoints
 from ..training.manifest import read_manifest
 from ..training.optimization import parameter_groups
+from ..training.ownership import owned
 from ..training.stopping import StopSignal
+from .identity import differences, distillation_identity
 from .source import VisionTransformerSource
 
 
@@ -95,6 +98,7 @@ def distill(
     checkpoints: Path | None = None,
     accelerator: Accelerator | None = None,
     workers: int = 0,
+    conversion: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit a converted model to its source on images without labels; in place, and on what Accelerate finds.
@@ -104,8 +108,11 @@ def distill(
         source: the teacher.
         images: pictures, which are opened when they are asked for; some thousand of those that the model is for.
         checkpoints: a directory to save to every five minutes and when stopped (SIGTERM, Ctrl-C), and to go on from.
+            One distillation at a time can use it.
         accelerator: a new one by default.
         workers: processes that read images.
+        conversion: how `model` was made, as far as its config does not tell it, in what JSON holds. Checkpoints of
+            another conversion are refused.
         **options: those of `DistillationOptions`; `steps` or `minutes` is needed.
 
     Returns:
@@ -114,7 +121,8 @@ def distill(
 
     Raises:
         ValueError: a source without a classifier or with other classes, no images, options that make no sense,
-            checkpoints of other options, or a loss that is not finite.
+            checkpoints of other options or of another conversion, or a loss that is not finite.
+        OSError: another process uses the directory of the checkpoints.
         SystemExit: with 128 + the number of the signal, after a signal and a checkpoint.
     """
     settings = DistillationOptions(**options)
@@ -125,11 +133,15 @@ def distill(
     # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
-    run = _Run(model.float().train(), source, images, settings, checkpoints, accelerator, workers)
-    try:
-        run.train()
-    finally:
-        model.to(device="cpu", dtype=dtype).train(mode)
+    with nullcontext() if checkpoints is None else owned(Path(checkpoints)):
+        identity = {}
+        if checkpoints is not None:
+            identity = distillation_identity(asdict(settings), model, source, images, conversion or {})
+        try:
+            run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)
+            run.train()
+        finally:
+            model.to(device="cpu", dtype=dtype).train(mode)
     return run.record()
 
 
@@ -180,8 +192,9 @@ class Objectives(nn.Module):
 class _Run:
     """A distillation: what it works on, and how far it is."""
 
-    def __init__(self, model, source, images, settings, checkpoints, accelerator, workers):
+    def __init__(self, model, source, images, settings, checkpoints, identity, accelerator, workers):
         self.settings, self.accelerator, self.num_images = settings, accelerator, len(images)
+        self.identity = identity
         self.size, self.keeps_class_token = pair(model.config.image_size), model.config.use_cls_token
         self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
         self.interpolates = self.size != pair(source.config.image_size)
@@ -318,12 +331,8 @@ class _Run:
     def _save(self) -> Path:
         means = {str(i): mean for i, mean in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
-        state = {"recipe": self._identity(), "record": record, "data": "", "position": (), "rates": []}
+        state = {"recipe": self.identity, "record": record, "data": "", "position": (), "rates": []}
         return self.checkpoints.save(self.step, state)
-
-    def _identity(self) -> dict[str, Any]:
-        """What a distillation must have in common with one that it goes on from."""
-        return {**asdict(self.settings), "images": self.num_images}
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
@@ -332,14 +341,17 @@ class _Run:
         self.checkpoints.remove_partial()
         path = self.checkpoints.newest()
         if path is None:
+            self.checkpoints.set_aside(0)
             return
         manifest = read_manifest(path)
-        if manifest.recipe != self._identity():
+        then, now = differences(manifest.recipe, self.identity)
+        if then != now:
             raise ValueError(
-                f"{self.checkpoints.directory}: the distillation that was begun there has the options "
-                f"{manifest.recipe}, and these are {self._identity()}; give those, or remove the directory"
+                f"{self.checkpoints.directory}: the distillation that was begun there has the options {then}, and "
+                f"these are {now}; give those, or remove the directory"
             )
         self.checkpoints.load(path)
+        self.checkpoints.set_aside(manifest.step)
         self.step, self.seconds = manifest.step, manifest.record.seconds
         (means,) = manifest.record.evaluations
         self.means = torch.tensor(list(means.values()), device=self.accelerator.device)

@@ -111,7 +111,9 @@ def _distilled(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(distillation.get("seed", 0))
         model, report = convert_deit(source, **options)
-    report.add_distillation(distill(model, source, **distillation))
+    fitted = sorted({record.note for record in report.with_status("fitted")})  # they tell on how many images
+    conversion = {**report.options, "fitted": fitted}
+    report.add_distillation(distill(model, source, conversion=conversion, **distillation))
     return model, report
 
 

@@ -47,9 +47,9 @@ TASKS = {
 }
 PIXELS = "unconditional-image-generation"  # what a causal language model of sub-pixels does
 
-# Fields that a card shows where they are not the default: the paper's ablations.
+# Fields that a card shows where they are not the default: the paper's ablations, and what the paper has not.
 SWITCHES = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
-SWITCHES += ("position_bias_entropy_weight", "position_bias_selection")
+SWITCHES += ("position_bias_entropy_weight", "position_bias_selection", "position_bias_multiplier")
 
 
 def write_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> Path:
@@ -167,6 +167,7 @@ def fill_card(
         architecture=[{"name": label, "value": value} for label, value in _architecture(facts)],
         config_file=facts.config_file,
         parameters=facts.parameters,
+        was_trained=facts.was_trained,
         conversion=_conversion(facts),
         training=_rows(facts.training),
         training_file=_one_file(facts.training),

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig
+from ..conversion import POSITION_BIAS_MULTIPLIER
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
 from ..reading import ModelConfig
 from ..reading import read_json as read_document
@@ -226,12 +227,15 @@ def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
     source = re.search(r"aft-hf convert (\S+)", command)[1]
     sizes = {key: int(re.search(rf"--{key} (\d+)", command)[1]) for key in ("kernel-size", "num-heads")}
     fields = {"aft_type": "conv", "conv_kernel_size": sizes["kernel-size"], "num_heads": sizes["num-heads"]}
+    multiplier = re.search(r"--position-bias-multiplier (\S+)", command)
+    fields["position_bias_multiplier"] = float(multiplier[1]) if multiplier else POSITION_BIAS_MULTIPLIER
     return text, (source, fields | CONVERTED[source])
 
 
 def _commands(path: Path, name: str, data: Data) -> str:
     """What to type."""
-    before = re.findall(r"^#\s+(aft-hf convert .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    text = re.sub(r"\s*\\\n#\s*", " ", path.read_text(encoding="utf-8"))  # a command may go on in the next line
+    before = re.findall(r"^#\s+(aft-hf convert .*)$", text, re.MULTILINE)
     return "\n".join([*before, f"aft-hf train configs/{name}.yaml {data.overrides}".rstrip()])
 
 

@@ -65,7 +65,9 @@ def _acquire(lock: FileLock, directory: Path) -> None:
         since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
     except Timeout:
-        raise OSError(f"{directory} is in use by {_owner(directory)}: wait, or give another output_dir") from None
+        raise OSError(
+            f"{directory} is in use by {_owner(directory)}: wait, or give another output directory"
+        ) from None
     except OSError as error:
         raise OSError(f"cannot write to {directory} ({first_line(error)})") from error
 

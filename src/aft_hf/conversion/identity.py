@@ -1,0 +1,69 @@
+"""What a distillation has in common with the interrupted one that it resumes: options, teacher, student and images."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..data.fingerprint import sum_images, sum_samples
+from .source import VisionTransformerSource
+
+
+def distillation_identity(
+    options: Mapping[str, Any],
+    model: PreTrainedModel,
+    source: VisionTransformerSource,
+    images: Sequence[Image.Image],
+    conversion: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All that decides what a distillation computes, as a JSON object.
+
+    The initial weights of the student are not part of it: a resumed run takes those of its checkpoint.
+
+    Args:
+        options: of the distillation.
+        model: the student.
+        source: the teacher.
+        images: those to distill on.
+        conversion: how the student was made, as far as its config does not tell it.
+    """
+    identity = {
+        **options,
+        "images": len(images),
+        "image_contents": sum_images(images),
+        "image_processor": source.image_processor.to_dict(),
+        "source": source.name,
+        "source_config": _config(source.config),
+        "source_tensors": _sum_tensors(source.tensors),
+        "model": _config(model.config),
+        "conversion": conversion,
+    }
+    # As it is read back from a checkpoint: with lists for tuples, and strings for the keys of labels.
+    return json.loads(json.dumps(identity, default=str))
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parts of two nested mappings that differ; both are empty where none does."""
+    before, after = {}, {}
+    for key in sorted(then.keys() | now.keys()):
+        old, new = then.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            old, new = differences(old, new)
+        if old != new:
+            before[key], after[key] = old, new
+    return before, after
+
+
+def _config(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config, but for the version of the library."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    values.pop("transformers_version", None)
+    return values
+
+
+def _sum_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The check sum of their bytes: NumPy has not all dtypes."""
+    return sum_samples([{name: tensors[name].reshape(-1).view(torch.uint8)} for name in sorted(tensors)])
