@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from datasets import ClassLabel, Dataset, Features
+from datasets import ClassLabel, Dataset, Features, disable_progress_bars
 from datasets import Image as ImageFeature
 from PIL import Image
 from rich.console import Console
@@ -59,6 +59,7 @@ def log_without_bars() -> None:
     # A callback of typer; its docstring would replace the description in --help.
     if not sys.stderr.isatty():
         disable_progress_bar()
+        disable_progress_bars()  # of datasets
 
 
 # ----------------------------------------------------------------------------------------------------------- images
