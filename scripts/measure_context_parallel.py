@@ -75,6 +75,7 @@ def main(
         print(f"loss {float(loss.detach()):.7f}, size of the gradient {float(size):.7f}")
         for process, (counts, taken) in enumerate(reports):
             print(f"process {process}: sends {sum(counts.values()):,} bytes {counts}, takes {taken / 2**10:,.0f} MiB")
+    distributed.barrier()  # none leaves while another still receives
     distributed.destroy_process_group()
 
 

@@ -18,14 +18,14 @@ from snippets import PAGES, ROOT, commands, snippets
 
 # A command that begins with the first is run with the second appended.
 SHORTER = {
-    "aft-hf benchmark": "--suite smoke",
+    "aft-hf benchmark": "--suite mixer --smoke --no-memory",
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
     "aft-hf train configs/examples/bytes": "--smoke",
     "aft-hf train configs/examples/pixels": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
     "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01",
-    "python scripts/measure_generation.py": "--contexts 16 --repeats 1",
+    "python scripts/measure_generation.py": "--contexts 16 --repeats 3",
     "python scripts/measure_large_keys.py": "--repeats 1 --only simple",
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
     "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
@@ -68,8 +68,8 @@ def workplace(tmp_path, quickstart) -> Path:
         subprocess.run(["cp", "-r", made, tmp_path / "outputs" / made.name], check=True)
     (tmp_path / "tinyshakespeare.txt").write_text((ROOT / "README.md").read_text() * 8)
     pixels = np.random.default_rng(0).integers(256, size=(64, 32, 32, 3), dtype=np.uint8)
-    features = Features({"img": Image(), "label": ClassLabel(num_classes=10)})
-    images = Dataset.from_dict({"img": list(pixels), "label": [index % 10 for index in range(64)]}, features)
+    features = Features({"image": Image(), "label": ClassLabel(num_classes=10)})
+    images = Dataset.from_dict({"image": list(pixels), "label": [index % 10 for index in range(64)]}, features)
     for split in ("train", "validation", "test"):
         for folder in (tmp_path, tmp_path / "cifar10"):
             folder.mkdir(exist_ok=True)
