@@ -4,7 +4,6 @@ They have no background and draw all lines and letters in one grey, so that they
 matplotlib, an extra ("viz"), is imported when something is drawn.
 """
 
-import io
 import itertools
 import math
 import os
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..data.whole_files import write_whole
 from ..modeling_aft import AFTPreTrainedModel
 from .losses import metric_of
 from .position_bias import bias_maps
@@ -80,13 +80,8 @@ def save(figure: "Figure", path: str | os.PathLike) -> None:
     """
     path = Path(path)
     check_path(path)
-    drawn = io.BytesIO()
-    with _style():
-        figure.savefig(drawn, format=path.suffix[1:], facecolor="none", **FORMATS[path.suffix])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(drawn.getvalue())
-    os.replace(aside, path)
+    with write_whole(path) as file, _style():
+        figure.savefig(file, format=path.suffix[1:], facecolor="none", **FORMATS[path.suffix])
 
 
 @styled

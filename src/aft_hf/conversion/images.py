@@ -10,7 +10,8 @@ from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import SUFFIXES, ImageError, open_image
-from .errors import ConversionError, first_line
+from ..reading import first_line
+from .errors import ConversionError
 
 
 BATCH_SIZE = 8

@@ -1,14 +1,15 @@
 """What a conversion wrote, by name and sum: all that overwriting it may delete."""
 
-import hashlib
 import os
 import shutil
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from ..data.check_sums import sha256
 from ..data.json_files import write_json
-from .errors import ConversionError, first_line
+from ..reading import first_line
+from .errors import ConversionError
 
 
 MANIFEST_NAME = "conversion_manifest.json"
@@ -24,7 +25,7 @@ class Manifest(BaseModel):
 
 def write_manifest(directory: Path) -> None:
     """Write the manifest of all that is in `directory`."""
-    sums = {name: _sha256(directory / name) for name in _names(directory)}
+    sums = {name: sha256(directory / name) for name in _names(directory)}
     write_json(directory / MANIFEST_NAME, Manifest(files=sums).model_dump())
 
 
@@ -46,7 +47,7 @@ def written_files(directory: Path) -> set[str]:
         raise ConversionError(f"{path}: no readable list of what a conversion wrote ({first_line(error)})") from error
     present = manifest.files.keys() & _names(directory)
     for name in sorted(present):
-        if (directory / name).is_symlink() or _sha256(directory / name) != manifest.files[name]:
+        if (directory / name).is_symlink() or sha256(directory / name) != manifest.files[name]:
             raise ConversionError(
                 f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
                 "give another directory"
@@ -85,13 +86,3 @@ def _names(directory: Path) -> set[str]:
     """Files and links somewhere in a directory, relative to it."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(directory).as_posix() for path in paths}
-
-
-def _sha256(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(2**20):
-            digest.update(block)
-        return digest.hexdigest()

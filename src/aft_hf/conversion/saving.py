@@ -14,8 +14,9 @@ from transformers.image_processing_utils import BaseImageProcessor
 from ..configuration_aft import pair
 from ..data.image_size import resized_processor
 from ..modeling_aft import AFTForImageClassification
+from ..reading import first_line
 from .deit import convert_deit
-from .errors import ConversionError, first_line
+from .errors import ConversionError
 from .manifest import keep_other_files, write_manifest, written_files
 from .report import REPORT_NAME, ConversionReport
 from .source import VisionTransformerSource, read_source

@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
-from ..conversion.errors import first_line
 from ..data.whole_files import write_whole
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
+from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
 from .facts import CONVERSION, MODEL_ID, RESULTS, Fact, Facts, is_hub_id, measured, read_facts

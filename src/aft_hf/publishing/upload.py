@@ -1,6 +1,5 @@
 """Publishing a directory on the Hub: checked before, in one commit, verified after."""
 
-import hashlib
 import os
 import re
 import tempfile
@@ -34,6 +33,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from ..data.check_sums import sha256
 from ..reading import described, first_line
 from .card import README, card_license, made_card, put_into
 from .checks import CODE, CONFIG, find_problems
@@ -257,21 +257,13 @@ def _verify(api: HfApi, repo_id: str, commit: CommitInfo, files: dict[str, Path]
         )
         for name, path in files.items():
             there = Path(downloaded) / name
-            if not there.is_file() or _sha256(there) != _sha256(path):
+            if not there.is_file() or sha256(there) != sha256(path):
                 raise PublishError(f"{name} on the Hub is not what was sent")
 
 
 def _literal(name: str) -> str:
     """A name as a pattern that matches nothing else."""
     return "".join(f"[{character}]" if character in "*?[" else character for character in name)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _retried(action: Callable[[], Result], may_retry: Callable[[Exception], bool] | None = None) -> Result:
