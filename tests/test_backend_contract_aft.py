@@ -7,6 +7,7 @@ promises one by one: causality in floating point, hidden NaN, differentiation in
 """
 
 import copy
+import gc
 import math
 import warnings
 from functools import cache, partial
@@ -749,6 +750,27 @@ def test_nothing_is_kept_where_no_gradient_is_needed(structure, backend):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x), lambda x: x):
         assert not mixer(torch.randn(2, 35, WIDTH, device=backend.device), **with_grid(mixer, 35)).requires_grad
     assert not kept
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("training", (False, True))
+def test_memory_is_free_without_garbage_collection(structure, training, backend):
+    mixer, x = build(structure, backend), torch.randn(2, 129, WIDTH, device=backend.device)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(training):
+            output = mixer(x, **with_grid(mixer, 129))
+        if training:
+            output.sum().backward()
+        del output
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [type(kept) for kept in gc.garbage if isinstance(kept, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 class Doubled(nn.Linear):

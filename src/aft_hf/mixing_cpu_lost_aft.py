@@ -9,6 +9,7 @@ The lost queries of a chunk and feature see the same window, so keys and values 
 """
 
 import math
+import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -57,7 +58,8 @@ class LostQueries:
     """Lost queries of `sums`. Tensors are indexed in the flat (B, T, h k), where k = c or k = 1 for keys per head."""
 
     def __init__(self, sums: Chunks):
-        self.sums, self.dtype = sums, sums.dtype
+        # The sums own this object: a reference back would keep their tensors until garbage is collected.
+        self.sums, self.dtype = weakref.proxy(sums), sums.dtype
         self.key, self.value = sums.key, sums.value
         self.size, self.span = sums.chunk_size, (1 + sums.before) * sums.chunk_size
         self.length, self.width = sums.key.shape[1:]

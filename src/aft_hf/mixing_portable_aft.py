@@ -309,20 +309,20 @@ def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
     padded = -(-longest // size) * size
     bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
     key, value = pad_positions(key, value, padded - length)
-
-    def triangle(start: int, stop: int) -> ScaledSums:
-        """The causal sums of blocks start..stop."""
-        lo, hi = start * size, stop * size
-        if stop - start == 1:
-            return triangle_sums(key[:, lo:hi], value[:, lo:hi], bias[:, lo:hi, lo:hi])
-        middle = (start + stop) // 2
-        mid = middle * size
-        left, right = triangle(start, middle), triangle(middle, stop)
-        right = right.merge(block_sums(key[:, lo:mid], value[:, lo:mid], bias[:, mid:hi, lo:mid]))
-        return ScaledSums(*(torch.cat(pair, -3) for pair in zip(left, right)))
-
-    context = triangle(0, padded // size).average()
+    context = _halved_sums(key, value, bias, size).average()
     return nn.functional.pad(context, (0, 0, 0, 0, 0, length - padded))
+
+
+def _halved_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, size: int) -> ScaledSums:
+    """The causal sums of as many blocks of `size` tokens as there are."""
+    blocks = bias.shape[-1] // size
+    if blocks == 1:
+        return triangle_sums(key, value, bias)
+    mid = blocks // 2 * size
+    left = _halved_sums(key[:, :mid], value[:, :mid], bias[:, :mid, :mid], size)
+    right = _halved_sums(key[:, mid:], value[:, mid:], bias[:, mid:, mid:], size)
+    right = right.merge(block_sums(key[:, :mid], value[:, :mid], bias[:, mid:, :mid]))
+    return ScaledSums(*(torch.cat(pair, -3) for pair in zip(left, right)))
 
 
 def selected_position_mixing(key: torch.Tensor, value: torch.Tensor, biases: SelectedPosition) -> torch.Tensor:

@@ -165,7 +165,7 @@ def test_a_model_that_is_not_there_names_the_command(tmp_path, monkeypatch):
 def test_a_model_of_another_tab_is_refused(models):
     from loading import IMAGE, PIXEL, Unavailable, load
 
-    with pytest.raises(Unavailable, match="no model of square RGB images: it has 256 tokens"):
+    with pytest.raises(Unavailable, match="no model of square RGB images: it has 258 tokens"):
         load(PIXEL, models["text"])
     with pytest.raises(Unavailable, match="cannot be loaded as image model"):
         load(IMAGE, models["pixel"])

@@ -16,11 +16,15 @@ from filelock import FileLock
 from snippets import PAGES, ROOT, commands, snippets
 
 
-# A command that begins with the first is run with the second appended.
+# A command that begins with the first is run with the second appended; the longest beginning counts.
 SHORTER = {
     "aft-hf benchmark": "--suite mixer --smoke --no-memory",
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
-    "aft-hf train configs/examples/bytes": "--smoke",
+    "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt": (
+        "--smoke output_dir=outputs/bytes-aft-local"
+    ),
+    "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt output_dir=": "--smoke",
+    "aft-hf train configs/examples/bytes_gpt2": "--smoke output_dir=outputs/bytes-gpt2",
     "aft-hf train configs/examples/pixels": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
@@ -91,8 +95,8 @@ def test_every_snippet_of_a_page_runs(page, workplace):
         elif any(re.match(pattern, snippet.code) for pattern in NOT_RUN):
             continue
         else:
-            options = [extra for start, extra in SHORTER.items() if snippet.code.startswith(start)]
-            command = ["bash", "-c", " ".join([snippet.code, *options])]
+            start = max((start for start in SHORTER if snippet.code.startswith(start)), key=len, default=None)
+            command = ["bash", "-c", snippet.code if start is None else f"{snippet.code} {SHORTER[start]}"]
         done = subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{snippet}: {command[-1]}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
