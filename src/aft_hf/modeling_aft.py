@@ -1,10 +1,11 @@
-"""PyTorch AFT models: embeddings, blocks, the backbone and two heads.
+"""PyTorch AFT models: embeddings, blocks, the backbone and the heads.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm Transformer blocks with an AFT mixer in
 place of self-attention, causal over tokens or bidirectional over patches of an image.
 """
 
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from torch import nn
@@ -12,7 +13,11 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPast,
@@ -21,7 +26,7 @@ from transformers.modeling_outputs import (
     ImageClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto import modeling_auto
+from transformers.models.auto import AutoModel, modeling_auto
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -689,6 +694,68 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
+def _of_whole_rows(forward):
+    """`forward` of a model that cannot work on pieces of rows."""
+
+    @wraps(forward)
+    def checked(self, *args, **kwargs):
+        if active_group() is not None:
+            raise ValueError(
+                f"{type(self).__name__} needs whole rows, and context_parallel gives each process a piece of them: "
+                "use AFTModel or AFTForCausalLM"
+            )
+        return forward(self, *args, **kwargs)
+
+    return checked
+
+
+class _TextClassifier:
+    """What the generic heads of transformers need to know about AFT: its modality, its prefix, its loss."""
+
+    input_modalities = ("text",)
+    base_model_prefix = "aft"
+    # The loss of the generic heads is a mean over the batch that they get: Trainer scales it where it accumulates.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "text")
+        super().__init__(config)
+
+    @property
+    def loss_function(self):
+        """The loss of the task, and the entropy of the position biases (Eq. 9) where the config asks for it."""
+        loss_of_task = super().loss_function
+
+        def loss_with_entropy(*args, **kwargs) -> torch.Tensor:
+            loss = loss_of_task(*args, **kwargs)
+            return _with_entropy(loss, self.aft.position_bias_entropy(), self.config, 1, None)
+
+        return loss_with_entropy
+
+    @loss_function.setter
+    def loss_function(self, value):
+        self._loss_function = value
+
+
+class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification, AFTPreTrainedModel):
+    """AFT with a linear classifier on the last token of a text that is not `config.pad_token_id`.
+
+    Padding may be on either side. Without a `pad_token_id` only one text at a time can be classified. Arguments are those
+    of `AFTModel`, and `labels`: `(batch_size,)` classes, or what `config.problem_type` takes.
+    """
+
+    forward = _of_whole_rows(GenericForSequenceClassification.forward)
+
+
+class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification, AFTPreTrainedModel):
+    """AFT with a linear classifier on every token of a text, of which each sees itself and those before it.
+
+    Arguments are those of `AFTModel`, and `labels`: `(batch_size, sequence_length)` classes; -100 is ignored.
+    """
+
+    forward = _of_whole_rows(GenericForTokenClassification.forward)
+
+
 class AFTBackbone(BackboneMixin, AFTModel):
     """The feature maps of chosen stages, for detectors and segmenters (`AutoBackbone`).
 
@@ -760,11 +827,27 @@ def _with_entropy(
 modeling_auto.MODEL_MAPPING_NAMES[AFTConfig.model_type] = AFTModel.__name__
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AFTConfig.model_type] = AFTForCausalLM.__name__
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForImageClassification.__name__
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = (
+    AFTForSequenceClassification.__name__
+)
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForTokenClassification.__name__
+# The generic heads build their backbone with it, from the code beside a checkpoint, too.
+AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
 
 # `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
 AFTBackbone.register_for_auto_class("AutoBackbone")
 AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 AFTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+AFTForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+AFTForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 
-__all__ = ["AFTBackbone", "AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]
+__all__ = [
+    "AFTBackbone",
+    "AFTForCausalLM",
+    "AFTForImageClassification",
+    "AFTForSequenceClassification",
+    "AFTForTokenClassification",
+    "AFTModel",
+    "AFTPreTrainedModel",
+]
