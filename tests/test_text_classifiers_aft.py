@@ -235,7 +235,9 @@ def test_the_pipeline_of_features_of_texts(head, saved):
 def test_the_pipeline_of_features_of_images(aft_type, pool, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "position_bias_dim": 4, "image_size": 8, "patch_size": 2}
-    model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, conv_kernel_size=3, **sizes)).eval()
+    model = AFTForImageClassification(
+        AFTConfig(modality="image", aft_type=aft_type, conv_kernel_size=3, **sizes)
+    ).eval()
     model.save_pretrained(tmp_path)
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
     processor.save_pretrained(tmp_path)

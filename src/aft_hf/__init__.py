@@ -6,6 +6,7 @@ from transformers import (
     AutoBackbone,
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
@@ -37,6 +38,7 @@ from .sequence_shards_aft import context_parallel, local_piece
 def _register() -> None:
     """Make `from_pretrained` of the Auto classes, and so `pipeline`, resolve `model_type` "aft"."""
     AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
+    AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
     AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
     AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
     AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)

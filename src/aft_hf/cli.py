@@ -24,6 +24,7 @@ from .conversion import (
     read_images,
     save_converted,
 )
+from .progress import no_bars_in_logs
 from .publishing.command import publish_command
 from .reading import printable
 from .training.command import evaluate_command, train_command
@@ -230,6 +231,7 @@ def _describe(config: AFTConfig) -> str:
 
 def main() -> None:
     """Run the command line; what a user can cause ends in one line, not in a traceback."""
+    no_bars_in_logs()
     try:
         app()
     except ModuleNotFoundError as error:

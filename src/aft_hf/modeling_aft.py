@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
     ImageClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto import AutoModel, modeling_auto
+from transformers.models.auto import modeling_auto
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -709,17 +709,19 @@ def _of_whole_rows(forward):
     return checked
 
 
-class _TextClassifier:
-    """What the generic heads of transformers need to know about AFT: its modality, its prefix, its loss."""
+class _TextClassifier(AFTPreTrainedModel):
+    """What the generic heads of transformers do not know of AFT: its modality, and the entropy in its loss."""
 
     input_modalities = ("text",)
-    base_model_prefix = "aft"
     # The loss of the generic heads is a mean over the batch that they get: Trainer scales it where it accumulates.
     accepts_loss_kwargs = False
 
     def __init__(self, config: AFTConfig):
         _require_modality(self, config, "text")
         super().__init__(config)
+        self.num_labels = config.num_labels
+        # Not by AutoModel, as in the generic heads, which does not know the class of a config of remote code.
+        self.aft = AFTModel(config)
 
     @property
     def loss_function(self):
@@ -737,23 +739,34 @@ class _TextClassifier:
         self._loss_function = value
 
 
-class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification, AFTPreTrainedModel):
+class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification):
     """AFT with a linear classifier on the last token of a text that is not `config.pad_token_id`.
 
-    Padding may be on either side. Without a `pad_token_id` only one text at a time can be classified. Arguments are those
-    of `AFTModel`, and `labels`: `(batch_size,)` classes, or what `config.problem_type` takes.
+    Padding may be on either side. Without a `pad_token_id`, a batch has one text. Arguments are those of `AFTModel`,
+    and `labels`: `(batch_size,)` classes, or what `config.problem_type` takes.
     """
 
     forward = _of_whole_rows(GenericForSequenceClassification.forward)
 
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
 
-class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification, AFTPreTrainedModel):
+
+class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
     """AFT with a linear classifier on every token of a text, of which each sees itself and those before it.
 
     Arguments are those of `AFTModel`, and `labels`: `(batch_size, sequence_length)` classes; -100 is ignored.
     """
 
     forward = _of_whole_rows(GenericForTokenClassification.forward)
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
 
 
 class AFTBackbone(BackboneMixin, AFTModel):
@@ -831,8 +844,6 @@ modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_ty
     AFTForSequenceClassification.__name__
 )
 modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForTokenClassification.__name__
-# The generic heads build their backbone with it, from the code beside a checkpoint, too.
-AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
 
 # `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
