@@ -44,7 +44,7 @@ def build_app(sources: dict[Kind, str]) -> gr.Blocks:
                         continue
                     parameters = loaded[0].num_parameters()
                     if parameters < SMALL:
-                        expected = f"A model of {parameters / 1e6:.1f} million parameters. {tab.EXPECT_OF_SMALL}"
+                        expected = f"A small model, of {parameters:,} parameters. {tab.EXPECT_OF_SMALL}"
                         gr.HTML(f'<p class="aft-expect">{expected}</p>', padding=False)
                     tab.build(app, *loaded)
                     described = f"{html.escape(sources[kind])}: {type(loaded[0]).__name__}, {parameters:,} parameters"
