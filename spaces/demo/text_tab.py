@@ -92,7 +92,9 @@ def build(app: gr.Blocks, model, tokenizer) -> None:
                 button = gr.Button("Write on", variant="primary", elem_id="write")
                 stop = gr.Button("Stop", min_width=80, scale=0)
             with gr.Accordion("Settings", open=False, elem_classes="aft-settings"):
-                count = gr.Slider(1, most, min(200, most * 3 // 4), step=1, label="New tokens", buttons=[], elem_id="count")
+                count = gr.Slider(
+                    1, most, min(200, most * 3 // 4), step=1, label="New tokens", buttons=[], elem_id="count"
+                )
                 temperature = gr.Slider(
                     0,
                     2,
