@@ -366,18 +366,18 @@ def pixels(
         files.append(f"data.{split}={out / 'digits' / split}.parquet")
         _save_images(pairs, out / "digits" / f"{split}.parquet")
     changes = {
-        "model": {"hidden_size": 96, "num_hidden_layers": 4, "position_bias_dim": 32, "local_window_size": 96},
+        "model": {"hidden_size": 96, "num_hidden_layers": 4, "position_bias_dim": 32, "local_window_size": 48},
         "data": {"image_size": DIGIT_SIZE, "flip": "false"},
         "schedule": {"warmup_steps": 40},
     }
-    steps = 20 if short else 600
+    steps = 20 if short else 300
     overrides = [f"{section}.{name}={value}" for section, values in changes.items() for name, value in values.items()]
-    overrides += [f"steps={steps}", f"evaluate_every={steps}", f"save_every={steps}", "global_batch_size=32"]
+    overrides += [f"steps={steps}", f"evaluate_every={steps}", f"save_every={steps}", "global_batch_size=16"]
     recipe = load_recipe(CONFIGS / "examples" / "pixels_aft_local.yaml", [*files, *overrides, f"output_dir={out}"])
     results = train_recipe(recipe)
     table = Table("model", "parameters", "bits per sub-pixel", "saved in")
     bits = results["metrics"]["validation"]["bits_per_token"]
-    table.add_row("AFT-local-96", f"{results['parameters'] / 1e6:.2f} M", f"{bits:.3f}", str(out))
+    table.add_row("AFT-local-48", f"{results['parameters'] / 1e6:.2f} M", f"{bits:.3f}", str(out))
     console.print(table)
     console.print(f"Done in {time.perf_counter() - started:.0f} s. Next: `make demo`, tab Draw.")
 
