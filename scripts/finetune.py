@@ -1,7 +1,8 @@
 """Fine-tune an AFT, or any model of transformers, on images with labels or on text, with transformers' Trainer.
 
-    python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/aft-conv --train train.parquet \
-        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 5e-4
+    python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/quickstart/converted \
+        --train outputs/quickstart/digits/train.parquet --validation outputs/quickstart/digits/test.parquet \
+        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 1e-3
 
 All options of `TrainingArguments` work; a JSON or YAML file with them may be given as the only argument.
 """
