@@ -1,12 +1,11 @@
 """Processes that hold pieces of a sequence compute what one process with the whole sequence computes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collectives import averaged_gradients, counted_bytes, error_of, whole
 from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
 from torch import distributed
 
@@ -98,42 +97,8 @@ def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any =
     found = {"logits": output.logits.detach() * mask, "inputs": embedded.grad}
     if group is not None:
         found["inputs"] = found["inputs"] / group.size()
-        found = {name: whole_row(x, group) for name, x in found.items()}
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if group is not None:
-        for gradient in gradients.values():
-            distributed.all_reduce(gradient, group=group)
-            gradient /= group.size()
-    return found | {"loss": output.loss.detach()} | gradients
-
-
-def whole_row(x: torch.Tensor, group: Any) -> torch.Tensor:
-    pieces = [None] * group.size()
-    distributed.all_gather_object(pieces, x, group)
-    return torch.cat(pieces, 1)
-
-
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """Of all that is given to collectives within, the bytes by the name of the collective."""
-    counts: dict[str, int] = {}
-    originals = {name: getattr(distributed, name) for name in ("all_gather", "all_to_all_single", "all_reduce")}
-
-    def counting(name: str) -> Any:
-        def call(first: Any, *arguments: Any, **options: Any) -> Any:
-            given = first if name == "all_reduce" else arguments[0]
-            counts[name] = counts.get(name, 0) + given.nbytes
-            return originals[name](first, *arguments, **options)
-
-        return call
-
-    for name in originals:
-        setattr(distributed, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(distributed, name, original)
+        found = {name: whole(x, group) for name, x in found.items()}
+    return found | {"loss": output.loss.detach()} | averaged_gradients(model, group)
 
 
 def bytes_of_a_layer(aft_type: str, length: int, group: Any) -> dict[str, int]:
@@ -196,16 +161,7 @@ def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Te
     if group is None:
         return mixer(x)
     piece = local_piece(x, group)
-    return whole_row(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
-
-
-def error_of(call: Any, group: Any) -> str:
-    try:
-        with context_parallel(group):
-            call(group)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return whole(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
 
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
