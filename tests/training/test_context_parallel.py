@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, ParallelismConfig, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from collectives import averaged_gradients, counted_bytes, error_of, whole
 from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
 from torch import distributed
+from torch.utils.data import DataLoader
 
 from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_piece
 from aft_hf.documents_aft import Documents
@@ -248,6 +251,54 @@ def test_a_prompt_in_pieces_leaves_the_state_of_generation_in_every_process(foun
 @pytest.mark.parametrize("message", WRONG)
 def test_what_a_piece_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
     assert any(message in process["errors"][message] for process in found)
+
+
+# --------------------------------------------------------------------------------------------------------- Accelerate
+
+
+def rows_of_tokens() -> torch.Tensor:
+    return torch.randint(0, 16, (4, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def step_with_accelerate(directory: Path) -> None:
+    """A step of a loop on Accelerate with a mesh of 2 x 2 processes: batches on one dimension, pieces on the other."""
+    # Accelerate shards on accelerators alone; it does so here when it takes these CPU processes for such.
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["AFTLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2)
+    )
+    model = build_model(["local", "alibi"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows_of_tokens(), batch_size=2))
+    mesh = accelerator.torch_device_mesh["cp"]
+    (batch,) = batches
+    piece = local_piece(batch, mesh)
+    with context_parallel(mesh):
+        loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+    accelerator.backward(loss)
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    found = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
+    torch.save(found, directory / f"{accelerator.process_index}.pt")
+    accelerator.end_training()
+
+
+def test_a_loop_on_accelerate_takes_the_pieces_of_its_mesh(tmp_path):
+    assert finish(launch(step_with_accelerate, (tmp_path,), 4)) == [0] * 4
+    model, rows = build_model(["local", "alibi"]), rows_of_tokens()
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    for rank in range(4):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(found["batch"], rows[:2] if rank < 2 else rows[2:])
+        torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-5, atol=1e-5)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------- training
