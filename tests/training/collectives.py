@@ -1,4 +1,4 @@
-"""What tests of several processes share: whole results from pieces, and counts of what collectives are given."""
+"""What tests of several processes share: whole results from pieces, exact ones, and counts of what is sent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +25,18 @@ def averaged_gradients(model: torch.nn.Module, group: Any = None) -> dict[str, t
             distributed.all_reduce(gradient, group=group)
             gradient /= group.size()
     return gradients
+
+
+def exact_outcome(outcome: Callable[..., Any], model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, float]:
+    """The outcome in float64, and how exactly float32 knows it: exp(K) as exactly as K is rounded, when it is computed
+    and when w is added, in each layer.
+    """
+    largest = []
+    for layer in model.double().aft.layers:
+        layer.mixer.k_proj.register_forward_hook(
+            lambda module, given, key: largest.append(float(key.detach().abs().max()))
+        )
+    return outcome(model, inputs), sum(2 * key * 2**-24 for key in largest)
 
 
 @contextmanager

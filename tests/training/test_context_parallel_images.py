@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collectives import averaged_gradients, counted_bytes, error_of, whole
+from collectives import averaged_gradients, counted_bytes, error_of, exact_outcome, whole
 from runs import finish, launch
 from torch import distributed
 
@@ -73,7 +73,6 @@ CASES: dict[str, Callable[[], tuple[Any, dict]]] = {
     "entropy": lambda: build_case(position_bias_entropy_weight=0.1),
     "simple and conv": lambda: build_case(aft_type=["simple", "conv"]),
     "reference": lambda: build_case(mixing_implementation="reference"),
-    "hostile": lambda: build_case(keys="hostile"),
     "checkpointing": checkpointed,
 }
 
@@ -174,6 +173,7 @@ def compute(directory: Path) -> None:
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
     found: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
+    found["hostile"] = outcome(*build_case(keys="hostile"), group)
     found["feature map"] = feature_map(group)
     found["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
     found["bytes"] = {rows: bytes_of_a_layer(rows, group) for rows in (4, 40)}
@@ -196,11 +196,17 @@ def test_rows_have_the_outputs_the_loss_and_the_gradients_of_whole_images(found,
     expected = outcome(*CASES[case]())
     for process in found:
         assert process[case].keys() == expected.keys()
-        for name, wanted in expected.items():
-            # Sums over the tokens in another order; keys of size 200 are known to 200 * 2^-24 = 1.2e-5.
-            size = 5 if case == "hostile" else 1
+        for name, wanted in expected.items():  # sums over the tokens in another order
             error = float((process[case][name] - wanted).abs().max())
-            assert error <= size * 1e-5 * max(1.0, float(wanted.abs().max())), name
+            assert error <= 1e-5 * max(1.0, float(wanted.abs().max())), name
+
+
+def test_rows_of_large_keys_are_as_exact_as_float32_knows_them(found):
+    exact, bound = exact_outcome(outcome, *build_case(keys="hostile"))
+    for process in found:
+        for name, wanted in exact.items():
+            error = float((process["hostile"][name] - wanted).abs().max())
+            assert error <= bound * max(1.0, float(wanted.abs().max())), name
 
 
 def test_a_backbone_gives_the_feature_maps_of_its_rows_whatever_their_number(found):
