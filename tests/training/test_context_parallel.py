@@ -127,6 +127,7 @@ def compute(directory: Path) -> None:
     found["offset"] = {t: outputs_of_keys_with_an_offset(t, group) for t in ("simple", "alibi")}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
     torch.save(found, directory / f"{rank}.pt")
+    distributed.barrier()  # none leaves while another still receives
     distributed.destroy_process_group()
 
 
@@ -295,6 +296,7 @@ def step_with_accelerate(directory: Path) -> None:
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     found = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
     torch.save(found, directory / f"{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()  # none leaves while another still receives
     accelerator.end_training()
 
 
