@@ -34,6 +34,7 @@ SHORTER = {
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
     "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
+    "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
 NOT_RUN = {
     r"make (quickstart|quickstart-text|test|lint|gpu)": "CI runs these targets themselves",
