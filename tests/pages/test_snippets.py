@@ -37,7 +37,7 @@ SHORTER = {
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|test|lint|gpu)": "CI runs these targets themselves",
+    r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
     r"python scripts/reproduce\.py": "takes hours, and writes to docs; tests/reproduction has small runs",
     r"pip install": "installs from an index",
