@@ -22,10 +22,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory) -> Path:
-    """The language model as a directory, with tokenizer and code."""
+    """The language model as a directory, with tokenizer and code, and a format of conversations."""
     directory = tmp_path_factory.mktemp("byte-model")
     language_model().save_pretrained(directory)
-    build_byte_tokenizer(model_max_length=LONGEST).save_pretrained(directory)
+    tokenizer = build_byte_tokenizer(model_max_length=LONGEST)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(directory)
     return directory
 
 
