@@ -24,6 +24,7 @@ from .scaled_sums_aft import join_heads, split_heads, widen
 
 
 if TYPE_CHECKING:
+    from .caching_aft import AFTLayerState
     from .mixing_aft import Mixing
 
 
@@ -72,6 +73,28 @@ class TritonBackend(Backend):
         inputs = problem_tensors(problem)
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         return causal_mix(*inputs, list(Geometry.of(problem)), keep)[0]
+
+    @staticmethod
+    def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor | None:
+        """(B, 1, d) in the dtype of the values, times the sigmoid of the query."""
+        from .mixing_triton_decoding_aft import step
+
+        return step(state, problem) if _can_be_taken_in(state, problem) else None
+
+    @staticmethod
+    def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, T, d) in the dtype of the values, times the sigmoid of the query."""
+        from .mixing_triton_decoding_aft import prefill
+
+        return prefill(state, problem, counts) if _can_be_taken_in(state, problem) else None
+
+
+def _can_be_taken_in(state: "AFTLayerState", problem: "Mixing") -> bool:
+    """Whether kernels update this state: one of constant size, of which no gradients are asked for."""
+    if state.window is None or not TritonBackend.supports(problem):
+        return False
+    given = problem.query, problem.key, problem.value, *problem.biases.tensors()
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given))
 
 
 def _runs_kernels(device: torch.device) -> bool:
@@ -122,10 +145,14 @@ class Geometry(NamedTuple):
         return self.mode == 3
 
 
-def problem_tensors(problem: "Mixing") -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a problem as `causal_mix` takes them: query, key, value, table, slopes and first positions."""
+def problem_tensors(problem: "Mixing", positions: int | None = None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a problem as `causal_mix` takes them: query, key, value, table, slopes and first positions.
+
+    Args:
+        positions: how many the table is to have, by default one for each token.
+    """
     biases, documents = problem.biases, problem.documents
-    table = _table(biases, Geometry.of(problem), problem.length) if _has_table(biases) else None
+    table = _table(biases, Geometry.of(problem), positions or problem.length) if _has_table(biases) else None
     slopes = None if biases.slopes is None else biases.slopes.float()
     first = None if documents is None else documents.first_positions().int()
     return problem.query, problem.key, problem.value, table, slopes, first

@@ -16,7 +16,8 @@ from .kernels_aft import (
     table_gradient_kernel,
     totals_kernel,
 )
-from .scaled_sums_aft import power_of_two_from
+from .kernels_decoding_aft import state_kernel, step_kernel
+from .scaled_sums_aft import join_heads, power_of_two_from
 
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ TABLE_BLOCK = 32
 
 # Programs below which the gradient of a table is also cut into rows of the batch.
 ENOUGH_PROGRAMS = 1024
+
+# Features, and keys of the window, that a decoding step takes at once.
+STEP_FEATURES, STEP_KEYS = 32, 32
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -248,3 +252,76 @@ def _by_rows(x: torch.Tensor | None) -> torch.Tensor | None:
 def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     """From one row, and from one position, to the next."""
     return tuple(s for x in tensors for s in ((0, 0) if x is None else x.stride()[:2]))
+
+
+# --------------------------------------------------------------------------------------------------------- generation
+
+
+def prefill(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    before: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    state: tuple[torch.Tensor, ...],
+    geometry: "Geometry",
+    *,
+    continued: bool,
+) -> torch.Tensor:
+    """Eq. 2 times the gate, (B, T, d); the state becomes that after these tokens. Arguments as of `causal_prefill`.
+
+    Tokens that continue a state are computed behind its window, whose own averages are dropped.
+    """
+    keys, values, numerator, denominator, maximum = state
+    past, initial, first = 0, None, None
+    if continued:
+        past = keys.shape[2]
+        key, value = (torch.cat([join_heads(x).to(y), y], 1) for x, y in ((keys, key), (values, value)))
+        query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
+        flat = (x.expand_as(numerator).reshape(value.shape[0], -1) for x in (maximum, numerator, denominator))
+        initial = tuple(x.contiguous() for x in flat)
+        if before is not None:
+            first = before[:, None].expand(-1, value.shape[1]).contiguous()
+    inputs = _by_rows(key), _by_rows(value), table, slopes, first
+    output, _, sums = forward(query, *inputs, geometry, keep=False, initial=initial)
+    with torch.cuda.device_of(value):
+        at, (key, value) = Launch(*inputs, geometry), inputs[:2]
+        options = {name: at.common[name] for name in ("HEADS", "BLOCKS", "HEAD", "MODE", "C", "BD")}
+        options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "COUNTED": counts is not None}
+        arguments = (key, value, slopes, counts, *(sums or (None, None, None)), *state)
+        sizes = (*at.sizes, keys.shape[2], past, *_strides(key, value))
+        state_kernel[(at.batch * at.heads * at.blocks,)](*arguments, *sizes, **options)
+    return output if past == 0 else output[:, past:].contiguous()
+
+
+def decode(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    state: tuple[torch.Tensor, ...],
+    length: torch.Tensor | None,
+    heads: int,
+    *,
+    alone: bool,
+) -> torch.Tensor:
+    """Eq. 2 of one new token times the gate, (B, 1, d); the state takes it in. Arguments as of `decode_step`."""
+    query, key, value = (_by_rows(x) for x in (query, key, value))
+    batch, _, width = value.shape
+    window, head, key_per_head = state[0].shape[2], width // heads, key.shape[-1] != width
+    features = min(STEP_FEATURES, power_of_two_from(head))
+    blocks = -(-head // features)
+    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    strides = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (query, key, value, bias)]
+    options = {"HEADS": heads, "BLOCKS": blocks, "HEAD": head, "KEY_PER_HEAD": key_per_head}
+    options |= {"MODE": 0 if slopes is None else 1, "BIASED": bias is not None, "ALONE": alone}
+    options |= {"GATED": query is not None, "COUNTED": length is not None}
+    options |= {"BW": min(STEP_KEYS, power_of_two_from(max(window, 1))), "BD": features}
+    with torch.cuda.device_of(value):
+        programs = batch * heads * (1 if key_per_head else blocks)
+        arguments = (query, key, value, bias, slopes, *state, length, output)
+        step_kernel[(programs,)](*arguments, window, width, *strides, **options)
+    return output
