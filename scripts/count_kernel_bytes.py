@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf import mixing_triton_launch_aft as launches
 from aft_hf.mixing_aft import Mixing
-from aft_hf.mixing_triton_aft import Geometry, problem_tensors
+from aft_hf.mixing_triton_causal_aft import Geometry, problem_tensors
 
 
 class Traffic:

@@ -77,7 +77,7 @@ def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options
 
 @variants
 @implementations
-@pytest.mark.parametrize(("padded", "static"), ((False, False), (True, False), (True, True)))
+@pytest.mark.parametrize(("padded", "static"), ((False, False), (True, False), (False, True), (True, True)))
 def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation, padded, static):
     if static and aft_type == "full":
         pytest.skip("there is no static cache for a state that grows")

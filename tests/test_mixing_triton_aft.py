@@ -16,7 +16,8 @@ from torch import nn
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing, mix
-from aft_hf.mixing_triton_aft import Geometry, TritonBackend, causal_mix, problem_tensors, triton_is_installed
+from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
+from aft_hf.mixing_triton_causal_aft import Geometry, causal_mix, problem_tensors
 
 
 if not triton_is_installed():
@@ -318,7 +319,7 @@ class Guarded:
     def empty(self, *shape, dtype, device, fill=torch.nan):
         size = shape[0] if not isinstance(shape[0], int) else shape
         count = torch.Size(size).numel()
-        buffer = torch.full((count + 2 * GUARD,), 12345.0, dtype=dtype, device=device)
+        buffer = torch.full((count + 2 * GUARD,), 12288.0, dtype=dtype, device=device)
         self.buffers.append(buffer)
         return buffer[GUARD : GUARD + count].fill_(fill).view(size)
 
@@ -328,7 +329,7 @@ class Guarded:
     def assert_untouched(self):
         assert self.buffers
         for buffer in self.buffers:
-            assert buffer[:GUARD].eq(12345.0).all() and buffer[-GUARD:].eq(12345.0).all()
+            assert buffer[:GUARD].eq(12288.0).all() and buffer[-GUARD:].eq(12345.0).all()
 
 
 def between_nan(x: torch.Tensor) -> torch.Tensor:

@@ -97,14 +97,13 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
 
 
 @structures([*STRUCTURES, *WIDE])
-@pytest.mark.parametrize("static", (False, True))
-def test_a_prompt_and_tokens_after_it_are_eq_2(structure, static, computed):
+def test_a_prompt_and_tokens_after_it_are_eq_2(structure, computed):
     mixer = build(structure)
-    x = torch.randn(2, 75, mixer.hidden_size, device=DEVICE)
-    assert_decodes(mixer, x, (69, 1, 1, 1), static)
+    x = torch.randn(2, 50, mixer.hidden_size, device=DEVICE)
+    assert_decodes(mixer, x, (37, 1, 1), static=structure in WIDE)
 
 
-@structures(STRUCTURES)
+@structures(["alibi causal", "local causal", "local causal, wide", "local causal, window alone", "conv causal"])
 def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed):
     mixer = build(structure)
     x, mask = torch.randn(3, 50, mixer.hidden_size, device=DEVICE), torch.ones(3, 50, dtype=torch.bool, device=DEVICE)
@@ -120,7 +119,7 @@ def test_half_precision(structure, computed):
 
 
 @structures(["local causal", "alibi causal"])
-@pytest.mark.parametrize("keys", ("x 90", "all 1e4", "a rising ramp"))
+@pytest.mark.parametrize("keys", ("x 90", "a rising ramp"))
 def test_large_keys_are_finite_and_right(structure, keys, computed):
     mixer, torch_keys = contract.keys_are_inputs(build(structure)), contract.KEYS[keys](2, 40, contract.WIDTH)
     assert_decodes(mixer, torch_keys.to(DEVICE), (36, 1, 1, 1))
@@ -134,8 +133,7 @@ def language_model(aft_type: str, implementation: str, **options) -> AFTForCausa
     return AFTForCausalLM(config).eval().to(DEVICE)
 
 
-@pytest.mark.parametrize("aft_type", ("local", "conv", "alibi"))
-@pytest.mark.parametrize("cache", (None, "static"))
+@pytest.mark.parametrize(("aft_type", "cache"), (("local", "static"), ("conv", None)))
 def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cache, computed):
     ids = torch.randint(0, 40, (2, 9), device=DEVICE)
     mask = torch.ones_like(ids)
@@ -143,15 +141,15 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
     found = []
     for implementation in ("triton", "portable"):
         model = language_model(aft_type, implementation)
-        options = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+        options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
         found.append(model.generate(ids, attention_mask=mask, **options))
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("aft_type", ("local", "alibi"))
-def test_a_compiled_step_with_a_static_cache_is_one_graph(aft_type, computed):
+def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
     torch._dynamo.reset()
-    model, ids = language_model(aft_type, "triton"), torch.randint(0, 40, (2, 7), device=DEVICE)
+    model = language_model("local", "triton", num_hidden_layers=1)
+    ids = torch.randint(0, 40, (2, 7), device=DEVICE)
     compiled, logits = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False), []
     with torch.no_grad():
         for run in (model, compiled):

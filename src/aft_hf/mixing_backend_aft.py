@@ -1,5 +1,6 @@
 """What a backend is: the base class of all of them, with the questions that `mixing_aft.py` asks."""
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
     from .position_biases_aft import PositionBias
     from .projections_aft import Projections
+
+
+# The namespace of custom operators. Those of a copy of these files that came with a checkpoint are not those of the
+# installed package.
+OPERATORS = re.sub(r"\W", "_", __package__ or "aft_hf")
 
 
 class Backend:

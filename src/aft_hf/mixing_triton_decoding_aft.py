@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .mixing_triton_aft import NAMESPACE, Geometry, problem_tensors
+from .mixing_backend_aft import OPERATORS
+from .mixing_triton_causal_aft import Geometry, problem_tensors
 from .scaled_sums_aft import split_heads, widen
 
 
@@ -61,7 +62,7 @@ def _writable(state: "AFTLayerState") -> tuple[torch.Tensor, ...]:
     return tuple(getattr(state, name) for name in STATE)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::decode_step", mutates_args=(*STATE, "length"))
+@torch.library.custom_op(f"{OPERATORS}::decode_step", mutates_args=(*STATE, "length"))
 def decode_step(
     query: torch.Tensor | None,
     key: torch.Tensor,
@@ -101,7 +102,7 @@ def _(query, key, value, *_):
     return value.new_empty(value.shape)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::causal_prefill", mutates_args=STATE)
+@torch.library.custom_op(f"{OPERATORS}::causal_prefill", mutates_args=STATE)
 def causal_prefill(
     query: torch.Tensor | None,
     key: torch.Tensor,

@@ -21,7 +21,7 @@ from .scaled_sums_aft import join_heads, power_of_two_from
 
 
 if TYPE_CHECKING:
-    from .mixing_triton_aft import Geometry
+    from .mixing_triton_causal_aft import Geometry
 
 
 # The most sums and features that one program of a scan takes.
@@ -61,6 +61,7 @@ class Launch:
         self.precision = "tf32" if value.dtype == torch.bfloat16 else "tf32x3"
         # A table of biases, or products of three parts each, take more registers than 4 warps have without spills.
         self.warps = 4 if self.precision == "tf32" and table is None else 8
+        self.compact = value.dtype == torch.bfloat16
         self.sizes = (self.length, self.chunks, self.width)
         self.has_far_sums = not (geometry.is_full or geometry.alone)
         self.common = {
@@ -130,6 +131,14 @@ class Launch:
         scan_kernel[programs](*arguments, CARRY=blocks > 1, REDUCE=False, **options)
 
 
+def kept_tensors(value: torch.Tensor, geometry: "Geometry") -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of what the forward pass keeps: averages, logarithms of denominators, numbers of chunks."""
+    batch, length, width = value.shape
+    of_chunks = (batch, -(-length // geometry.chunk_size), 3, width)
+    averages = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
+    return [(averages, value.shape), (torch.float32, value.shape), (torch.float32, of_chunks)]
+
+
 def forward(
     query: torch.Tensor | None,
     key: torch.Tensor,
@@ -163,10 +172,11 @@ def forward(
             at.scan(sums, reverse=False)
         output, kept = torch.empty(value.shape, dtype=value.dtype, device=value.device), (None, None, None)
         if keep:
-            largest = torch.empty(at.batch, at.chunks, at.width, dtype=torch.float32, device=at.device)
-            kept = (*(torch.empty(value.shape, dtype=torch.float32, device=at.device) for _ in range(2)), largest)
+            kept = [
+                torch.empty(shape, dtype=dtype, device=at.device) for dtype, shape in kept_tensors(value, geometry)
+            ]
         options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": query is not None}
-        options |= {"KEEP": keep, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        options |= {"KEEP": keep, "COMPACT": at.compact, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
         arguments = (query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept)
         strides = (*_strides(query, key, value), *at.table_strides(table))
         forward_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
@@ -191,13 +201,20 @@ def backward(
     with torch.cuda.device_of(value):
         at = Launch(key, value, table, slopes, first, geometry)
         gated, strides = query is not None, _strides(gradient, query)
-        options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": gated}
-        options |= {"PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        options = {"GATED": gated, "COMPACT": at.compact, **at.common}
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
         sums = at.sums() if at.has_far_sums else (None, None, None)
-        if gated or at.has_far_sums:
-            arguments = (gradient, query, *kept, slopes, first, of_query, *sums, *at.sizes, *strides)
-            query_gradient_kernel[at.programs](*arguments, GATED=gated, TOTALS=at.has_far_sums, **at.common)
+        # The gradient of a window reads all that those of queries read: one kernel for both
+        together, of_queries = of_table and not geometry.is_full, (of_query, *sums)
+        if not together and (gated or at.has_far_sums):
+            arguments = (gradient, query, *kept, slopes, first, *of_queries, *at.sizes, *strides)
+            query_gradient_kernel[at.programs](*arguments, TOTALS=at.has_far_sums, **options)
+        options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone}
+        options |= {"PRECISION": at.precision, "num_warps": at.warps}
+        strides = (*strides, *_strides(key, value), *at.table_strides(table))
+        inputs, found = (gradient, query, key, value, *kept), None
+        if of_table:
+            found = _table_gradient(at, inputs, of_queries if together else (None,) * 4, strides, options)
         if at.has_far_sums:
             at.scan(sums, reverse=True)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=at.device)
@@ -206,20 +223,18 @@ def backward(
         else:
             shape, dtype = key.shape, key.dtype
         of_key = torch.empty(shape, dtype=dtype, device=at.device)
-        strides = (*strides, *_strides(key, value), *at.table_strides(table))
-        arguments = (gradient, query, key, value, *kept, table, slopes, first, *sums, of_key, of_value)
+        arguments = (*inputs, table, slopes, first, *sums, of_key, of_value)
         key_gradient_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
         if at.key_per_head:
             of_key = of_key.sum(-1).to(key.dtype)
-        if not of_table:
-            return of_query, of_key, of_value, None
-        return of_query, of_key, of_value, _table_gradient(at, gradient, query, key, value, kept, strides, options)
+        return of_query, of_key, of_value, found
 
 
-def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, options) -> torch.Tensor:
-    """The gradient of the position biases, in the shape of their table."""
-    block = min(TABLE_BLOCK, at.block)
-    options |= {"BD": block, "BLOCKS": -(-at.head // block)}
+def _table_gradient(at: Launch, inputs, of_queries, strides, options) -> torch.Tensor:
+    """The gradient of the position biases, in the shape of their table; that of the query where it is to be stored."""
+    block, together = min(TABLE_BLOCK, at.block), any(x is not None for x in of_queries)
+    options = options | {"BD": block, "BLOCKS": -(-at.head // block)}
+    options |= {"QUERIES": together, "TOTALS": together and at.has_far_sums}
     near, tables = at.near(), at.heads * at.chunks
     tiles = tables * (near[0] + 1)
     parts = at.batch if at.first is not None else min(at.batch, max(1, ENOUGH_PROGRAMS // tiles))
@@ -232,7 +247,7 @@ def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, opti
     else:
         shape = (parts, at.heads, at.chunks, *at.table.shape[2:])
         found = torch.empty(shape, dtype=torch.float32, device=at.device)
-    arguments = (gradient, query, key, value, *kept, at.table, at.first, found, at.batch, *at.sizes, *near, *strides)
+    arguments = (*inputs, at.table, at.first, found, *of_queries, at.batch, *at.sizes, *near, *strides)
     to = found.stride(0), *_gradient_strides(at, found)
     table_gradient_kernel[(tiles * parts,)](*arguments, *to, rows_each, **options)
     found = found.sum(0)
