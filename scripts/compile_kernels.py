@@ -37,7 +37,7 @@ from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing
 from aft_hf.mixing_triton_bidirectional_launch_aft import backward as backward_both_ways
 from aft_hf.mixing_triton_bidirectional_launch_aft import forward as forward_both_ways
-from aft_hf.mixing_triton_causal_aft import Geometry, problem_tensors
+from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
 from aft_hf.mixing_triton_decoding_aft import STATE
 from aft_hf.mixing_triton_launch_aft import backward, decode, forward, prefill
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
@@ -141,9 +141,9 @@ def launched(problem: Mixing) -> list[Variant]:
             _both_ways(problem)
             return variants
         geometry, inputs = Geometry.of(problem), problem_tensors(problem)
-        _, kept, _ = forward(*inputs, geometry, keep=True)
-        forward(*inputs, geometry, keep=False)
-        backward(problem.value, *inputs, kept, geometry, of_table=inputs[3] is not None)
+        _, kept, _ = forward(inputs, geometry, keep=True)
+        forward(inputs, geometry, keep=False)
+        backward(problem.value, inputs, kept, geometry, of_table=inputs.table is not None)
         if problem.documents is None and problem.biases.reach is not None:
             _generate(problem, inputs, geometry)
     finally:
@@ -159,18 +159,18 @@ def _both_ways(problem: Mixing) -> None:
     backward_both_ways(problem.value, *inputs, kept, problem.num_heads, of_table=True)
 
 
-def _generate(problem: Mixing, inputs: tuple, geometry: Geometry) -> None:
+def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:
     """A prompt, another piece of it with padding, and a token, with a static cache."""
     biases, heads = problem.biases, problem.num_heads
     state = AFTStaticLayerState(biases.reach, LENGTH)
     state.lazy_initialization(*(x.float() for x in problem.by_head()))
     tensors, counts = tuple(getattr(state, name) for name in STATE), state.padding
-    prefill(*inputs[:5], None, None, tensors, geometry, continued=False)
+    prefill(inputs, None, None, tensors, geometry, continued=False)
     before = None if biases.relative else counts.int()
-    prefill(*inputs[:5], before, counts, tensors, geometry, continued=True)
+    prefill(inputs, before, counts, tensors, geometry, continued=True)
     bias, token = state.next_bias(biases), (x[:, :1] for x in inputs[:3])
     options = {"alone": biases.hides_outside}
-    decode(*token, bias, inputs[4], tensors, state.cumulative_length, heads, **options)
+    decode(*token, bias, inputs.slopes, tensors, state.cumulative_length, heads, **options)
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:

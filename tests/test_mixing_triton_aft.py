@@ -19,7 +19,7 @@ from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing, mix
 from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
 from aft_hf.mixing_triton_bidirectional_aft import mix_both_ways
-from aft_hf.mixing_triton_causal_aft import Geometry, causal_mix, problem_tensors
+from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, causal_mix, problem_tensors
 
 
 if not triton_is_installed():
@@ -382,19 +382,19 @@ def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, mo
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
     problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1, **fields)
     geometry = Geometry.of(problem)
-    inputs = [None if x is None else x.detach() for x in problem_tensors(problem)]
+    inputs = Inputs(*(None if x is None else x.detach() for x in problem_tensors(problem)))
     given.mixer.cpu()
 
     def both_passes(inputs):
         gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)
-        output, kept, _ = launches.forward(*inputs, geometry, keep=True)
-        with_table = inputs[3] is not None
-        gradients = launches.backward(between_nan(gradient), *inputs, kept, geometry, of_table=with_table)
+        output, kept, _ = launches.forward(inputs, geometry, keep=True)
+        with_table = inputs.table is not None
+        gradients = launches.backward(between_nan(gradient), inputs, kept, geometry, of_table=with_table)
         return [output, *(x for x in gradients if x is not None)]
 
     expected = both_passes(inputs)
     monkeypatch.setattr(launches, "torch", guarded)
-    found = both_passes([None if x is None else between_nan(x) for x in inputs])
+    found = both_passes(Inputs(*(None if x is None else between_nan(x) for x in inputs)))
     guarded.assert_untouched()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 

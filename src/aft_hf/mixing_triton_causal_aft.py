@@ -55,12 +55,33 @@ class Geometry(NamedTuple):
         return self.mode == 3
 
 
+class Inputs(NamedTuple):
+    """The tensors of a causal problem.
+
+    Attributes:
+        query: (B, T, d) or None for no gate.
+        key: (B, T, d), or (B, T, h) for one key per head.
+        value: (B, T, d).
+        table: w of all pairs, (h, P, P), or from each chunk of C positions to the near ones and itself,
+            (h, n, C, (near + 1) C), n = 1 where chunks do not differ; None where w is 0 or a decay.
+        slopes: (h,) of the decay.
+        first: (B, T), the position of the first token of each token's document; None where a row is one.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+    table: torch.Tensor | None
+    slopes: torch.Tensor | None
+    first: torch.Tensor | None
+
+
 def has_table(biases: PositionBias) -> bool:
     return not isinstance(biases, (NoBias, LinearDecay))
 
 
-def problem_tensors(problem: "Mixing", positions: int | None = None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a problem as `causal_mix` takes them: query, key, value, table, slopes and first positions.
+def problem_tensors(problem: "Mixing", positions: int | None = None) -> Inputs:
+    """The tensors of a problem as the kernels take them.
 
     Args:
         positions: how many the table is to have, by default one for each token.
@@ -69,11 +90,11 @@ def problem_tensors(problem: "Mixing", positions: int | None = None) -> tuple[to
     table = _table(biases, Geometry.of(problem), positions or problem.length) if has_table(biases) else None
     slopes = None if biases.slopes is None else biases.slopes.float()
     first = None if documents is None else documents.first_positions().int()
-    return problem.query, problem.key, problem.value, table, slopes, first
+    return Inputs(problem.query, problem.key, problem.value, table, slopes, first)
 
 
 def _table(biases: Window | LagKernel | SelectedPosition | Dense, geometry: Geometry, length: int) -> torch.Tensor:
-    """w of all pairs, (h, P, P), or from each chunk to the near ones and itself, (h, n, C, (near + 1) C)."""
+    """As `Inputs.table`."""
     size, near = geometry.chunk_size, geometry.near
     if isinstance(biases, Dense):
         length = min(length, biases.query.shape[1])
@@ -112,18 +133,14 @@ def causal_mix(
     """Causal Eq. 2 times sigmoid(query), and what its backward pass needs if that is kept (empty tensors if not).
 
     Args:
-        query: (B, T, d) or None for no gate.
-        key: (B, T, d), or (B, T, h) for one key per head.
-        value: (B, T, d).
-        table: as of `_table`; None where w is 0 or a decay.
-        slopes: (h,) of the decay.
-        first: (B, T), the position of the first token of each token's document; None where a row is one.
+        query, key, value, table, slopes, first: `Inputs`; operators of PyTorch take no tuples of them.
         geometry: a `Geometry`.
         keep: whether gradients will be asked for.
     """
     from .mixing_triton_launch_aft import forward
 
-    output, kept, _ = forward(query, key, value, table, slopes, first, Geometry(*geometry), keep=keep)
+    inputs = Inputs(query, key, value, table, slopes, first)
+    output, kept, _ = forward(inputs, Geometry(*geometry), keep=keep)
     return output, *(value.new_empty(0, dtype=torch.float32) if x is None else x for x in kept)
 
 
@@ -153,8 +170,8 @@ def causal_mix_backward(
     """The gradients of query, key, value and table by that of the output; an empty tensor where there is none."""
     from .mixing_triton_launch_aft import backward
 
-    kept, inputs = (context, log_denominator, largest), (query, key, value, table, slopes, first)
-    gradients = backward(gradient, *inputs, kept, Geometry(*geometry), of_table=of_table)
+    kept, inputs = (context, log_denominator, largest), Inputs(query, key, value, table, slopes, first)
+    gradients = backward(gradient, inputs, kept, Geometry(*geometry), of_table=of_table)
     return tuple(gradient.new_empty(0) if x is None else x for x in gradients)
 
 

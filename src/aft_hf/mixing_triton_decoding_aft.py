@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .mixing_backend_aft import OPERATORS
-from .mixing_triton_causal_aft import Geometry, problem_tensors
+from .mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
 from .scaled_sums_aft import split_heads, widen
 
 
@@ -131,8 +131,8 @@ def causal_prefill(
     """
     from .mixing_triton_launch_aft import prefill
 
-    inputs, state = (query, key, value, table, slopes, before), (keys, values, numerator, denominator, maximum)
-    return prefill(*inputs, counts, state, Geometry(*geometry), continued=continued)
+    inputs, state = Inputs(query, key, value, table, slopes, None), (keys, values, numerator, denominator, maximum)
+    return prefill(inputs, before, counts, state, Geometry(*geometry), continued=continued)
 
 
 @causal_prefill.register_fake

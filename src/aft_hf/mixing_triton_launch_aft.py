@@ -21,7 +21,7 @@ from .scaled_sums_aft import join_heads, power_of_two_from
 
 
 if TYPE_CHECKING:
-    from .mixing_triton_causal_aft import Geometry
+    from .mixing_triton_causal_aft import Geometry, Inputs
 
 
 # The most sums and features that one program of a scan takes.
@@ -47,7 +47,8 @@ def block_of(features: int) -> int:
 class Launch:
     """What all kernels of one problem have in common."""
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, table, slopes, first, geometry: "Geometry"):
+    def __init__(self, inputs: "Inputs", geometry: "Geometry"):
+        _, key, value, table, slopes, first = inputs
         self.geometry, self.table, self.slopes, self.first = geometry, table, slopes, first
         self.batch, self.length, self.width = value.shape
         self.chunks = -(-self.length // geometry.chunk_size)
@@ -140,12 +141,7 @@ def kept_tensors(value: torch.Tensor, geometry: "Geometry") -> list[tuple[torch.
 
 
 def forward(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
+    inputs: "Inputs",
     geometry: "Geometry",
     *,
     keep: bool,
@@ -160,9 +156,10 @@ def forward(
     Returns:
         The result, what the backward pass needs, and the sums over all up to the end of each chunk.
     """
-    query, key, value = (_by_rows(x) for x in (query, key, value))
+    inputs = _by_rows(inputs)
+    query, key, value, table, slopes, first = inputs
     with torch.cuda.device_of(value):
-        at = Launch(key, value, table, slopes, first, geometry)
+        at = Launch(inputs, geometry)
         sums = None
         if at.has_far_sums:
             sums = at.sums()
@@ -185,21 +182,17 @@ def forward(
 
 def backward(
     gradient: torch.Tensor,
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
+    inputs: "Inputs",
     kept: tuple[torch.Tensor, ...],
     geometry: "Geometry",
     *,
     of_table: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of query, key, value and, if asked for, of the table of position biases."""
-    gradient, query, key, value = (_by_rows(x) for x in (gradient, query, key, value))
+    gradient, inputs = _side_by_side(gradient), _by_rows(inputs)
+    query, key, value, table, slopes, first = inputs
     with torch.cuda.device_of(value):
-        at = Launch(key, value, table, slopes, first, geometry)
+        at = Launch(inputs, geometry)
         gated, strides = query is not None, _strides(gradient, query)
         options = {"GATED": gated, "COMPACT": at.compact, **at.common}
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
@@ -212,9 +205,9 @@ def backward(
         options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone}
         options |= {"PRECISION": at.precision, "num_warps": at.warps}
         strides = (*strides, *_strides(key, value), *at.table_strides(table))
-        inputs, found = (gradient, query, key, value, *kept), None
+        tensors, found = (gradient, query, key, value, *kept), None
         if of_table:
-            found = _table_gradient(at, inputs, of_queries if together else (None,) * 4, strides, options)
+            found = _table_gradient(at, tensors, of_queries if together else (None,) * 4, strides, options)
         if at.has_far_sums:
             at.scan(sums, reverse=True)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=at.device)
@@ -223,14 +216,14 @@ def backward(
         else:
             shape, dtype = key.shape, key.dtype
         of_key = torch.empty(shape, dtype=dtype, device=at.device)
-        arguments = (*inputs, table, slopes, first, *sums, of_key, of_value)
+        arguments = (*tensors, table, slopes, first, *sums, of_key, of_value)
         key_gradient_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
         if at.key_per_head:
             of_key = of_key.sum(-1).to(key.dtype)
         return of_query, of_key, of_value, found
 
 
-def _table_gradient(at: Launch, inputs, of_queries, strides, options) -> torch.Tensor:
+def _table_gradient(at: Launch, tensors, of_queries, strides, options) -> torch.Tensor:
     """The gradient of the position biases, in the shape of their table; that of the query where it is to be stored."""
     block, together = min(TABLE_BLOCK, at.block), any(x is not None for x in of_queries)
     options = options | {"BD": block, "BLOCKS": -(-at.head // block)}
@@ -247,7 +240,7 @@ def _table_gradient(at: Launch, inputs, of_queries, strides, options) -> torch.T
     else:
         shape = (parts, at.heads, at.chunks, *at.table.shape[2:])
         found = torch.empty(shape, dtype=torch.float32, device=at.device)
-    arguments = (*inputs, at.table, at.first, found, *of_queries, at.batch, *at.sizes, *near, *strides)
+    arguments = (*tensors, at.table, at.first, found, *of_queries, at.batch, *at.sizes, *near, *strides)
     to = found.stride(0), *_gradient_strides(at, found)
     table_gradient_kernel[(tiles * parts,)](*arguments, *to, rows_each, **options)
     found = found.sum(0)
@@ -259,7 +252,12 @@ def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
     return found.stride(1), at.geometry.chunk_size * found.stride(2) if at.geometry.is_full else found.stride(2)
 
 
-def _by_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+def _by_rows(inputs: "Inputs") -> "Inputs":
+    """Query, key and value with their features side by side."""
+    return inputs._replace(**{name: _side_by_side(getattr(inputs, name)) for name in ("query", "key", "value")})
+
+
+def _side_by_side(x: torch.Tensor | None) -> torch.Tensor | None:
     """x with its features side by side."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
@@ -273,11 +271,7 @@ def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def prefill(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    slopes: torch.Tensor | None,
+    inputs: "Inputs",
     before: torch.Tensor | None,
     counts: torch.Tensor | None,
     state: tuple[torch.Tensor, ...],
@@ -290,6 +284,7 @@ def prefill(
     Tokens that continue a state are computed behind its window, whose own averages are dropped.
     """
     keys, values, numerator, denominator, maximum = state
+    query, key, value, _, slopes, _ = inputs
     past, initial, first = 0, None, None
     if continued:
         past = keys.shape[2]
@@ -299,10 +294,10 @@ def prefill(
         initial = tuple(x.contiguous() for x in flat)
         if before is not None:
             first = before[:, None].expand(-1, value.shape[1]).contiguous()
-    inputs = _by_rows(key), _by_rows(value), table, slopes, first
-    output, _, sums = forward(query, *inputs, geometry, keep=False, initial=initial)
+    inputs = _by_rows(inputs._replace(query=query, key=key, value=value, first=first))
+    output, _, sums = forward(inputs, geometry, keep=False, initial=initial)
     with torch.cuda.device_of(value):
-        at, (key, value) = Launch(*inputs, geometry), inputs[:2]
+        at, key, value = Launch(inputs, geometry), inputs.key, inputs.value
         options = {name: at.common[name] for name in ("HEADS", "BLOCKS", "HEAD", "MODE", "C", "BD")}
         options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "COUNTED": counts is not None}
         arguments = (key, value, slopes, counts, *(sums or (None, None, None)), *state)
@@ -324,7 +319,7 @@ def decode(
     alone: bool,
 ) -> torch.Tensor:
     """Eq. 2 of one new token times the gate, (B, 1, d); the state takes it in. Arguments as of `decode_step`."""
-    query, key, value = (_by_rows(x) for x in (query, key, value))
+    query, key, value = (_side_by_side(x) for x in (query, key, value))
     batch, _, width = value.shape
     window, head, key_per_head = state[0].shape[2], width // heads, key.shape[-1] != width
     features = min(STEP_FEATURES, power_of_two_from(head))
