@@ -53,9 +53,9 @@ def step_kernel(
         leaving, leaving_value = key, value
         if BIASED:
             # What the window and the token itself give to the sums
-            w = tl.load(w_ptr + b * wb + head * (W + 1) + W)
-            top = key + w
-            den = tl.exp((key - top) + w)  # top may be rounded
+            own_w = tl.load(w_ptr + b * wb + head * (W + 1) + W)
+            top = key + own_w
+            den = tl.exp((key - top) + own_w)  # top may be rounded
             num = den * value
             key_start, value_start = key_place + of_head * (W - 1) * key_step, (of_head * W) * HEAD + own
             leaving = tl.where(W > 0, tl.load(keys_ptr + key_start, exists & (W > 0), 0.0), key)
