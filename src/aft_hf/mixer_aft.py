@@ -99,6 +99,19 @@ class AFTMixer(nn.Module):
         Args:
             seq_len: T; by default all positions that a learned table covers.
             grid_size: (rows, columns) with T = rows * columns, for mixers on a grid.
+
+        Example, the biases of an image's patches, and those of head 2 from the patch in row 3, column 4:
+
+        ```python
+        >>> from aft_hf import AFTConv
+
+        >>> mixer = AFTConv(64, num_heads=4, kernel_size=5)
+        >>> w = mixer.position_bias(grid_size=(8, 10))
+        >>> w.shape
+        torch.Size([4, 80, 80])
+        >>> w[2, 3 * 10 + 4].view(8, 10).shape
+        torch.Size([8, 10])
+        ```
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
         parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none

@@ -1,10 +1,11 @@
-"""PyTorch AFT models: embeddings, blocks, the backbone and two heads.
+"""PyTorch AFT models: embeddings, blocks, the backbone and the heads.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm Transformer blocks with an AFT mixer in
 place of self-attention, causal over tokens or bidirectional over patches of an image.
 """
 
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,11 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPast,
@@ -718,6 +723,81 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
+def _of_whole_rows(forward):
+    """`forward` of a model that cannot work on pieces of rows."""
+
+    @wraps(forward)
+    def checked(self, *args, **kwargs):
+        if active_group() is not None:
+            raise ValueError(
+                f"{type(self).__name__} needs whole rows, and context_parallel gives each process a piece of them: "
+                "use AFTModel or AFTForCausalLM"
+            )
+        return forward(self, *args, **kwargs)
+
+    return checked
+
+
+class _TextClassifier(AFTPreTrainedModel):
+    """What the generic heads of transformers do not know of AFT: its modality, and the entropy in its loss."""
+
+    input_modalities = ("text",)
+    # The loss of the generic heads is a mean over the batch that they get: Trainer scales it where it accumulates.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "text")
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        # Not by AutoModel, as in the generic heads, which does not know the class of a config of remote code.
+        self.aft = AFTModel(config)
+
+    @property
+    def loss_function(self):
+        """The loss of the task, and the entropy of the position biases (Eq. 9) where the config asks for it."""
+        loss_of_task = super().loss_function
+
+        def loss_with_entropy(*args, **kwargs) -> torch.Tensor:
+            loss = loss_of_task(*args, **kwargs)
+            return _with_entropy(loss, self.aft.position_bias_entropy(), self.config, 1, None)
+
+        return loss_with_entropy
+
+    @loss_function.setter
+    def loss_function(self, value):
+        self._loss_function = value
+
+
+class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification):
+    """AFT with a linear classifier on the last token of a text that is not `config.pad_token_id`.
+
+    Padding may be on either side. Without a `pad_token_id`, a batch has one text. Arguments are those of `AFTModel`,
+    and `labels`: `(batch_size,)` classes, or what `config.problem_type` takes.
+    """
+
+    forward = _of_whole_rows(GenericForSequenceClassification.forward)
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
+    """AFT with a linear classifier on every token of a text, of which each sees itself and those before it.
+
+    Arguments are those of `AFTModel`, and `labels`: `(batch_size, sequence_length)` classes; -100 is ignored.
+    """
+
+    forward = _of_whole_rows(GenericForTokenClassification.forward)
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
 class AFTBackbone(BackboneMixin, AFTModel):
     """The feature maps of chosen stages, for detectors and segmenters (`AutoBackbone`).
 
@@ -789,11 +869,25 @@ def _with_entropy(
 modeling_auto.MODEL_MAPPING_NAMES[AFTConfig.model_type] = AFTModel.__name__
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AFTConfig.model_type] = AFTForCausalLM.__name__
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForImageClassification.__name__
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = (
+    AFTForSequenceClassification.__name__
+)
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForTokenClassification.__name__
 
 # `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
 AFTBackbone.register_for_auto_class("AutoBackbone")
 AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 AFTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+AFTForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+AFTForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 
-__all__ = ["AFTBackbone", "AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]
+__all__ = [
+    "AFTBackbone",
+    "AFTForCausalLM",
+    "AFTForImageClassification",
+    "AFTForSequenceClassification",
+    "AFTForTokenClassification",
+    "AFTModel",
+    "AFTPreTrainedModel",
+]

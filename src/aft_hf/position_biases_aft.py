@@ -186,7 +186,16 @@ class Window(Dense):
         return self._windowed(super().dense(length), positions, positions)
 
     def of_chunks(self, count, size, *, following=False):
-        if self.key is None or torch.compiler.is_exporting():
+        if not torch.compiler.is_exporting():
+            return self._of_chunks(count, size, following)
+        # A program of all lengths cuts its table from that of the longest one, whose sizes are known: exporters take
+        # long for what has sizes that are not.
+        most = (self.query.shape[1] + 2 * size - 1) // size
+        table = self._of_chunks(most, size, following)
+        return nn.functional.pad(table, (0, 0, 0, 0, 0, count - most))
+
+    def _of_chunks(self, count: int, size: int, following: bool) -> torch.Tensor:
+        if self.key is None:
             return super().of_chunks(count, size, following=following)
         # The factors of a chunk lie side by side: no gather here, no scatter in the backward pass.
         length = min(count * size, self.query.shape[1])
