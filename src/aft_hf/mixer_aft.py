@@ -211,7 +211,7 @@ class AFTMixer(nn.Module):
             shard,
         )
         gate, attentions = None if self.q_proj is None else self.q_proj(query), None
-        if gate is not None and self._gate_is_fused(problem, state, output_attentions):
+        if gate is not None and self._gate_is_fused(problem, output_attentions):
             problem, gate = replace(problem, query=gate), None
         elif gate is not None:
             gate = self.query_activation(gate)
@@ -239,9 +239,9 @@ class AFTMixer(nn.Module):
             output = self.o_proj(context)
         return (output, attentions.to(problem.value.dtype)) if output_attentions else output
 
-    def _gate_is_fused(self, problem: Mixing, state: AFTLayerState | None, output_attentions: bool) -> bool:
+    def _gate_is_fused(self, problem: Mixing, output_attentions: bool) -> bool:
         """Whether the backend that takes a problem multiplies by the gate as well."""
-        if state is not None or output_attentions or type(self.query_activation) is not nn.Sigmoid:
+        if output_attentions or type(self.query_activation) is not nn.Sigmoid:
             return False
         return is_untouched(self.query_activation) and fuses_gate(problem, self.implementation)
 

@@ -10,6 +10,7 @@ that supports it.
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ from .projections_aft import Projections
 from .scaled_sums_aft import join_heads, split_heads, widen
 from .sequence_shards_aft import SequenceShard
 from .shard_exchange_aft import count_of_past, with_past
+
+
+if TYPE_CHECKING:
+    from .caching_aft import AFTLayerState
 
 
 # By type of device, the backends in the order in which they are asked; `None` stands for every other type. Those that
@@ -182,6 +187,31 @@ def mix_layer(
         output = backend.layer(x, projections, biases, causal)
         if output is not None or backend.name == implementation:
             return output
+    return None
+
+
+def mix_next(state: "AFTLayerState", problem: Mixing, implementation: str) -> torch.Tensor | None:
+    """Eq. 2 of the next token of every row, times the gate, if a backend also takes it into the state, else None."""
+    for backend in _backends(problem.key.device, implementation):
+        context = backend.step(state, problem)
+        if context is not None:
+            return context
+    return None
+
+
+def mix_prompt(
+    state: "AFTLayerState", problem: Mixing, counts: torch.Tensor | None, implementation: str
+) -> torch.Tensor | None:
+    """Eq. 2 of more tokens, times the gate, if a backend also takes them into the state, else None.
+
+    Args:
+        problem: without padding mask.
+        counts: (B,), how many of the tokens of each row are real: these stand first. None for all of them.
+    """
+    for backend in _backends(problem.key.device, implementation):
+        context = backend.prefill(state, problem, counts)
+        if context is not None:
+            return context
     return None
 
 
