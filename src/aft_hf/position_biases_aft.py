@@ -35,6 +35,16 @@ class PositionBias:
     device: torch.device
 
     @property
+    def columns(self) -> int:
+        """Positions in a row of a grid; 1 for a sequence, each position of which is a row."""
+        return 1
+
+    @property
+    def reach_of_rows(self) -> int | None:
+        """The largest distance between two rows at which w can differ from its value far away."""
+        return self.reach
+
+    @property
     def outside(self) -> float:
         """w beyond `reach`, where there are no slopes."""
         return -math.inf if self.hides_outside else 0.0
@@ -63,6 +73,10 @@ class PositionBias:
 
         `start` may be negative: w of positions before 0, and of those beyond a learned table, has no meaning.
         """
+        return self
+
+    def with_more_rows(self, count: int) -> "PositionBias":
+        """The w of so many rows more, where it depends on the number of rows."""
         return self
 
     def tensors(self) -> list[torch.Tensor]:
@@ -264,6 +278,18 @@ class GridKernel(PositionBias):
     def device(self):
         return self.kernels.device
 
+    @property
+    def columns(self):
+        return self.grid_size[1]
+
+    @property
+    def reach_of_rows(self):
+        return self.kernels.shape[-1] // 2
+
+    def with_more_rows(self, count):
+        rows, columns = self.grid_size
+        return replace(self, grid_size=(rows + count, columns))
+
     def between(self, queries, keys):
         rows, columns = self.grid_size
         last = rows * columns - 1
@@ -305,6 +331,17 @@ class SelectedPosition(PositionBias):
     @property
     def reach(self):
         return self.kernel.reach
+
+    @property
+    def columns(self):
+        return self.kernel.columns
+
+    @property
+    def reach_of_rows(self):
+        return self.kernel.reach_of_rows
+
+    def with_more_rows(self, count):
+        return replace(self, kernel=self.kernel.with_more_rows(count))
 
     @property
     def hides_outside(self):

@@ -35,9 +35,10 @@ SHORTER = {
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
     "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
+    "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|test|lint|gpu)": "CI runs these targets themselves",
+    r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
     r"python scripts/reproduce\.py": "takes hours, and writes to docs; tests/reproduction has small runs",
     r"pip install": "installs from an index",
