@@ -318,6 +318,8 @@ def _summary(facts: Facts) -> str:
         "text-generation": "A causal language model",
         PIXELS: "A causal language model of the sub-pixels of images",
         "image-classification": f"An image classifier of {config.num_labels} classes",
+        "text-classification": f"A classifier of texts into {config.num_labels} classes",
+        "token-classification": f"A classifier of tokens into {config.num_labels} classes",
         "feature-extraction": "A causal backbone for text",
         "image-feature-extraction": "A backbone for images",
     }[_task(facts)]
@@ -361,7 +363,7 @@ def _input_sizes(facts: Facts) -> list[tuple[str, Any]]:
         return [("vocabulary", config.vocab_size), ("longest sequence", _longest(config))]
     size, patch = pair(config.image_size), pair(config.patch_size)
     sizes = [("image size", f"{size[0]} x {size[1]}"), ("patch size", f"{patch[0]} x {patch[1]}")]
-    return sizes + ([("classes", config.num_labels)] if _task(facts) == "image-classification" else [])
+    return sizes + ([("classes", config.num_labels)] if _task(facts).endswith("-classification") else [])
 
 
 def _longest(config: PreTrainedConfig) -> int | str:
