@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
+from .. import baselines  # noqa: F401  (registers their architecture)
 from ..reading import described, read_text, shortened, shown
 
 
