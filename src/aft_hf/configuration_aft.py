@@ -19,7 +19,12 @@ AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
 
 # Where the Auto classes find the code that is saved beside a checkpoint, by modality (`auto_map` in config.json).
 AUTO_MAPS = {
-    "text": {"AutoModel": "modeling_aft.AFTModel", "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM"},
+    "text": {
+        "AutoModel": "modeling_aft.AFTModel",
+        "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_aft.AFTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_aft.AFTForTokenClassification",
+    },
     "image": {
         "AutoModel": "modeling_aft.AFTModel",
         "AutoBackbone": "modeling_aft.AFTBackbone",

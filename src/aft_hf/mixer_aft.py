@@ -99,6 +99,19 @@ class AFTMixer(nn.Module):
         Args:
             seq_len: T; by default all positions that a learned table covers.
             grid_size: (rows, columns) with T = rows * columns, for mixers on a grid.
+
+        Example, the biases of an image's patches, and those of head 2 from the patch in row 3, column 4:
+
+        ```python
+        >>> from aft_hf import AFTConv
+
+        >>> mixer = AFTConv(64, num_heads=4, kernel_size=5)
+        >>> w = mixer.position_bias(grid_size=(8, 10))
+        >>> w.shape
+        torch.Size([4, 80, 80])
+        >>> w[2, 3 * 10 + 4].view(8, 10).shape
+        torch.Size([8, 10])
+        ```
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
         parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none
@@ -147,7 +160,7 @@ class AFTMixer(nn.Module):
             documents: the documents that are packed into the rows; none of them sees another one.
             shard: where `query`, `key` and `value` are one input that is a piece of longer rows: which piece, with its
                 padding and documents, in place of `attention_mask` and `documents`.
-            grid_size: (rows, columns) of a mixer on a grid; by default a square.
+            grid_size: (rows, columns) of a mixer on a grid, those of a piece; by default a square.
             state: the cache of a causal mixer, updated in place; `query` then continues what it has seen.
             output_attentions: also return the implicit attention (Eq. 3), (B, d, T, T').
 
@@ -165,11 +178,11 @@ class AFTMixer(nn.Module):
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
         if shard is not None:
-            self._check_shard(query, key, value, (attention_mask, position_ids, documents), output_attentions)
+            self._check_shard(shard, query, key, value, (attention_mask, position_ids, documents), output_attentions)
             if state is not None and (state.is_initialized or shard.documents is not None):
                 raise ValueError("pieces of a sequence make a state of one text in each row, and do not continue one")
             attention_mask = shard.padding_mask
-            self._check_size(shard.longest, None)
+            _, grid_size = self._check_size(shard.longest if self.causal else query.shape[1], grid_size)
         elif state is None:
             length = max(key.shape[1], query.shape[1])
             longest = length if documents is None else documents.longest()
@@ -276,13 +289,15 @@ class AFTMixer(nn.Module):
                 raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
             self._check_size(int(position_ids.max()) + 1, None)
 
-    def _check_shard(self, query, key, value, others, output_attentions: bool) -> None:
-        if not self.causal or self.state_window is None:
+    def _check_shard(self, shard, query, key, value, others, output_attentions: bool) -> None:
+        if self.state_window is None or not (self.causal or self.max_positions is None):
             kind = "causal" if self.causal else "bidirectional"
             raise ValueError(
                 f"a {kind} {type(self).__name__} cannot take a sequence that is cut into pieces: use a causal "
-                "AFTSimple, AFTAlibi, AFTLocal or AFTConv"
+                "AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
             )
+        if not self.causal and (shard.padding_mask is not None or shard.documents is not None):
+            raise ValueError(f"a piece for a bidirectional {type(self).__name__} has no padding and no documents")
         if key is not query or value is not query or output_attentions or any(x is not None for x in others):
             raise ValueError(
                 "a piece of a sequence is one input without attention_mask, position_ids, documents and "

@@ -19,7 +19,13 @@ from transformers import PreTrainedConfig
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..data.whole_files import write_whole
-from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
+from ..modeling_aft import (
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTForSequenceClassification,
+    AFTForTokenClassification,
+    AFTModel,
+)
 from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
@@ -39,9 +45,13 @@ MAX_POSITIONS_DRAWN = 1100  # tables of T x T numbers, for all layers and heads 
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
 SOFTWARE = "aft-hf"  # in our pictures
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
+HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
+ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 TASKS = {
     ("AFTForCausalLM", "text"): "text-generation",
     ("AFTForImageClassification", "image"): "image-classification",
+    ("AFTForSequenceClassification", "text"): "text-classification",
+    ("AFTForTokenClassification", "text"): "token-classification",
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
@@ -449,9 +459,11 @@ def _code(facts: Facts, source: str, *, remote: bool, on_hub: bool = True) -> st
     if option and on_hub:  # a directory has no revisions
         name.append('revision = "main"  # the hash of a commit runs its code and no later one')
         option = f", revision=revision{option}"
-    auto = {"image-classification": "AutoModelForImageClassification"}.get(
-        task, "AutoModel" if task.endswith("feature-extraction") else "AutoModelForCausalLM"
-    )
+    auto = {
+        "image-classification": "AutoModelForImageClassification",
+        "text-classification": "AutoModelForSequenceClassification",
+        "token-classification": "AutoModelForTokenClassification",
+    }.get(task, "AutoModel" if task.endswith("feature-extraction") else "AutoModelForCausalLM")
     if task == PIXELS:
         side, start = _side(facts), facts.config.bos_token_id
         lines += [
@@ -472,7 +484,7 @@ def _code(facts: Facts, source: str, *, remote: bool, on_hub: bool = True) -> st
         companion, variable = "AutoImageProcessor", "processor"
         inputs = 'processor(Image.open("picture.png").convert("RGB"), return_tensors="pt")'
         lines.append("from PIL import Image")
-    piped = task in ("text-generation", "image-classification")
+    piped = task in ("text-generation", "image-classification", "text-classification", "token-classification")
     imported = [*sorted((companion, auto)), *(["pipeline"] if piped else [])]
     lines += [
         f"from transformers import {', '.join(imported)}",
@@ -483,6 +495,9 @@ def _code(facts: Facts, source: str, *, remote: bool, on_hub: bool = True) -> st
     if task == "text-generation":
         lines += [f"inputs = {inputs}", "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"]
         lines += ["", f'write = pipeline("{task}", model=name{option})', 'print(write("Once", max_new_tokens=20))']
+    elif task in ("text-classification", "token-classification"):
+        lines += [f"inputs = {inputs}", "print(model(**inputs).logits.softmax(-1))"]
+        lines += ["", f'classify = pipeline("{task}", model=name{option})', 'print(classify("Once"))']
     elif task == "image-classification":
         lines += [
             f"inputs = {inputs}",
@@ -504,9 +519,8 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
         return
     if facts.config.max_positions > MAX_POSITIONS_DRAWN and learned != {"conv"}:
         return
-    classes = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
     try:
-        model = classes[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
+        model = ARCHITECTURES[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
     except Exception:  # the checks before an upload say why
         return
     plot_position_biases(model, made / PICTURE)
