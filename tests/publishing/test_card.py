@@ -153,6 +153,28 @@ def test_results_stand_beside_the_file_that_holds_them(filled):
     assert "untrained" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "trained"),
+    [
+        ("all_results.json", {"eval_accuracy": 0.5, "eval_runtime": 3.2, "eval_samples": 9, "epoch": 0}, False),
+        ("results.json", {"metrics": {"test": {"accuracy": 0.5}}}, False),
+        ("all_results.json", TRAINER, True),
+        ("results.json", RESULTS, True),
+    ],
+)
+def test_a_model_that_was_only_evaluated_is_called_untrained(directory, name, content, trained):
+    (directory / name).write_text(json.dumps(content))
+    text = str(build_card(directory))
+    assert ("take the weights as untrained" in text) != trained and "| accuracy | 0." in text
+
+
+def test_a_type_without_position_biases_shows_no_constant_of_them(tmp_path):
+    model = tiny.build("text", "simple")
+    model.config.position_bias_multiplier = 10.0
+    tiny.save(model, tmp_path)
+    assert "position bias" not in str(build_card(tmp_path)).split("## Architecture")[1]
+
+
 def test_no_path_of_the_training_and_no_series_is_on_the_card(filled):
     text = str(build_card(filled, repo_id="me/tiny"))
     for hidden in ("outputs/13", "2.718", "0.1111", "54321", "77 reasons"):

@@ -80,7 +80,7 @@ class Facts:
     @property
     def is_text(self) -> bool:
         """Whether it reads tokens; else images."""
-        return self.config.modality == "text" if self.is_aft else hasattr(self.config, "vocab_size")
+        return self.config.modality == "text" if self.is_aft else not hasattr(self.config, "image_size")
 
     @property
     def is_pixels(self) -> bool:
@@ -89,7 +89,10 @@ class Facts:
 
     @property
     def was_trained(self) -> bool:
-        return bool(self.training or self.results)
+        """Whether something tells of a training, and not only how long an evaluation took."""
+        return any(
+            _split_of(fact.name)[0] is None and (fact.name, fact.value) != ("epoch", 0) for fact in self.training
+        )
 
 
 def is_hub_id(name: str) -> bool:
@@ -271,6 +274,7 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
     facts.conversion = {
         "source": source,
         "counts": [(each, counts[each], sizes[each]) for each in counts],
+        "has_new": "new" in counts,
         "distillation": _distillation(report.options.get("distillation")),
     }
 

@@ -27,6 +27,7 @@ from ..training.tasks import TASKS
 from .card import PICTURE, PICTURES, fill_card
 from .errors import PublishError
 from .facts import RESULTS, Facts, Results, add_results, read_json
+from .licenses import DEFAULT
 
 
 MARKER = "<!-- Written by scripts/write_model_cards.py from the recipe and the results of its run. -->"
@@ -249,6 +250,7 @@ def _card(root: Path, name: str, facts: Facts) -> str:
         path.stem,
         source=recipe.output_dir,
         marker=MARKER,
+        license={"license": DEFAULT},
         pictures={f"../results/{name}/{file}": text for file, text in PICTURES.items() if (kept / file).is_file()},
         status="The weights are not on the Hub: the command below makes them.",
         recipe={
