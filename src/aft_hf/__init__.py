@@ -33,7 +33,7 @@ def _register() -> None:
     AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
     AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
     AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
-    processors = {"pil": ViTImageProcessorPil}
+    processors: dict[str, type] = {"pil": ViTImageProcessorPil}
     if is_torchvision_available():
         from transformers import ViTImageProcessor
 

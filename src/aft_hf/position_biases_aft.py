@@ -91,7 +91,7 @@ class NoBias(PositionBias):
     device: torch.device
     dtype: torch.dtype
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return lags.new_zeros(lags.shape, dtype=self.dtype).unsqueeze(-3).repeat_interleave(self.num_heads, -3)
 
@@ -103,10 +103,10 @@ class LinearDecay(PositionBias):
     slopes: torch.Tensor  # (h,)
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.slopes.device
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return -self.slopes[:, None, None] * lags.unsqueeze(-3)
 
@@ -126,24 +126,24 @@ class Dense(PositionBias):
     reach = None
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.query.device
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         queries, keys = (x.clamp(0, self.query.shape[1] - 1) for x in (queries, keys))
         if self.key is None:
             return self._multiplied(self.query[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
         return (self._multiplied(self.query[:, queries]) @ widen(self.key[:, keys]).mT).movedim(0, -3)
 
-    def from_position(self, start, length):
+    def from_position(self, start: int, length: int) -> "Dense":
         if self.key is None:
             return replace(self, query=_cut(_cut(self.query, 1, start, length), 2, start, length))
         return replace(self, query=_cut(self.query, 1, start, length), key=_cut(self.key, 1, start, length))
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError("w of all positions before a token has no fixed size: ask `between`")
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         if self.key is None:
             return self._multiplied(self.query[:, :length, :length])
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
@@ -161,17 +161,17 @@ class Window(Dense):
     hides_outside: bool = False
 
     @property
-    def reach(self):
+    def reach(self) -> int:  # type: ignore[override]  # read only, as every field is
         return self.size - 1
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self._windowed(super().between(queries, keys), queries, keys)
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         positions = torch.arange(length, device=self.device)
         return self._windowed(super().dense(length), positions, positions)
 
-    def of_chunks(self, count, size, *, following=False):
+    def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
         if self.key is None or torch.compiler.is_exporting():
             return super().of_chunks(count, size, following=following)
         # The factors of a chunk lie side by side: no gather here, no scatter in the backward pass.
@@ -195,7 +195,7 @@ class Window(Dense):
         distance = (queries[..., :, None] - keys[..., None, :]).abs().unsqueeze(-3)
         return bias.masked_fill(distance >= self.size, self.outside)
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         if isinstance(position, int):
             # The rows lie side by side in memory: slices cost less than a gather.
             first = max(position - self.reach, 0)
@@ -220,15 +220,15 @@ class LagKernel(PositionBias):
     hides_outside: bool = False
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.kernels.device
 
     @property
-    def reach(self):
+    def reach(self) -> int:  # type: ignore[override]  # read only, as every field is
         size = self.kernels.shape[1]
         return size - 1 if self.causal else size // 2
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         size = self.kernels.shape[1]
         lags = queries[..., :, None] - keys[..., None, :]
         index = lags if self.causal else size // 2 - lags
@@ -236,7 +236,7 @@ class LagKernel(PositionBias):
         bias = self.kernels[:, index.clamp(0, size - 1)]
         return bias.masked_fill(~inside, self.outside).movedim(0, -3)
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         return self.kernels.flip(-1).unsqueeze(0)
 
 
@@ -252,10 +252,10 @@ class GridKernel(PositionBias):
     reach = None
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.kernels.device
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         rows, columns = self.grid_size
         last = rows * columns - 1
         queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
@@ -270,7 +270,7 @@ class GridKernel(PositionBias):
         centre = self.kernels.shape[-1] // 2
         return offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         return grid_table(self.by_offset(), self.grid_size)
 
 
@@ -283,34 +283,34 @@ class SelectedPosition(PositionBias):
     size: torch.Tensor  # (h,), w there
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.index.device
 
-    def tensors(self):
+    def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *self.kernel.tensors()]
 
     @property
-    def ordered(self):
+    def ordered(self) -> bool:  # type: ignore[override]  # read only, as every field is
         return self.kernel.ordered
 
     @property
-    def reach(self):
+    def reach(self) -> int | None:  # type: ignore[override]  # read only, as every field is
         return self.kernel.reach
 
     @property
-    def hides_outside(self):
+    def hides_outside(self) -> bool:  # type: ignore[override]  # read only, as every field is
         return self.kernel.hides_outside
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self.kernel.between(queries, keys)
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         return self.kernel.dense(length)
 
-    def of_chunks(self, count, size, *, following=False):
+    def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
         return self.kernel.of_chunks(count, size, following=following)
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         return self.kernel.next_token(position)
 
     def places(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,7 +54,7 @@ AUTO_CLASSES = {
 
 # Fields that a card shows where they are not the default: the paper's ablations, and what the paper has not. The first
 # two are of any type, the others of position biases.
-SWITCHES = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
+SWITCHES: tuple[str, ...] = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
 SWITCHES += ("position_bias_entropy_weight", "position_bias_selection", "position_bias_multiplier")
 
 
@@ -85,8 +85,8 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
     """A temporary directory with what `write_card` writes. Arguments and errors are those of `write_card`."""
     refuse_misplaced_files(directory)
     terms = _license(directory, license)
-    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as made:
-        made, path = Path(made), directory / README
+    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
+        made, path = Path(temporary), directory / README
         if not path.is_file() or is_ours(path.read_text(encoding="utf-8", errors="replace")):
             facts = read_facts(directory)
             _draw_position_biases(directory, facts, made)
@@ -179,9 +179,11 @@ def fill_card(
         pictures=[{"file": file, "name": _label(Path(file).stem), "text": text} for file, text in pictures.items()],
         hub_link=_hub_link,
         data_of=lambda fact: _data(facts, fact),
-        **{each.__name__: each for each in (escaped, measured, quoted)},
         label=_label,
         one_file=_one_file,
+        escaped=escaped,
+        measured=measured,
+        quoted=quoted,
     )
 
 
@@ -219,7 +221,7 @@ def card_problems(path: str | os.PathLike, names: Collection[str] = ()) -> list[
 
 def card_license(path: Path) -> str:
     """What a card without problems names as the license of the weights."""
-    return metadata_load(path)["license"]
+    return (metadata_load(path) or {})["license"]
 
 
 def _license(directory: Path, license: str | None) -> dict[str, str]:
@@ -277,18 +279,19 @@ def _metadata(facts: Facts, name: str, license: dict[str, str]) -> ModelCardData
             for fact in facts.results
             if Path(fact.file).name == RESULTS
         ]
-    base = {} if facts.base_model is None else {"base_model_relation": "finetune"}
+    more: dict[str, Any] = dict(license)
+    if facts.base_model is not None:
+        more["base_model_relation"] = "finetune"
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
-        **license,
         tags=_tags(facts),
-        datasets=[facts.dataset] if facts.dataset_on_hub else None,
+        datasets=[facts.dataset] if facts.dataset and facts.dataset_on_hub else None,
         base_model=facts.base_model,
         metrics=sorted({plain(fact.name) for fact in facts.results}) or None,
         model_name=plain(name) if results else None,
         eval_results=results or None,
-        **base,
+        **more,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2  # what huggingface_hub talks with: connections fail with its errors
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_session
@@ -155,7 +155,7 @@ def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision
     return _retried(lambda: _repository_info(api, repo_id, revision))
 
 
-def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, **options: bool) -> ModelInfo:
+def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, **options: Any) -> ModelInfo:
     # Unless it is given a limit, it overrides that of the session, and waits for ever.
     return api.model_info(repo_id, revision=revision, timeout=PATIENCE, **options)
 
