@@ -7,11 +7,8 @@
 A full run takes more than an hour; the same command goes on after an interruption.
 """
 
-import sys
-
 from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "benchmark")
-    main()
+    main("benchmark")

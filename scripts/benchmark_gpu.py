@@ -143,6 +143,7 @@ def main() -> int:
                         row |= measure(build, device, dtype, row["batch"], length, arguments.seconds)
                     except torch.OutOfMemoryError:
                         row["skipped"] = "out of memory"
+                    torch._dynamo.reset()  # programs of one row are none of the next
                     gc.collect()
                 print(json.dumps(row), flush=True)
                 report["rows"].append(row)

@@ -20,10 +20,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def git(*arguments: str) -> bytes:
+    """What git says of this checkout."""
+    # The git of the PATH, as everybody who builds has it in a place of its own.
+    return subprocess.check_output(["git", *arguments], cwd=ROOT)  # nosec B607
+
+
 def export(folder: Path) -> None:
     """Copy what git tracks; permissions are those that git knows, whatever the umask was."""
-    listing = ["git", "ls-files", "-z"]
-    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout
+    names = git("ls-files", "-z")
     for name in filter(None, os.fsdecode(names).split("\0")):
         source, target = ROOT / name, folder / name
         if source.is_file():  # and not deleted since
@@ -55,8 +60,7 @@ def normalize(archive: Path, epoch: int) -> None:
 
 def build(out: Path) -> list[Path]:
     """Build into `out`; the paths of sdist and wheel."""
-    last = ["git", "log", "-1", "--format=%ct"]
-    epoch = os.environ.get("SOURCE_DATE_EPOCH") or subprocess.check_output(last, cwd=ROOT, text=True).strip()
+    epoch = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct").decode().strip()
     variables = os.environ | {"SOURCE_DATE_EPOCH": epoch, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(folder) / "source", Path(folder) / "built"

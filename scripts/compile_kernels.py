@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,26 +32,39 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from aft_hf import kernels_aft
+from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing
-from aft_hf.mixing_triton_aft import Geometry, problem_tensors
-from aft_hf.mixing_triton_launch_aft import backward, forward
-from aft_hf.position_biases_aft import Dense, LagKernel, LinearDecay, NoBias, Window
+from aft_hf.mixing_triton_bidirectional_launch_aft import backward as backward_both_ways
+from aft_hf.mixing_triton_bidirectional_launch_aft import forward as forward_both_ways
+from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
+from aft_hf.mixing_triton_decoding_aft import STATE
+from aft_hf.mixing_triton_launch_aft import backward, decode, forward, prefill
+from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
 
 # Bytes of shared memory that one program may have.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 # Sizes of an ordinary call: rows, positions, features, heads.
 BATCH, LENGTH, WIDTH, HEADS = 8, 4096, 256, 4
+
+# Rows and columns of the patches of an image.
+GRID = 14, 14
 
 
 class Variant(NamedTuple):
     """A kernel as one launch asks for it. Arguments are (name, type, value if it is a constant, divisible by 16)."""
 
+    module: str
     kernel: str
     arguments: tuple[tuple[str, str, Any, bool], ...]
     warps: int
@@ -104,10 +118,18 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         options = {"documents": documents} if packed else {}
         label = f"{name}, {str(dtype).removeprefix('torch.')}{', documents' if packed else ''}"
         yield label, Mixing(key, value, heads, biases, causal=True, query=value, **options)
+    images = {
+        "image, full": (1, WIDTH, Dense(*factors)),
+        "image, conv": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID)),
+        "image, conv of 1 feature": (WIDTH, WIDTH, GridKernel(tensor(WIDTH, 11, 11), GRID)),
+    }
+    for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
+        value, key = (tensor(BATCH, GRID[0] * GRID[1], x, dtype=dtype) for x in (WIDTH, key_width))
+        yield f"{name}, {str(dtype).removeprefix('torch.')}", Mixing(key, value, heads, biases, query=value)
 
 
 def launched(problem: Mixing) -> list[Variant]:
-    """The variants that a forward and backward pass and a forward pass without gradients launch."""
+    """The variants that a forward and backward pass, a forward pass without gradients, and generation launch."""
     variants, run = [], JITFunction.run
 
     def record(kernel, *arguments, grid, warmup, **options) -> None:
@@ -115,13 +137,40 @@ def launched(problem: Mixing) -> list[Variant]:
 
     JITFunction.run = record
     try:
+        if not problem.causal:
+            _both_ways(problem)
+            return variants
         geometry, inputs = Geometry.of(problem), problem_tensors(problem)
-        _, kept, _ = forward(*inputs, geometry, keep=True)
-        forward(*inputs, geometry, keep=False)
-        backward(problem.value, *inputs, kept, geometry, of_table=inputs[3] is not None)
+        _, kept, _ = forward(inputs, geometry, keep=True)
+        forward(inputs, geometry, keep=False)
+        backward(problem.value, inputs, kept, geometry, of_table=inputs.table is not None)
+        if problem.documents is None and problem.biases.reach is not None:
+            _generate(problem, inputs, geometry)
     finally:
         JITFunction.run = run
     return variants
+
+
+def _both_ways(problem: Mixing) -> None:
+    table = problem.biases.dense(problem.length)
+    inputs = problem.query, problem.key, problem.value, table
+    _, kept = forward_both_ways(*inputs, problem.num_heads, keep=True)
+    forward_both_ways(*inputs, problem.num_heads, keep=False)
+    backward_both_ways(problem.value, *inputs, kept, problem.num_heads, of_table=True)
+
+
+def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:
+    """A prompt, another piece of it with padding, and a token, with a static cache."""
+    biases, heads = problem.biases, problem.num_heads
+    state = AFTStaticLayerState(biases.reach, LENGTH)
+    state.lazy_initialization(*(x.float() for x in problem.by_head()))
+    tensors, counts = tuple(getattr(state, name) for name in STATE), state.padding
+    prefill(inputs, None, None, tensors, geometry, continued=False)
+    before = None if biases.relative else counts.int()
+    prefill(inputs, before, counts, tensors, geometry, continued=True)
+    bias, token = state.next_bias(biases), (x[:, :1] for x in inputs[:3])
+    options = {"alone": biases.hides_outside}
+    decode(*token, bias, inputs.slopes, tensors, state.cumulative_length, heads, **options)
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
@@ -137,7 +186,7 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
             given.append((parameter.name, "constexpr", value, False))
         else:
             given.append((parameter.name, "i32", None, value % 16 == 0))
-    return Variant(kernel.__name__, tuple(given), warps)
+    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps)
 
 
 # --------------------------------------------------------------------------------------------------------- compilation
@@ -146,7 +195,7 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
 def compile_variant(problem: str, variant: Variant, architecture: int) -> Compiled:
     names = [name for name, *_ in variant.arguments]
     source = ASTSource(
-        fn=getattr(kernels_aft, variant.kernel),
+        fn=getattr(import_module(variant.module), variant.kernel),
         signature={name: kind for name, kind, *_ in variant.arguments},
         constexprs={(names.index(name),): value for name, kind, value, _ in variant.arguments if kind == "constexpr"},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name, *_, even in variant.arguments if even},
@@ -206,6 +255,9 @@ def main() -> int:
             if arguments.only in f"{name} {variant.kernel}":
                 variants.setdefault(variant, name)
     wanted = [(name, variant, sm) for sm in arguments.architectures for variant, name in variants.items()]
+    if not variants:
+        print(f"compile_kernels: no kernel or problem has {arguments.only!r} in its name", file=sys.stderr)
+        return 1
     print(f"{len(variants)} variants for {' and '.join(f'sm_{sm}' for sm in arguments.architectures)}", flush=True)
     row = "{:6} {:22} {:42} {:>5} {:>9} {:>6} {:>7} {:>8}  {}"
     print(

@@ -3,11 +3,8 @@
 python scripts/convert_deit.py facebook/deit-base-patch16-384 outputs/aft --kernel-size 25 --num-heads 32
 """
 
-import sys
-
 from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "convert")
-    main()
+    main("convert")

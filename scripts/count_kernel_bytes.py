@@ -19,8 +19,10 @@ from triton.runtime import interpreter
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf import mixing_triton_launch_aft as launches
+from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.mixing_aft import Mixing
-from aft_hf.mixing_triton_aft import Geometry, problem_tensors
+from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
+from aft_hf.mixing_triton_decoding_aft import STATE
 
 
 class Traffic:
@@ -97,14 +99,24 @@ def main() -> None:
         value = torch.randn(batch, length, width).bfloat16()
         key = torch.randn(batch, length, mixer.k_proj.out_features).bfloat16()
         problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1)
-        inputs, geometry = [None if x is None else x.detach() for x in problem_tensors(problem)], Geometry.of(problem)
+        inputs, geometry = (None if x is None else x.detach() for x in problem_tensors(problem)), Geometry.of(problem)
+        inputs = Inputs(*inputs)
         passes = {}
-        launches.forward(*inputs, geometry, keep=False)
+        launches.forward(inputs, geometry, keep=False)
         passes["inference"] = traffic.take()
-        _, kept, _ = launches.forward(*inputs, geometry, keep=True)
+        _, kept, _ = launches.forward(inputs, geometry, keep=True)
         passes["training, forward"] = traffic.take()
-        launches.backward(value + 2, *inputs, kept, geometry, of_table=inputs[3] is not None)
+        launches.backward(value + 2, inputs, kept, geometry, of_table=inputs.table is not None)
         passes["training, backward"] = traffic.take()
+        if problem.biases.reach is not None:  # per feature of one token
+            state = AFTStaticLayerState(mixer.state_window, length)
+            state.lazy_initialization(*(x.float() for x in problem.by_head()))
+            bias, token = state.next_bias(problem.biases), [x[:, :1] for x in inputs[:3]]
+            bias = None if bias is None else bias.detach().contiguous()
+            tensors = [getattr(state, name) for name in STATE]
+            options = {"alone": problem.biases.hides_outside}
+            launches.decode(*token, bias, inputs.slopes, tensors, state.cumulative_length, mixer.num_heads, **options)
+            passes["a decoded token"] = {x: tuple(y * length for y in both) for x, both in traffic.take().items()}
         for label, kernels in passes.items():
             for kernel, counts in (*kernels.items(), ("all", tuple(map(sum, zip(*kernels.values()))))):
                 issued, distinct = (x / value.numel() for x in counts)

@@ -6,11 +6,8 @@
 (Named evaluate.py, it would hide the library `evaluate` from all scripts beside it.)
 """
 
-import sys
-
 from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "evaluate")
-    main()
+    main("evaluate")

@@ -1,7 +1,8 @@
 """Fine-tune an AFT, or any model of transformers, on images with labels or on text, with transformers' Trainer.
 
-    python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/aft-conv --train train.parquet \
-        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 5e-4
+    python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/quickstart/converted \
+        --train outputs/quickstart/digits/train.parquet --validation outputs/quickstart/digits/test.parquet \
+        --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 1e-3
 
 All options of `TrainingArguments` work; a JSON or YAML file with them may be given as the only argument.
 """
@@ -36,6 +37,7 @@ from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation,
 from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_column
 from aft_hf.data.text import group_into_blocks
 from aft_hf.loading import load
+from aft_hf.progress import no_bars_in_logs
 from aft_hf.reading import explained, read_json
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
@@ -66,6 +68,12 @@ class ModelArguments:
     distillation: str = field(default="soft", metadata={"help": "DeiT's loss.", "choices": DISTILLATIONS})
     distillation_weight: float = field(default=0.5, metadata={"help": "Weight of the teacher in the loss."})
     distillation_temperature: float = field(default=3.0, metadata={"help": "Temperature of soft distillation."})
+    ema_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "Keep an exponential moving average of the weights, such as 0.999: it is evaluated and saved."
+        },
+    )
     lora_rank: int = field(
         default=0,
         metadata={
@@ -91,12 +99,18 @@ class DataArguments:
     image_column: str = field(default="image", metadata={"help": "Column of the images."})
     label_column: str = field(default="label", metadata={"help": "Column of the labels."})
     augmentation: str = field(default="none", metadata={"help": "Of images.", "choices": AUGMENTATIONS})
+    mixup: float = field(default=0.0, metadata={"help": "Alpha of mixup of images in training; DeiT: 0.8. 0: none."})
+    cutmix: float = field(
+        default=0.0,
+        metadata={"help": "The same of CutMix; DeiT: 1. With both, each batch takes one of them at random."},
+    )
     text_column: str = field(default="text", metadata={"help": "Column of the texts."})
     block_size: int | None = field(default=None, metadata={"help": "Tokens per block; by default what fits, <= 1024."})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save, and push if asked to; returns the metrics."""
+    no_bars_in_logs()
     model_args, data_args, training_args = _parse(arguments)
     set_seed(training_args.seed)
     hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
@@ -128,6 +142,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             "weight": model_args.distillation_weight,
             "temperature": model_args.distillation_temperature,
         },
+        mixup=data_args.mixup,
+        cutmix=data_args.cutmix,
+        ema_decay=model_args.ema_decay,
         **options,
     )
     metrics = {}
@@ -169,6 +186,7 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     else:
         parsed = parser.parse_args_into_dataclasses(arguments)
     training_args = parsed[2]
+    training_args.disable_tqdm |= not sys.stderr.isatty()  # a log gets a line per report, not a bar per step
     training_args.remove_unused_columns = False  # images become pixel values when a row is read
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train, --do_eval, or both")
@@ -268,8 +286,8 @@ def _language_modeling(
     hub: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A language model, and what Trainer needs for it."""
-    if model_args.teacher is not None or data_args.augmentation != "none":
-        raise ValueError("--teacher and --augmentation are for image classifiers")
+    if model_args.teacher is not None or data_args.augmentation != "none" or data_args.mixup or data_args.cutmix:
+        raise ValueError("--teacher, --augmentation, --mixup and --cutmix are for image classifiers")
     require_column(splits, data_args.text_column, "--text_column")
     model = load(AutoModelForCausalLM, model_args.model_name_or_path, dtype="float32", **hub)
     tokenizer = load(AutoTokenizer, model_args.model_name_or_path, **hub)

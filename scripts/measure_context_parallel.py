@@ -1,89 +1,170 @@
-"""What context parallelism costs: one training step on one long row, a piece of it in each process.
+"""What context parallelism costs: one training step on one long row, or a large image, a piece of it in each process.
 
     torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --tokens 1048576
+    torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side 4096
 
-Prints the loss, the size of the gradient, what each process gives to collectives in the forward and backward pass of
-all layers, and the most memory that it took for them. With `--nproc-per-node 1` the same row is in one process.
+Prints the loss and the size of the gradient (of an image the logits, without gradients), and for each process the
+bytes and calls that it gives to collectives in all layers, the seconds within them, and the most memory that it took.
+In a collective, a process also waits for those that come later; so the same calls are made again by themselves, and
+timed. With `--nproc-per-node 1` everything is in one process.
 """
 
+import os
 import resource
+import statistics
+import time
 from collections import Counter
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import distributed
 
-from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_piece
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, context_parallel, local_piece
 
 
 COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce")
-sent: Counter[str] = Counter()
+REPETITIONS = 20
+PATCH = 16
 
 
-def count_bytes() -> None:
-    """From now on, count what is given to collectives in `sent`."""
-    for name in COLLECTIVES:
-        setattr(distributed, name, counted(name, getattr(distributed, name)))
+class Record:
+    """What is given to collectives within this context."""
+
+    def __init__(self):
+        self.bytes: Counter[str] = Counter()
+        self.calls: list[Callable[[], Any]] = []
+        self.seconds = 0.0
+        self._collectives = {name: getattr(distributed, name) for name in COLLECTIVES}
+
+    def __enter__(self) -> "Record":
+        for name, collective in self._collectives.items():
+            setattr(distributed, name, partial(self._call, name, collective))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, collective in self._collectives.items():
+            setattr(distributed, name, collective)
+
+    def _call(self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        call = partial(collective, *arguments, **options)
+        self.bytes[name] += arguments[name != "all_reduce"].nbytes
+        self.calls.append(call)
+        start = time.perf_counter()
+        result = call()
+        self.seconds += time.perf_counter() - start
+        return result
+
+    def summary(self) -> str:
+        return f"{sum(self.bytes.values()):,} bytes in {len(self.calls)} calls {dict(self.bytes)}"
 
 
-def counted(name: str, collective):
-    def call(first, *arguments, **options):
-        sent[name] += (first if name == "all_reduce" else arguments[0]).nbytes
-        return collective(first, *arguments, **options)
-
-    return call
+def seconds_alone(calls: list[Callable[[], Any]]) -> float:
+    """Of the same calls one after the other, when all processes begin together: the median."""
+    taken = []
+    for _ in range(REPETITIONS):
+        distributed.barrier()
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 def main(
     tokens: Annotated[int, typer.Option(help="tokens of the row")] = 65536,
-    aft_type: Annotated[str, typer.Option(help="simple, alibi, conv or local")] = "alibi",
+    image_side: Annotated[int, typer.Option(help="of a square image in place of the row, in pixels")] = 0,
+    aft_type: Annotated[str, typer.Option(help="simple, alibi, conv or local; images: conv")] = "alibi",
     hidden_size: int = 16,
     layers: int = 2,
-    window: Annotated[int, typer.Option(help="of local and conv")] = 32,
+    window: Annotated[int, typer.Option(help="of local and conv; images: 11")] = 32,
 ) -> None:
     distributed.init_process_group("gloo")
-    group, rank = distributed.group.WORLD, distributed.get_rank()
+    group = distributed.group.WORLD
     torch.manual_seed(0)
+    sizes = {"hidden_size": hidden_size, "num_hidden_layers": layers, "initializer_range": 0.3}
+    if image_side:
+        what, run = f"an image of {image_side} x {image_side} pixels", image_pass(image_side, sizes, group)
+    else:
+        what, run = f"{tokens:,} tokens of {aft_type}", text_step(tokens, aft_type, window, sizes, group)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Record() as record:
+        start = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - start
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    report = f"{record.summary()}, {record.seconds:.2f} of {seconds:.1f} s, takes {memory:,.0f} MiB"
+    alone = seconds_alone(record.calls)
+    reports = [None] * group.size()
+    distributed.all_gather_object(reports, report)
+    found = result()
+    if distributed.get_rank() == 0:
+        print(f"{group.size()} processes, {what}, {layers} layers with d = {hidden_size}: {found}")
+        for process, line in enumerate(reports):
+            print(f"process {process}: {line}")
+        print(f"the same calls by themselves: {alone * 1e3:.1f} ms, {alone / len(record.calls) * 1e3:.2f} ms a call")
+        load, cores = os.getloadavg()[0], os.cpu_count()
+        print(f"on {cores} cores, with a load of {load:.1f} processes in the last minute, these included")
+    distributed.barrier()  # none leaves while another still receives
+    distributed.destroy_process_group()
+
+
+def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any]:
+    """A forward and backward pass, which gives a function of what it computed."""
     config = AFTConfig(
         aft_type=aft_type,
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
         position_bias_dim=8,
         local_window_size=window,
         conv_kernel_size=window,
         max_position_embeddings=tokens if aft_type == "local" else 1024,
         use_position_embeddings=aft_type == "local",
         vocab_size=16,
-        initializer_range=0.3,
+        **sizes,
     )
     model = AFTForCausalLM(config)
     row = torch.randint(0, 16, (1, tokens), generator=torch.Generator().manual_seed(1))
     piece = local_piece(row, group)
-    count_bytes()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with context_parallel(group):
-        loss = model(input_ids=piece, labels=piece, use_cache=False).loss
-    loss.backward()
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    counts = dict(sent)
-    size = sum(averaged(p, group).square().sum() for p in model.parameters()).sqrt()
-    reports = [None] * group.size()
-    distributed.all_gather_object(reports, (counts, taken))
-    if rank == 0:
-        print(f"{group.size()} processes, {tokens:,} tokens of {layers} {aft_type} layers with d = {hidden_size}")
-        print(f"loss {float(loss.detach()):.7f}, size of the gradient {float(size):.7f}")
-        for process, (counts, taken) in enumerate(reports):
-            print(f"process {process}: sends {sum(counts.values()):,} bytes {counts}, takes {taken / 2**10:,.0f} MiB")
-    distributed.barrier()  # none leaves while another still receives
-    distributed.destroy_process_group()
+
+    def run() -> Callable[[], str]:
+        with context_parallel(group):
+            loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+        loss.backward()
+        return lambda: f"loss {float(loss.detach()):.7f}, size of the gradient {size_of_gradient(model, group):.7f}"
+
+    return run
 
 
-def averaged(parameter: torch.nn.Parameter, group: distributed.ProcessGroup) -> torch.Tensor:
-    """The gradient over all pieces."""
-    gradient = parameter.grad.clone()
-    distributed.all_reduce(gradient, group=group)
-    return gradient / group.size()
+def size_of_gradient(model: torch.nn.Module, group: Any) -> float:
+    """Of the gradient over all pieces."""
+    total = 0.0
+    for parameter in model.parameters():
+        gradient = parameter.grad.clone()
+        distributed.all_reduce(gradient, group=group)
+        total += float((gradient / group.size()).square().sum())
+    return total**0.5
+
+
+def image_pass(side: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any]:
+    """A forward pass, which gives a function of what it computed. Each process makes its own rows of pixels."""
+    config = AFTConfig(
+        modality="image", aft_type="conv", num_heads=4, conv_kernel_size=11, patch_size=PATCH, num_labels=3, **sizes
+    )
+    model = AFTForImageClassification(config).eval()
+    for layer in model.aft.layers:
+        torch.nn.init.ones_(layer.mixer.kernel_scale)
+    rows = local_piece(torch.arange(side // PATCH), group, dim=0)
+    makers = (torch.Generator().manual_seed(int(row)) for row in rows)
+    pixels = torch.cat([torch.rand(1, 3, PATCH, side, generator=maker) for maker in makers], 2)
+
+    @torch.no_grad()
+    def run() -> Callable[[], str]:
+        with context_parallel(group):
+            logits = model(pixels).logits
+        return lambda: "logits " + ", ".join(f"{x:.6f}" for x in logits[0].tolist())
+
+    return run
 
 
 if __name__ == "__main__":

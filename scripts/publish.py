@@ -3,11 +3,8 @@
 python scripts/publish.py outputs/quickstart/aft-conv name/aft-conv-digits --dry-run
 """
 
-import sys
-
 from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "publish")
-    main()
+    main("publish")

@@ -8,11 +8,8 @@ Run again, the same command goes on from the newest checkpoint. SIGTERM and Ctrl
 finished, and the exit code is 128 + the signal's number (143, 130).
 """
 
-import sys
-
 from aft_hf.cli import main
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "train")
-    main()
+    main("train")

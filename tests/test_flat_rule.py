@@ -17,7 +17,7 @@ import aft_hf
 
 PACKAGE = Path(aft_hf.__file__).parent
 # The package itself, its command line and its readers of files do not travel.
-ABOVE = ("__init__", "__main__", "cli", "loading", "reading")
+ABOVE = ("__init__", "__main__", "cli", "loading", "progress", "reading")
 FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ABOVE)
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 OPTIONAL = {"triton"}

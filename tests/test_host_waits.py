@@ -77,7 +77,7 @@ def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options
 
 @variants
 @implementations
-@pytest.mark.parametrize(("padded", "static"), ((False, False), (True, False), (True, True)))
+@pytest.mark.parametrize(("padded", "static"), ((False, False), (True, False), (False, True), (True, True)))
 def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation, padded, static):
     if static and aft_type == "full":
         pytest.skip("there is no static cache for a state that grows")
@@ -94,9 +94,11 @@ def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation
 
 
 @pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "alibi"])
-def test_a_training_step_on_images_waits_for_nothing(aft_type, options):
+@implementations
+def test_a_training_step_on_images_waits_for_nothing(aft_type, options, implementation):
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
     config |= {"patch_size": 4, "num_labels": 5, "conv_kernel_size": 3, "local_window_size": 4, **OPTIONS[options]}
+    config["mixing_implementation"] = implementation
     with torch.device("meta"):
         model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **config)).train()
     model(meta(2, 3, 32, 32, dtype=torch.float32), labels=meta(2)).loss.backward()

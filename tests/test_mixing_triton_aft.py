@@ -14,14 +14,18 @@ import torch
 from torch import nn
 
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple
+from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing, mix
-from aft_hf.mixing_triton_aft import Geometry, TritonBackend, causal_mix, problem_tensors, triton_is_installed
+from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
+from aft_hf.mixing_triton_bidirectional_aft import mix_both_ways
+from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, causal_mix, problem_tensors
 
 
 if not triton_is_installed():
     pytest.skip("the package triton is not installed", allow_module_level=True)
 
+from aft_hf import mixing_triton_bidirectional_launch_aft as both_ways
 from aft_hf import mixing_triton_launch_aft as launches
 
 
@@ -33,6 +37,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # One for each branch of the kernels, and those with branches that depend on values.
 KERNELS = ["simple causal", "alibi causal", "local causal", "full causal", "local causal, window alone", "conv causal"]
 FEW = ["alibi causal", "local causal"]
+BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key per feature", "conv"]
 structures = partial(pytest.mark.parametrize, "structure")
 
 
@@ -53,16 +58,20 @@ def launched(monkeypatch):
 # ----------------------------------------------------------------------------------------------- the contract of Eq. 2
 
 
-@pytest.mark.parametrize(
-    ("structure", "dtype", "batch", "length"),
+# Structure, dtype, rows and tokens; `scripts/measure_kernel_errors.py` takes them too.
+CASES = (
     [(x, FP32, batch, length) for x in KERNELS for batch, length in ((1, 1), (2, 65))]
     + [(x, dtype, 2, 35) for x in KERNELS for dtype in (BF16, FP16)]
     + [(x, FP32, 1, 129) for x in ("local causal, wide", "local causal, wide, window alone", "conv causal, wide")]
     + [(x, FP32, 1, 40) for x in ("simple causal, 2 heads", "local causal, 2 heads", "alibi causal, 8 heads")]
     + [(x, FP32, 1, 40) for x in ("conv causal, even kernel", "conv causal, selected", "full causal, table")]
-    + [("local causal", FP32, 1, 300), ("full causal", FP32, 1, 200)],
-    ids=str,
+    + [("local causal", FP32, 1, 300), ("full causal", FP32, 1, 200)]
+    + [(x, dtype, 2, 35) for x in BOTH_WAYS for dtype in (FP32, BF16)]
+    + [("full", FP16, 1, 35), ("conv 2-D", FP32, 1, 129), ("full", FP32, 1, 1), ("local", FP32, 3, 12)]
 )
+
+
+@pytest.mark.parametrize(("structure", "dtype", "batch", "length"), CASES, ids=str)
 def test_kernels_equal_the_reference(structure, dtype, batch, length, launched):
     contract.assert_exact(contract.case(structure, dtype, batch, length), TRITON)
 
@@ -78,13 +87,22 @@ LARGE = ("x 90", "all 1e4", "a rising ramp", "one huge, late")
 
 
 @pytest.mark.parametrize(
-    ("structure", "keys"), [*product(FEW, LARGE), ("full causal", "up to 1e4"), ("conv causal", "x 30")]
+    ("structure", "keys"),
+    [
+        *product(FEW, LARGE),
+        ("full causal", "up to 1e4"),
+        ("conv causal", "x 30"),
+        ("full", "x 90"),
+        ("conv 2-D", "x 30"),
+    ],
 )
 def test_large_keys_are_finite_and_right(structure, keys, launched):
     contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys), TRITON)
 
 
-@pytest.mark.parametrize(("structure", "keys"), (("local causal", "x 90"), ("full causal", "moderate")))
+@pytest.mark.parametrize(
+    ("structure", "keys"), (("local causal", "x 90"), ("full causal", "moderate"), ("full", "x 30"))
+)
 def test_position_biases_that_span_300_are_right(structure, keys, launched):
     contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=150.0), TRITON)
 
@@ -162,13 +180,16 @@ WIDTHS = {
     "1 feature": partial(AFTFull, 1, 80, causal=True),
     "130 features": partial(AFTSimple, 130, causal=True),
     "a key for 100 features": partial(AFTConv, 100, 1, 5, spatial_dims=1, causal=True),
+    "an image, a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 3),
+    "an image, 37 features": partial(AFTFull, 37, 80),
 }
 
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
     mixer = WIDTHS[name](implementation="triton").to(DEVICE)
-    contract.assert_mixer_exact(mixer, torch.randn(1, 40, mixer.hidden_size, device=DEVICE))
+    length = 36 if "image" in name else 40
+    contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
     assert all(problem.query is not None for problem in launched)
 
 
@@ -230,7 +251,7 @@ def test_outputs_and_gradients_are_ordinary_tensors(structure, launched):
     contract.test_only_what_is_trained_gets_a_gradient(structure, "v_proj", TRITON)
 
 
-@structures(KERNELS)
+@structures([*KERNELS, "full"])
 def test_batched_gradients_are_the_gradients_one_by_one(structure, launched):
     contract.test_batched_gradients_are_the_gradients_one_by_one(structure, TRITON)
 
@@ -257,7 +278,7 @@ def test_vmap_is_a_loop_of_another_backend(structure):
     contract.test_vmap_is_a_loop(structure, "inputs", TRITON)
 
 
-@structures(KERNELS)
+@structures([*KERNELS, "full", "conv 2-D"])
 def test_meta_tensors_work_with_gradients(structure, launched):
     contract.test_meta_tensors_work_with_gradients(structure, TRITON)
 
@@ -275,6 +296,13 @@ def test_the_operator_does_what_its_registration_says(structure, packed):
     given.mixer.cpu()
 
 
+def test_the_operator_of_both_directions_does_what_its_registration_says():
+    given = contract.case("conv 2-D", FP32, 2, 12)
+    table = given.mixer.biases(given.value, (3, 4)).dense(12).detach()
+    inputs = [x.to(DEVICE).requires_grad_() for x in (given.value + 1, given.key.clone(), given.value.clone(), table)]
+    torch.library.opcheck(mix_both_ways, (*inputs, 2, True))
+
+
 @structures(["local causal", "alibi causal"])
 def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched):
     mixer, x = contract.build(structure, TRITON), torch.randn(1, 40, contract.WIDTH, device=DEVICE)
@@ -287,7 +315,7 @@ def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched
         )
 
 
-@pytest.mark.parametrize("structure", ("full", "local", "conv 2-D", "simple"))
+@pytest.mark.parametrize("structure", ("local, window alone", "conv 2-D, selected", "simple"))
 def test_what_kernels_do_not_compute_goes_to_another_backend(structure, monkeypatch):
     monkeypatch.setattr(TritonBackend, "mix", None)
     contract.assert_exact(contract.case(structure, FP32, 2, 35), TRITON)
@@ -318,17 +346,21 @@ class Guarded:
     def empty(self, *shape, dtype, device, fill=torch.nan):
         size = shape[0] if not isinstance(shape[0], int) else shape
         count = torch.Size(size).numel()
-        buffer = torch.full((count + 2 * GUARD,), 12345.0, dtype=dtype, device=device)
+        buffer = torch.full((count + 2 * GUARD,), 12288.0, dtype=dtype, device=device)
         self.buffers.append(buffer)
         return buffer[GUARD : GUARD + count].fill_(fill).view(size)
 
     def zeros(self, *shape, dtype, device):
         return self.empty(*shape, dtype=dtype, device=device, fill=0.0)
 
+    def like(self, tensor):
+        """A copy between guards."""
+        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
     def assert_untouched(self):
         assert self.buffers
         for buffer in self.buffers:
-            assert buffer[:GUARD].eq(12345.0).all() and buffer[-GUARD:].eq(12345.0).all()
+            assert buffer[:GUARD].eq(12288.0).all() and buffer[-GUARD:].eq(12345.0).all()
 
 
 def between_nan(x: torch.Tensor) -> torch.Tensor:
@@ -344,23 +376,59 @@ def between_nan(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("seen", ("everything", "documents"))
 def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, monkeypatch):
     monkeypatch.setattr(launches, "SCANNED", 4)
-    given, guarded = contract.case(structure, FP32, 2, 70, seen), Guarded()
+    dtype = BF16 if structure == "local causal" else FP32  # what is kept of it has a dtype of its own
+    given, guarded = contract.case(structure, dtype, 2, 70, seen), Guarded()
     mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
     problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1, **fields)
     geometry = Geometry.of(problem)
-    inputs = [None if x is None else x.detach() for x in problem_tensors(problem)]
+    inputs = Inputs(*(None if x is None else x.detach() for x in problem_tensors(problem)))
     given.mixer.cpu()
 
     def both_passes(inputs):
-        gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE).view_as(value)
-        output, kept, _ = launches.forward(*inputs, geometry, keep=True)
-        with_table = inputs[3] is not None
-        gradients = launches.backward(between_nan(gradient), *inputs, kept, geometry, of_table=with_table)
+        gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)
+        output, kept, _ = launches.forward(inputs, geometry, keep=True)
+        with_table = inputs.table is not None
+        gradients = launches.backward(between_nan(gradient), inputs, kept, geometry, of_table=with_table)
         return [output, *(x for x in gradients if x is not None)]
 
     expected = both_passes(inputs)
     monkeypatch.setattr(launches, "torch", guarded)
-    found = both_passes([None if x is None else between_nan(x) for x in inputs])
+    found = both_passes(Inputs(*(None if x is None else between_nan(x) for x in inputs)))
     guarded.assert_untouched()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@structures(["full, 2 heads", "conv 2-D"])
+def test_kernels_of_both_directions_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
+    given, guarded = contract.case(structure, FP32, 2, 35), Guarded()
+    table = given.mixer.biases(given.value, contract.grid_of(given.mixer, 35)).dense(35).detach()
+    inputs = [x.to(DEVICE) for x in (given.value + 1, given.key, given.value, table)]
+    gradient = torch.linspace(0.2, 1, given.value.numel(), device=DEVICE).view_as(given.value)
+
+    def both_passes(gradient, *inputs):
+        output, kept = both_ways.forward(*inputs, 2, keep=True)
+        return [output, *both_ways.backward(gradient, *inputs, kept, 2, of_table=True)]
+
+    expected = both_passes(gradient, *inputs)
+    monkeypatch.setattr(both_ways, "torch", guarded)
+    found = both_passes(*(between_nan(x) for x in (gradient, *inputs)))
+    guarded.assert_untouched()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@structures(["local causal", "conv causal", "alibi causal"])
+def test_kernels_of_generation_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
+    mixer, guarded = contract.build(structure, TRITON), Guarded()
+    x, states = torch.randn(2, 36, contract.WIDTH, device=DEVICE), []
+    for state in (AFTStaticLayerState(mixer.state_window, 50), AFTStaticLayerState(mixer.state_window, 50)):
+        with torch.no_grad():
+            mixer(x[:, :1], state=state)
+            if states:
+                monkeypatch.setattr(launches, "torch", guarded)
+                for name, tensor in state._tensors().items():
+                    setattr(state, name, guarded.like(tensor))
+            outputs = [mixer(piece, state=state) for piece in x[:, 1:].split([34, 1], 1)]
+        states.append([*outputs, *state._tensors().values()])
+    guarded.assert_untouched()
+    torch.testing.assert_close(*states)

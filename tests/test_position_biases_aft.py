@@ -115,7 +115,9 @@ def test_w_between_positions_is_an_entry_of_the_dense_table(name):
 @pytest.mark.parametrize("name", [*RELATIVE_1D, *WINDOWS, "factors", "table"])
 @pytest.mark.parametrize("following", (False, True))
 @pytest.mark.parametrize("size", (4, 5))
-def test_w_of_chunks_is_that_between_their_positions(name, following, size):
+@pytest.mark.parametrize("exporting", (False, True))
+def test_w_of_chunks_is_that_between_their_positions(name, following, size, exporting, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
     biases, chunks = BIASES[name](), -(-POSITIONS // size)
     found, dense = biases.of_chunks(chunks, size, following=following), biases.dense(POSITIONS)
     assert found.shape == (HEADS, 1 if biases.relative else chunks, size, (3 if following else 2) * size)

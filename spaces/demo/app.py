@@ -1,4 +1,4 @@
-"""AFT in a browser: classify an image and see what the layers look at, complete text, complete an image.
+"""AFT in a browser: classify an image and see what the layers look at, write a text on, draw the rest of an image.
 
     python spaces/demo/app.py --image-model outputs/quickstart/aft-conv --text-model outputs/quickstart-text
 
@@ -18,14 +18,16 @@ import gradio as gr
 import image_tab
 import pixel_tab
 import text_tab
+from images import MAX_MEGABYTES
 from loading import IMAGE, PIXEL, TEXT, Kind, Unavailable, load
 
 
 TITLE = "Attention Free Transformer"
 ABOUT = """# Attention Free Transformer
-An AFT layer mixes positions by learned position biases and weighted averages, with no query-key products: [the
-paper](https://arxiv.org/abs/2105.14103)."""
-TABS = ((IMAGE, "Classify", image_tab), (TEXT, "Write", text_tab), (PIXEL, "Complete", pixel_tab))
+Each position averages all others with weights of learned keys and position biases, and no query-key products ([the
+paper](https://arxiv.org/abs/2105.14103))."""
+TABS = ((IMAGE, "Classify", image_tab), (TEXT, "Write", text_tab), (PIXEL, "Draw", pixel_tab))
+SMALL = 20e6  # parameters: below, a visitor needs to be told what to expect
 
 
 def build_app(sources: dict[Kind, str]) -> gr.Blocks:
@@ -40,9 +42,12 @@ def build_app(sources: dict[Kind, str]) -> gr.Blocks:
                     except Unavailable as error:
                         gr.Markdown(str(error), elem_classes="aft-unavailable")
                         continue
+                    parameters = loaded[0].num_parameters()
+                    if parameters < SMALL:
+                        expected = f"A small model, of {parameters:,} parameters. {tab.EXPECT_OF_SMALL}"
+                        gr.HTML(f'<p class="aft-expect">{expected}</p>', padding=False)
                     tab.build(app, *loaded)
-                    model, parameters = loaded[0], loaded[0].num_parameters() / 1e6
-                    described = f"{html.escape(sources[kind])}: {type(model).__name__}, {parameters:.2f} M parameters"
+                    described = f"{html.escape(sources[kind])}: {type(loaded[0]).__name__}, {parameters:,} parameters"
                     gr.HTML(f'<p class="aft-model">{described}</p>', padding=False)
     return app
 
@@ -78,7 +83,7 @@ def main() -> None:
         css_paths=Path(__file__).with_name("style.css"),
         footer_links=[],
         ssr_mode=False,
-        max_file_size="20mb",
+        max_file_size=f"{5 * MAX_MEGABYTES}mb",  # beyond, the server stops reading; up to there, the page says why
     )
 
 

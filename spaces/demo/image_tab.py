@@ -1,12 +1,11 @@
 """The first tab: an image, its class, and what the layers look at."""
 
 import tempfile
-from pathlib import Path
 
 import gradio as gr
 import numpy as np
 import torch
-from images import image_input
+from images import example_digits, image_input
 from messages import explained
 from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, mark_patch, share_map, thumbnails
 from PIL import Image
@@ -19,6 +18,8 @@ EXPLANATION = """Each patch takes an average of all patches with weights exp(K +
 same for whoever reads it; the **position bias** w depends on where the reader is. **Tap a patch** to see what it
 reads."""
 NOTHING_YET = '<p class="aft-hint">Choose an image, and its maps appear here.</p>'
+EXPECT_OF_SMALL = """It knows the classes it was trained on and calls any other image one of them. The maps show where
+it looks."""
 MOST_HEADS = 32
 
 
@@ -61,6 +62,16 @@ class ImageDemo:
             logits = self.model(pixel_values=self.pixels(image)).logits[0]
         names = self.model.config.id2label
         return {str(names[i]): p for i, p in enumerate(logits.float().softmax(-1).tolist())}
+
+    def most_telling(self, image: Image.Image) -> tuple[int, int]:
+        """The layer and head, from 1, whose position biases change most what the centre of an image reads."""
+        pixels, best = self.pixels(image), (0.0, 1, 1)
+        for layer in range(self.num_layers):
+            _, maps = patch_maps(self.model, pixels, layer=layer)
+            moved = (maps.weights - maps.keys).abs().flatten(1).sum(1)  # (h,), twice the share that moved
+            head = int(moved.argmax())
+            best = max(best, (moved[head].item(), layer + 1, head + 1))
+        return best[1:]
 
     def look(self, image: Image.Image | None, layer: int, head: int, query: tuple[int, int] | None):
         """The image with the query marked, three maps and those of all heads; layer and head count from 1.
@@ -111,50 +122,39 @@ def _all_heads(maps: PatchMaps, chosen: int) -> str:
     return f"<h4>Keys of {title}</h4>{keys}<h4>Position biases of {title}</h4>{biases}"
 
 
-def example_digits(directory: str | Path, count: int = 8) -> list[str]:
-    """Files with digits that the quickstart's models were not trained on."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    digits = load_digits()
-    _, images, _, labels = train_test_split(
-        digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target
-    )
-    paths = []
-    for label in range(count):
-        path = Path(directory) / f"digit_{label}.png"
-        pixels = images[labels == label][0] * 255 / 16
-        Image.fromarray(pixels.astype(np.uint8)).convert("RGB").save(path)
-        paths.append(str(path))
-    return paths
-
-
 def build(app: gr.Blocks, model, processor) -> None:
     """Lay out the tab and connect it."""
     demo = ImageDemo(model, processor)
     examples = []
     if set(map(str, model.config.id2label.values())) == set("0123456789"):
         examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_"))
+    start_image = Image.open(examples[3]) if examples else Image.new("RGB", (32, 32), "grey")
+    first_layer, first_head = demo.most_telling(start_image)
     query = gr.State(None)
     with gr.Row(elem_classes="aft-columns"):
         with gr.Column(scale=2, min_width=300):
             image = image_input(examples[3] if examples else None, elem_id="image-upload")
+            label = gr.Label(num_top_classes=3, label="Prediction", elem_id="image-label")
             if examples:
                 gr.Examples([[path] for path in examples], image, label="Digits it was not trained on")
-            label = gr.Label(num_top_classes=5, label="Prediction", elem_id="image-label")
         with gr.Column(scale=3, min_width=300):
             gr.Markdown(EXPLANATION)
             with gr.Row():
                 options = {"step": 1, "minimum": 1, "buttons": [], "min_width": 140}
                 layer = gr.Slider(
-                    value=(demo.num_layers + 1) // 2,
+                    value=first_layer,
                     maximum=demo.num_layers,
                     label="Layer",
                     elem_id="layer",
                     **options,
                 )
                 head = gr.Slider(
-                    value=1, maximum=max(demo.num_heads, 2), label="Head", visible=demo.num_heads > 1, **options
+                    value=first_head,
+                    maximum=max(demo.num_heads, 2),
+                    label="Head",
+                    visible=demo.num_heads > 1,
+                    elem_id="head",
+                    **options,
                 )
             with gr.Row(elem_classes="aft-maps"):
                 with gr.Column(min_width=0, elem_classes="aft-view"):

@@ -1,22 +1,59 @@
-"""The field that takes an image, for two of the tabs."""
+"""The field that takes an image, for two of the tabs, and images to try."""
+
+from pathlib import Path
 
 import gradio as gr
+import numpy as np
+from PIL import Image
 
 from aft_hf.data.image_files import ImageError, open_image
+
+
+MAX_MEGABYTES = 20  # of a file that is opened
 
 
 def image_input(value: str | None = None, **options) -> gr.Image:
     """An upload of an image in a usual format and size, which says so on the page when a file is none."""
     field = gr.Image(
-        value, type="pil", sources=["upload", "clipboard"], height=260, show_label=False, buttons=[], **options
+        value,
+        type="pil",
+        sources=["upload", "clipboard"],
+        height=260,
+        show_label=False,
+        buttons=[],
+        elem_classes="aft-upload",
+        **options,
     )
 
     def preprocess(payload):
         """In place of gradio's, which opens every format that Pillow knows, of any size."""
+        if payload is None:
+            return None
+        path = Path(payload.path or "")
         try:
-            return None if payload is None else open_image(payload.path or "", "This file")
+            if path.is_file() and path.stat().st_size > MAX_MEGABYTES * 10**6:
+                raise ImageError(f"This file has more than {MAX_MEGABYTES} MB, the most that this page takes.")
+            return open_image(path, "This file")
         except ImageError as error:
             raise gr.Error(str(error), title="That does not work", print_exception=False) from error
 
     field.preprocess = preprocess
     return field
+
+
+def example_digits(directory: str | Path, count: int = 8) -> list[str]:
+    """Files with digits that the quickstart's models were not trained on."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    _, images, _, labels = train_test_split(
+        digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    )
+    paths = []
+    for label in range(count):
+        path = Path(directory) / f"digit_{label}.png"
+        pixels = images[labels == label][0] * 255 / 16
+        Image.fromarray(pixels.astype(np.uint8)).convert("RGB").save(path)
+        paths.append(str(path))
+    return paths

@@ -30,8 +30,8 @@ IMAGE = Kind("image", "outputs/quickstart/aft-conv", "make quickstart")
 TEXT = Kind("text", "outputs/quickstart-text", "make quickstart-text")
 PIXEL = Kind(
     "pixel",
-    "outputs/pixels-aft-local",
-    "aft-hf train configs/examples/pixels_aft_local.yaml data.dataset=uoft-cs/cifar10 data.image_column=img",
+    "outputs/quickstart-pixels",
+    "make quickstart-pixels",
 )
 
 

@@ -1,12 +1,13 @@
 """The third tab: the lower half of a small image, made up."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import gradio as gr
 import numpy as np
 import torch
-from images import image_input
+from images import example_digits, image_input
 from loading import pixel_side
 from messages import explained
 from pictures import figure
@@ -18,12 +19,13 @@ from aft_hf.data.pixel_sequences import START_TOKEN, pixels_to_tokens, tokens_to
 
 
 COMPLETIONS = 4
+EXPECT_OF_SMALL = """It draws what it was trained on, in small images: give it the like."""
 MISSING = 235  # the grey of sub-pixels that are not there
 NOTHING_YET = '<p class="aft-hint">Choose an image and press the button.</p>'
 
 
 class PixelDemo:
-    """Completes images with one model."""
+    """Draws the lower half of images with one model."""
 
     def __init__(self, model):
         self.model, self.side = model, pixel_side(model.config)
@@ -62,7 +64,7 @@ class PixelDemo:
         masked = made[0].clone()
         masked[given:] = MISSING
         figures = [figure(original, "Original"), figure(tokens_to_image(masked, size), "Given")]
-        figures += [figure(tokens_to_image(tokens, size), f"Completion {i}") for i, tokens in enumerate(made, 1)]
+        figures += [figure(tokens_to_image(tokens, size), f"Drawing {i}") for i, tokens in enumerate(made, 1)]
         return f'<div class="aft-pixels">{"".join(figures)}</div>'
 
 
@@ -76,18 +78,22 @@ def example_photographs() -> list[str]:
 def build(app: gr.Blocks, model, _) -> None:
     """Lay out the tab and connect it."""
     demo = PixelDemo(model)
+    # Of 8 x 8 pixels, a photograph shows nothing, and scikit-learn's digits have as many.
+    digits = demo.side <= 8
+    examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_")) if digits else example_photographs()
     with gr.Row(elem_classes="aft-columns"):
         with gr.Column(scale=2, min_width=300):
-            image = image_input(elem_id="pixel-upload")
-            gr.Examples([[path] for path in example_photographs()], image, label="Photographs")
-            temperature = gr.Slider(0.1, 2, 1.0, step=0.05, label="Temperature", buttons=[])
-            seed = gr.Number(0, precision=0, label="Seed", info="The same seed gives the same images")
-            button = gr.Button("Complete the lower half", variant="primary", elem_id="complete-image")
+            image = image_input(examples[0], elem_id="pixel-upload")
+            button = gr.Button("Draw the lower half", variant="primary", elem_id="draw")
+            gr.Examples([[path] for path in examples], image, label="Digits" if digits else "Photographs")
+            with gr.Accordion("Settings", open=False, elem_classes="aft-settings"):
+                temperature = gr.Slider(0.1, 2, 1.0, step=0.05, label="Temperature", buttons=[])
+                seed = gr.Number(0, precision=0, label="Seed", info="The same seed gives the same images")
         with gr.Column(scale=3, min_width=300):
+            pictures = gr.HTML(NOTHING_YET, elem_id="pixels", padding=False)
             gr.Markdown(
                 f"The image becomes {demo.side} x {demo.side} pixels, a sequence of {3 * demo.side**2} sub-pixels. "
-                "The model is given the upper half and writes the rest, one sub-pixel after the other."
+                "The model is given the upper half and draws the rest, one sub-pixel after the other."
             )
-            pictures = gr.HTML(NOTHING_YET, elem_id="pixels", padding=False)
     options = {"concurrency_id": "generation", "concurrency_limit": 1, "show_progress": "hidden"}
     button.click(explained(demo.complete), [image, temperature, seed], pictures, **options)

@@ -1,4 +1,4 @@
-"""The second tab: a text, continued."""
+"""The second tab: a text, written on."""
 
 import html
 from collections.abc import Iterator
@@ -10,6 +10,8 @@ from sampling import sample_tokens
 
 
 MOST_TOKENS = 1000
+MOST_CHARACTERS = 20_000  # of a prompt, for models that read texts of any length
+EXPECT_OF_SMALL = """It writes words and lines that look like its training text, and that say nothing."""
 EXAMPLES = ["The ", "A class definition ", "If the expression is a list, "]
 NOTHING_YET = '<p class="aft-hint">The text appears here as it is written.</p>'
 
@@ -48,6 +50,10 @@ class TextDemo:
         """(1, T), if all is as it should be."""
         if not (prompt or "").strip():
             raise ValueError("The prompt is empty: type the beginning of a text first.")
+        if len(prompt) > MOST_CHARACTERS:
+            raise ValueError(
+                f"The prompt has {len(prompt):,} characters, and this page takes {MOST_CHARACTERS:,}: shorten it."
+            )
         if count is None or not 1 <= count <= MOST_TOKENS:
             raise ValueError(f"New tokens must be 1 to {MOST_TOKENS}, got {count}.")
         if temperature is None or not 0 <= temperature <= 2:
@@ -80,16 +86,25 @@ def build(app: gr.Blocks, model, tokenizer) -> None:
     most = min(MOST_TOKENS, (demo.longest or MOST_TOKENS + 1) - 1)
     with gr.Row(elem_classes="aft-columns"):
         with gr.Column(scale=2, min_width=300):
-            prompt = gr.Textbox(EXAMPLES[0], lines=3, max_lines=8, label="Prompt", elem_id="prompt")
-            gr.Examples([[example] for example in EXAMPLES], prompt, label="Beginnings")
-            count = gr.Slider(1, most, min(200, most), step=1, label="New tokens", buttons=[], elem_id="count")
-            temperature = gr.Slider(
-                0, 2, 0.7, step=0.05, label="Temperature", info="0 always takes the most probable token", buttons=[]
-            )
-            seed = gr.Number(0, precision=0, label="Seed", info="The same seed gives the same text")
-            with gr.Row():
-                button = gr.Button("Complete the text", variant="primary", elem_id="complete-text")
+            prompt = gr.Textbox(EXAMPLES[0], lines=2, max_lines=8, label="Beginning", elem_id="prompt")
+            gr.Examples([[example] for example in EXAMPLES], prompt, label="Try")
+            with gr.Row(elem_classes="aft-buttons"):
+                button = gr.Button("Write on", variant="primary", elem_id="write")
                 stop = gr.Button("Stop", min_width=80, scale=0)
+            with gr.Accordion("Settings", open=False, elem_classes="aft-settings"):
+                count = gr.Slider(
+                    1, most, min(200, most * 3 // 4), step=1, label="New tokens", buttons=[], elem_id="count"
+                )
+                temperature = gr.Slider(
+                    0,
+                    2,
+                    0.7,
+                    step=0.05,
+                    label="Temperature",
+                    info="0 always takes the most probable token",
+                    buttons=[],
+                )
+                seed = gr.Number(0, precision=0, label="Seed", info="The same seed gives the same text")
         with gr.Column(scale=3, min_width=300):
             text = gr.HTML(NOTHING_YET, elem_id="text", padding=False)
     options = {"concurrency_id": "generation", "concurrency_limit": 1, "show_progress": "hidden"}

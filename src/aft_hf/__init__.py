@@ -9,6 +9,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
@@ -21,7 +23,15 @@ from .configuration_aft import AFTConfig
 from .conversion import convert_deit, convert_labml
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from .modeling_aft import AFTBackbone, AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from .modeling_aft import (
+    AFTBackbone,
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTForSequenceClassification,
+    AFTForTokenClassification,
+    AFTModel,
+    AFTPreTrainedModel,
+)
 from .sequence_shards_aft import context_parallel, local_piece
 
 
@@ -32,6 +42,8 @@ def _register() -> None:
     AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
     AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
     AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
+    AutoModelForSequenceClassification.register(AFTConfig, AFTForSequenceClassification, exist_ok=True)
+    AutoModelForTokenClassification.register(AFTConfig, AFTForTokenClassification, exist_ok=True)
     AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
     processors: dict[str, type] = {"pil": ViTImageProcessorPil}
     if is_torchvision_available():
@@ -41,7 +53,8 @@ def _register() -> None:
     AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
     # `transformers serve` and TRL look for the class that config.json names among those of the library. (The library
     # replaces itself in `sys.modules` when some of its modules are imported, so what was imported first may be stale.)
-    for model in (AFTModel, AFTForCausalLM, AFTForImageClassification):
+    heads = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
+    for model in (AFTModel, *heads):
         setattr(sys.modules["transformers"], model.__name__, model)
 
 
@@ -55,6 +68,8 @@ __all__ = [
     "AFTConv",
     "AFTForCausalLM",
     "AFTForImageClassification",
+    "AFTForSequenceClassification",
+    "AFTForTokenClassification",
     "AFTFull",
     "AFTLocal",
     "AFTModel",

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, gather, mix, without_padding
+from .mixing_aft import Mixing, gather, mix, mix_next, mix_prompt, without_padding
 from .position_biases_aft import PositionBias
 from .scaled_sums_aft import (
     EMPTY,
@@ -94,37 +94,51 @@ class AFTLayerState(CacheLayerMixin):
     # ---------------------------------------------------------------------------------------------------- Eq. 2
 
     def mix(self, problem: Mixing, implementation: str = "auto") -> torch.Tensor:
-        """Eq. 2 for new tokens, which see all before them and themselves: (B, T, d). Takes them in.
+        """Eq. 2 for new tokens, which see all before them and themselves, times sigmoid(query) where a query is given:
+        (B, T, d). Takes them in.
 
         Args:
             problem: the keys and values of the new tokens, with their padding.
             implementation: as for `mixing_aft.mix`, which computes the first tokens.
         """
-        biases, mask = problem.biases, problem.padding_mask
         if problem.shard is not None:
             self._take_in_pieces(problem)
             return mix(problem, implementation)
+        if problem.length == 1 and problem.padding_mask is None and self.is_initialized:
+            context = mix_next(self, problem, implementation)
+            if context is not None:
+                return context
         if self._is_step(problem, implementation):
+            biases = problem.biases
             # `len` would fix the batch size of an exported program.
             key, value = (widen(x.view(x.shape[0], problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
-            return self.step(key, value, self._next_bias(biases), biases.slopes).reshape(key.shape[0], 1, -1)
+            context = self.step(key, value, self.next_bias(biases), biases.slopes).reshape(key.shape[0], 1, -1)
+            return context if problem.query is None else torch.sigmoid(problem.query) * context
         order = counts = None
-        if mask is not None:
-            counts = mask.sum(-1)
+        if problem.padding_mask is not None:
+            counts = problem.padding_mask.sum(-1)
             problem, order = without_padding(problem, moved=True)
+        context = mix_prompt(self, problem, counts, implementation)
+        if context is None:
+            context = self._mix_prompt(problem, counts, implementation)
+        return context if order is None else gather(context, order)
+
+    def _mix_prompt(self, problem: Mixing, counts: torch.Tensor | None, implementation: str) -> torch.Tensor:
+        """As `mixing_aft.mix_prompt`, by `mix` for the first tokens, in pieces behind the window for others."""
+        biases = problem.biases
         key, value = (widen(x) for x in problem.by_head())
         if not self.is_initialized:
             context = mix(problem, implementation)
             self.update(key, value, counts, biases.slopes)
-        else:
-            pieces, start = [], 0
-            for key_piece, value_piece in zip(key.split(PIECE_SIZE, 2), value.split(PIECE_SIZE, 2)):
-                pieces.append(self._continue(key_piece, value_piece, biases))
-                here = None if counts is None else (counts - start).clamp(0, key_piece.shape[2])
-                self.update(key_piece, value_piece, here, biases.slopes)
-                start += key_piece.shape[2]
-            context = join_heads(torch.cat(pieces, 2))
-        return context if order is None else gather(context, order)
+            return context
+        pieces, start = [], 0
+        for key_piece, value_piece in zip(key.split(PIECE_SIZE, 2), value.split(PIECE_SIZE, 2)):
+            pieces.append(self._continue(key_piece, value_piece, biases))
+            here = None if counts is None else (counts - start).clamp(0, key_piece.shape[2])
+            self.update(key_piece, value_piece, here, biases.slopes)
+            start += key_piece.shape[2]
+        context = join_heads(torch.cat(pieces, 2))
+        return context if problem.query is None else torch.sigmoid(problem.query) * context
 
     def _take_in_pieces(self, problem: Mixing) -> None:
         """Become the state after rows of which each process has a piece."""
@@ -150,7 +164,7 @@ class AFTLayerState(CacheLayerMixin):
         windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
         return alone and windowed
 
-    def _next_bias(self, biases: PositionBias) -> torch.Tensor | None:
+    def next_bias(self, biases: PositionBias) -> torch.Tensor | None:
         """w of the window and of the token itself, (B or 1, h, W + 1, 1); None where there is no window."""
         in_line = biases.relative or not self.padded
         bias = biases.next_token(self.cumulative_length if in_line else self.seen)
@@ -200,8 +214,6 @@ class AFTLayerState(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[2]
-        self.is_empty = False
-        self.padded = self.padded or counts is not None
         past = self.sums()
         bias = None
         if slopes is not None:
@@ -233,10 +245,16 @@ class AFTLayerState(CacheLayerMixin):
             past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values), bias))
         numerator, denominator, maximum = (unfold(x, key_states.shape[0]) for x in past)
         self._store(numerator=numerator, denominator=denominator, maximum=maximum)
+        self.count(length, counts)
+        return self.keys, self.values
+
+    def count(self, length: int, counts: torch.Tensor | None) -> None:
+        """Note that each row has `length` more tokens, of which `counts`, (B,), are real (None for all)."""
+        self.is_empty = False
         if counts is not None:
+            self.padded = True
             self._store(padding=self.padding + (length - counts))
         self.cumulative_length += length
-        return self.keys, self.values
 
     def step(
         self,

@@ -24,6 +24,7 @@ from .conversion import (
     read_images,
     save_converted,
 )
+from .progress import no_bars_in_logs
 from .publishing.command import publish_command
 from .reading import printable
 from .training.command import evaluate_command, train_command
@@ -90,7 +91,9 @@ def convert(
         list[str] | None,
         typer.Option(help="conv (the default), full, local or simple; several, or a comma list, for one per layer."),
     ] = None,
-    kernel_size: Annotated[int, typer.Option(help="Kernel size s of conv, odd.")] = KERNEL_SIZE,
+    kernel_size: Annotated[
+        int, typer.Option("--kernel-size", "--conv-kernel-size", help="Kernel size s of conv, odd.")
+    ] = KERNEL_SIZE,
     num_heads: Annotated[
         int | None, typer.Option(help="Position-bias heads h; divides the width. By default 16 with conv, else 1.")
     ] = None,
@@ -229,10 +232,15 @@ def _describe(config: AFTConfig) -> str:
     return f"AFT-{'/'.join(types)}{sizes}"
 
 
-def main() -> None:
-    """Run the command line; what a user can cause ends in one line, not in a traceback."""
+def main(*command: str) -> None:
+    """Run the command line; what a user can cause ends in one line, not in a traceback.
+
+    Args:
+        *command: of a script that is one command: what `aft-hf` would have before the other words.
+    """
+    no_bars_in_logs()
     try:
-        app()
+        app([*command, *sys.argv[1:]], prog_name="aft-hf" if command else None)
     except ModuleNotFoundError as error:
         print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
         sys.exit(1)

@@ -19,7 +19,12 @@ AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
 
 # Where the Auto classes find the code that is saved beside a checkpoint, by modality (`auto_map` in config.json).
 AUTO_MAPS = {
-    "text": {"AutoModel": "modeling_aft.AFTModel", "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM"},
+    "text": {
+        "AutoModel": "modeling_aft.AFTModel",
+        "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_aft.AFTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_aft.AFTForTokenClassification",
+    },
     "image": {
         "AutoModel": "modeling_aft.AFTModel",
         "AutoBackbone": "modeling_aft.AFTBackbone",
@@ -55,7 +60,7 @@ DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "
 DIVISORS["position_bias_multiplier"] = (1e-6, 1e6)
 
 
-def _raise_value_errors(cls: Any) -> Any:
+def raise_value_errors(cls: Any) -> Any:
     """Let the constructor raise what a user expects of a wrong argument: a ValueError with nothing but the message."""
     init = cls.__init__
 
@@ -64,15 +69,15 @@ def _raise_value_errors(cls: Any) -> Any:
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
-            raise ValueError(f"AFTConfig: {error.__cause__ or error}") from error
+            raise ValueError(f"{type(self).__name__}: {error.__cause__ or error}") from error
         except ValueError as error:  # of `__post_init__`
-            raise ValueError(f"AFTConfig: {error}") from error
+            raise ValueError(f"{type(self).__name__}: {error}") from error
 
     cls.__init__ = __init__
     return cls
 
 
-@_raise_value_errors
+@raise_value_errors
 @strict
 class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     r"""

@@ -107,6 +107,16 @@ def _bias(w_ptr, rows, origin, slope, t, u, visible, span, MODE: tl.constexpr):
 
 
 @triton.jit
+def _kept_averages(r_ptr, of_chunk, D, exists, COMPACT: tl.constexpr):
+    """What averages of a chunk are relative to, and in units of, as they are kept."""
+    centre, unit = of_chunk.to(tl.float32) * 0.0, of_chunk.to(tl.float32) * 0.0 + 1.0
+    if COMPACT:
+        centre = tl.load(r_ptr + of_chunk + D, exists, 0.0)
+        unit = tl.load(r_ptr + of_chunk + 2 * D, exists, 1.0)
+    return centre, unit
+
+
+@triton.jit
 def _is_finite(x):
     """Whether all entries are numbers."""
     return tl.max((x * 0.0 != 0.0).to(tl.int32)) == 0
@@ -236,7 +246,7 @@ def _add_tile(
     T, kt, vt, span,
     MODE: tl.constexpr, C: tl.constexpr, DIAGONAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of queries t with C more keys, from `begin` on: (C, BD).
+    """The sums of queries with C more keys, from `begin` on: (C, BD). They see the keys from `first` to `t`.
 
     PARTIAL says that queries may see a part of a tile that lies before them.
     """
@@ -297,12 +307,14 @@ def forward_kernel(
     T, N, D, near, reach, positions, span, qb, qt, kb, kt, vb, vt, w_head, w_chunk,
     MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
-    KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The averages of a chunk of queries, times the sigmoid of the query.
 
-    With KEEP also what the backward pass needs: the averages in float32, and the logarithms of the denominators
-    relative to the largest maximum of the chunk, which is kept apart: one float32 could not hold both.
+    With KEEP also what the backward pass needs: the averages, and the logarithms of the denominators relative to the
+    largest maximum of the chunk, which is kept apart: one float32 could not hold both. Averages are kept in float32
+    or, COMPACT, in float16 from -1 to 1 between the smallest and the largest of the chunk: as exact as products of
+    tf32, whatever these have in common.
     """
     b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     key_features = _key_features(features, head, KEY_PER_HEAD)
@@ -359,9 +371,19 @@ def forward_kernel(
     if KEEP:
         largest = tl.maximum(tl.max(tl.where(empty, -float("inf"), top), 0), EMPTY)
         log_den = top - largest[None, :] + tl.log(tl.where(empty, 1.0, den))
-        tl.store(c_ptr + place, context, inside)
+        r_ptr += (b * N + n) * 3 * D
+        if COMPACT:
+            known = inside & (context * 0.0 == 0.0)
+            low = tl.min(tl.where(known, context, float("inf")), 0)
+            high = tl.max(tl.where(known, context, -float("inf")), 0)
+            centre, unit = low * 0.5 + high * 0.5, high * 0.5 - low * 0.5
+            centre, unit = tl.where(low <= high, centre, 0.0), tl.where(unit > 0.0, unit, 1.0)
+            tl.store(r_ptr + D + features, centre, exists)
+            tl.store(r_ptr + 2 * D + features, unit, exists)
+            context = (context - centre[None, :]) / unit[None, :]
+        tl.store(c_ptr + place, context.to(c_ptr.dtype.element_ty), inside)
         tl.store(l_ptr + place, tl.where(empty, NOTHING, log_den), inside)
-        tl.store(r_ptr + (b * N + n) * D + features, largest, exists)
+        tl.store(r_ptr + features, largest, exists)
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -377,24 +399,25 @@ def _gradient(g_ptr, q_ptr, b, t, gb, gt, qb, qt, features, inside, GATED: tl.co
 
 
 @triton.jit
-def query_gradient_kernel(
-    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, slope_ptr, first_ptr, dq_ptr, m_ptr, s_ptr, z_ptr,
+def _query_gradients(
+    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, slope_ptr, first_ptr, dq_ptr, m_ptr, s_ptr, z_ptr, b, n, head, features, exists,
     T, N, D, gb, gt, qb, qt,
-    MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, TOTALS: tl.constexpr,
+    MODE: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, COMPACT: tl.constexpr,
+    TOTALS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the query; with TOTALS each chunk's sums of g / denominator, and of that times the average.
+    """The gradients of queries of a chunk; with TOTALS its sums of g / denominator, and of that times the average.
 
     These are what keys before the chunk need of it, as its first position sees them: sums relative to the largest
     1 / denominator.
     """
-    b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     i = tl.arange(0, C)
     t = n * C + i
     inside = (t < T)[:, None] & exists[None, :]
     g = _tile(g_ptr + b * gb, t, gt, features, inside, 0.0)
     place = (b * T + t[:, None]) * D + features[None, :]
-    c = tl.load(c_ptr + place, inside, 0.0)
+    of_chunk = (b * N + n) * 3 * D + features
+    centre, unit = _kept_averages(r_ptr, of_chunk, D, exists, COMPACT)
+    c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32) * unit[None, :] + centre[None, :]
     if GATED:
         gate = tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0))
         tl.store(dq_ptr + place, (g * c * gate * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
@@ -406,7 +429,7 @@ def query_gradient_kernel(
         if DOCUMENTS:
             first = tl.load(first_ptr + b * T + t, t < T, T)
             log_den = tl.where((first < n * C)[:, None], log_den, NOTHING)
-        largest = tl.load(r_ptr + (b * N + n) * D + features, exists, EMPTY)
+        largest = tl.load(r_ptr + of_chunk, exists, EMPTY)
         low = tl.minimum(tl.min(log_den, 0), NOTHING)
         top = tl.where(low < HALF, -(largest + low), EMPTY)
         # Relative to `top` as it is rounded, so that a large maximum costs no precision
@@ -415,16 +438,30 @@ def query_gradient_kernel(
         place = (b * (N + 1) + n) * D + features
         _store_sums(m_ptr, s_ptr, z_ptr, place, exists, top, tl.sum(p, 0), tl.sum(pc, 0))
         if n == N - 1:  # nothing comes after the sequence
-            nothing = tl.zeros((BD,), tl.float32)
+            nothing = features.to(tl.float32) * 0.0
             _store_sums(m_ptr, s_ptr, z_ptr, place + D, exists, nothing + EMPTY, nothing, nothing)
+
+
+@triton.jit
+def query_gradient_kernel(
+    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, slope_ptr, first_ptr, dq_ptr, m_ptr, s_ptr, z_ptr,
+    T, N, D, gb, gt, qb, qt,
+    MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, COMPACT: tl.constexpr, TOTALS: tl.constexpr,
+):  # fmt: skip
+    """`_query_gradients` of every chunk and block of features."""
+    b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
+    _query_gradients(
+        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, slope_ptr, first_ptr, dq_ptr, m_ptr, s_ptr, z_ptr, b, n, head, features,
+        exists, T, N, D, gb, gt, qb, qt, MODE, C, DOCUMENTS, GATED, COMPACT, TOTALS)  # fmt: skip
 
 
 @triton.jit
 def _add_queries(
     of_num, of_den, k, centre, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, w_ptr, slope, first_ptr, b, u, tile, features,
-    exists, T, N, D, near, reach, positions, span, w_chunk, gb, gt, qb, qt,
+    of_chunk, exists, T, D, near, reach, positions, span, w_chunk, gb, gt, qb, qt,
     MODE: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPACT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What C queries, those of chunk `tile`, give to the gradients of keys u: sums of a g and of a g (c - centre),
     where a is the weight of a key for a query.
@@ -435,20 +472,24 @@ def _add_queries(
     rows, origin = start.to(tl.int64), start
     if MODE >= WINDOW:
         rows, origin = _table_rows(t, start, near, positions, span, w_chunk, MODE, C)
-    visible = (u[:, None] <= t[None, :]) & (u[:, None] >= first[None, :]) & (t < T)[None, :]  # (keys, queries)
+    visible = (u[:, None] >= first[None, :]) & (t < T)[None, :] & (u < T)[:, None]  # (keys, queries)
+    if CAUSAL:
+        visible &= u[:, None] <= t[None, :]
     w = _bias(w_ptr, rows[None, :], origin[None, :], slope, t[None, :], u[:, None], visible, span, MODE)
     place = (b * T + t[:, None]) * D + features[None, :]
     log_den = tl.load(l_ptr + place, inside, NOTHING)
-    relative = k - tl.load(r_ptr + (b * N + tile) * D + features, exists, 0.0)[None, :]
+    relative = k - tl.load(r_ptr + of_chunk, exists, 0.0)[None, :]
     g = _gradient(g_ptr, q_ptr, b, t, gb, gt, qb, qt, features, inside, GATED)
-    c = tl.load(c_ptr + place, inside, 0.0)
+    average, unit = _kept_averages(r_ptr, of_chunk, D, exists, COMPACT)
+    average -= centre
+    c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32) * unit[None, :] + average[None, :]
     w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 1), EMPTY)
     low = tl.min(log_den, 0)
     # exp(K + w - log den) <= 1 wherever a key is seen. As a product of three exponentials none may overflow; the
     # others may then underflow.
     exponent = relative - low[None, :] + w_top[:, None]
     p = tl.where(log_den >= HALF, 0.0, tl.exp(low[None, :] - log_den) * g)
-    pc = p * (c - centre[None, :])
+    pc = p * c
     together = (tl.max(exponent) <= LIMIT) & (tl.max((~(relative < float("inf"))).to(tl.int32)) == 0)
     if together & _is_finite(p) & _is_finite(pc):
         table = tl.where(visible, tl.exp(w - w_top[:, None]), 0.0)
@@ -463,16 +504,18 @@ def _add_queries(
             row, column = this.to(tl.int64), this
             if MODE >= WINDOW:
                 row, column = _table_rows(query, this, near, positions, span, w_chunk, MODE, C)
-            seen = (u <= query) & (u >= since) & (query < T)
+            seen = (u >= since) & (query < T) & (u < T)
+            if CAUSAL:
+                seen &= u <= query
             ws = _bias(w_ptr, row, column, slope, query, u, seen, span, MODE)
             ls = _row(l_ptr + b * T * D, query, D, features, there, NOTHING)
             gs = _row(g_ptr + b * gb, query, gt, features, there, 0.0)
             if GATED:
                 gs *= tl.sigmoid(_row(q_ptr + b * qb, query, qt, features, there, 0.0))
-            cs = _row(c_ptr + b * T * D, query, D, features, there, 0.0)
+            cs = _row(c_ptr + b * T * D, query, D, features, there, 0.0) * unit + average
             a = tl.exp(relative + ws[:, None] - ls[None, :]) * gs[None, :]
             of_num += tl.where(seen[:, None], a, 0.0)
-            of_den += tl.where(seen[:, None], a * (cs - centre)[None, :], 0.0)
+            of_den += tl.where(seen[:, None], a * cs[None, :], 0.0)
     return of_num, of_den
 
 
@@ -482,7 +525,7 @@ def key_gradient_kernel(
     T, N, D, near, reach, positions, span, gb, gt, qb, qt, kb, kt, vb, vt, w_head, w_chunk,
     MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk of keys and values: from the queries of the chunk and of the near ones after it, and
     from the sums over all later ones. A key per head gets one number for each block of features.
@@ -524,8 +567,8 @@ def key_gradient_kernel(
     for step in range(0, last - n + 1):
         of_num, of_den = _add_queries(
             of_num, of_den, k, centre, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, w_ptr, slope, first_ptr, b, u, n + step,
-            features, exists, T, N, D, near, reach, positions, span, w_chunk, gb, gt, qb, qt,
-            MODE, C, DOCUMENTS, ALONE, GATED, PRECISION)  # fmt: skip
+            features, (b * N + n + step) * 3 * D + features, exists, T, D, near, reach, positions, span, w_chunk,
+            gb, gt, qb, qt, MODE, C, DOCUMENTS, ALONE, GATED, COMPACT, True, PRECISION)  # fmt: skip
     place = (b * T + u[:, None]) * D + features[None, :]
     tl.store(dv_ptr + place, of_num.to(dv_ptr.dtype.element_ty), inside)
     dk = (v - centre[None, :]) * of_num - of_den
@@ -537,15 +580,64 @@ def key_gradient_kernel(
 
 
 @triton.jit
+def _add_to_table(
+    total, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, b, t, begin, w, visible, features, key_features, of_chunk,
+    exists, T, D, gb, gt, qb, qt, kb, kt, vb, vt,
+    C: tl.constexpr, GATED: tl.constexpr, COMPACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What some features give to the gradient of w between queries t and C keys from `begin` on: (C, C)."""
+    u = begin + tl.arange(0, C)
+    w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 0), EMPTY)  # of each key
+    seen, asked = (u < T)[:, None] & exists[None, :], (t < T)[:, None] & exists[None, :]
+    k = _tile(k_ptr + b * kb, u, kt, key_features, seen, -float("inf"))
+    v = _tile(v_ptr + b * vb, u, vt, features, seen, 0.0)
+    centre = tl.sum(v, 0) / C
+    centre = tl.where(centre * 0.0 == 0.0, centre, 0.0)
+    place = (b * T + t[:, None]) * D + features[None, :]
+    log_den = tl.load(l_ptr + place, asked, NOTHING)
+    average, unit = _kept_averages(r_ptr, of_chunk, D, exists, COMPACT)
+    average -= centre
+    c = tl.load(c_ptr + place, asked, 0.0).to(tl.float32) * unit[None, :] + average[None, :]
+    g = _gradient(g_ptr, q_ptr, b, t, gb, gt, qb, qt, features, asked, GATED)
+    largest = tl.load(r_ptr + of_chunk, exists, 0.0)
+    relative = k - largest[None, :]
+    low = tl.min(log_den, 0)
+    exponent = relative - low[None, :] + w_top[:, None]
+    p = tl.where(log_den >= HALF, 0.0, tl.exp(low[None, :] - log_den) * g)
+    pc = p * c
+    vc = v - centre[None, :]
+    together = (tl.max(exponent) <= LIMIT) & (tl.max((~(relative < float("inf"))).to(tl.int32)) == 0)
+    if together & _is_finite(p) & _is_finite(pc) & _is_finite(vc):
+        e = tl.exp(exponent)
+        products = tl.dot(p, tl.trans(e * vc), input_precision=PRECISION)
+        products -= tl.dot(pc, tl.trans(e), input_precision=PRECISION)
+        total += tl.where(visible, tl.exp(w - w_top[None, :]), 0.0) * products
+    else:
+        for s in range(C):
+            key = begin + s
+            this, there = u == key, exists & (key < T)
+            ks = _row(k_ptr + b * kb, key, kt, key_features, there, -float("inf"))
+            vs = _row(v_ptr + b * vb, key, vt, features, there, 0.0)
+            ws = tl.sum(tl.where(this[None, :], w, 0.0), 1)
+            # g / den is 0 for a query that sees nothing; what is hidden is not added below
+            a = tl.exp((ks - largest)[None, :] + ws[:, None] - log_den) * g
+            of_key = tl.sum(tl.where(asked, a * ((vs - centre)[None, :] - c), 0.0), 1)
+            total += tl.where(this[None, :] & visible, of_key[:, None], 0.0)
+    return total
+
+
+@triton.jit
 def table_gradient_kernel(
-    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, first_ptr, dw_ptr,
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, first_ptr, dw_ptr, dq_ptr, m_ptr, s_ptr, z_ptr,
     B, T, N, D, near, reach, positions, span, gb, gt, qb, qt, kb, kt, vb, vt, w_head, w_chunk,
     dw_part, dw_head, dw_chunk, rows_each,
     MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPACT: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, TOTALS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of w for one tile of queries and keys, summed over the features of a head and some rows.
+
+    With QUERIES also `_query_gradients`, by the programs of tiles on the diagonal: both read the same.
 
     Packed documents share the biases of their positions: there the tiles of a row are added to the table.
     """
@@ -567,47 +659,20 @@ def table_gradient_kernel(
             rows, origin = _table_rows(t, start, near, positions, span, w_chunk, MODE, C)
             visible = (u[None, :] <= t[:, None]) & (u[None, :] >= first[:, None]) & (t < length)[:, None]
             w = _bias(w_ptr, rows[:, None], origin[:, None], 0.0, t[:, None], u[None, :], visible, span, MODE)
-            w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 0), EMPTY)  # of each key
-            table = tl.where(visible, tl.exp(w - w_top[None, :]), 0.0)
             for block in range(BLOCKS):
                 own = block * BD + tl.arange(0, BD)
                 exists, features = own < HEAD, head * HEAD + own
-                key_features = _key_features(features, head, KEY_PER_HEAD)
-                seen = (u < length)[:, None] & exists[None, :]
-                asked = (t < length)[:, None] & exists[None, :]
-                k = _tile(k_ptr + b * kb, u, kt, key_features, seen, -float("inf"))
-                v = _tile(v_ptr + b * vb, u, vt, features, seen, 0.0)
-                centre = tl.sum(v, 0) / C
-                centre = tl.where(centre * 0.0 == 0.0, centre, 0.0)
-                place = (b * T + t[:, None]) * D + features[None, :]
-                log_den = tl.load(l_ptr + place, asked, NOTHING)
-                c = tl.load(c_ptr + place, asked, 0.0)
-                g = _gradient(g_ptr, q_ptr, b, t, gb, gt, qb, qt, features, asked, GATED)
-                largest = tl.load(r_ptr + (b * N + n) * D + features, exists & (b < B), 0.0)
-                relative = k - largest[None, :]
-                low = tl.min(log_den, 0)
-                exponent = relative - low[None, :] + w_top[:, None]
-                p = tl.where(log_den >= HALF, 0.0, tl.exp(low[None, :] - log_den) * g)
-                pc = p * (c - centre[None, :])
-                vc = v - centre[None, :]
-                together = (tl.max(exponent) <= LIMIT) & (tl.max((~(relative < float("inf"))).to(tl.int32)) == 0)
-                if together & _is_finite(p) & _is_finite(pc) & _is_finite(vc):
-                    e = tl.exp(exponent)
-                    products = tl.dot(p, tl.trans(e * vc), input_precision=PRECISION)
-                    products -= tl.dot(pc, tl.trans(e), input_precision=PRECISION)
-                    total += table * products
-                else:
-                    for s in range(C):
-                        key = (n - back) * C + s
-                        there = exists & (key < length)
-                        ks = _row(k_ptr + b * kb, key, kt, key_features, there, -float("inf"))
-                        vs = _row(v_ptr + b * vb, key, vt, features, there, 0.0)
-                        this = (i == s)[None, :]
-                        ws = tl.sum(tl.where(this, w, 0.0), 1)
-                        # g / den is 0 for a query that sees nothing; what is hidden is not added below
-                        a = tl.exp((ks - largest)[None, :] + ws[:, None] - log_den) * g
-                        of_key = tl.sum(tl.where(asked, a * (vs[None, :] - c), 0.0), 1)
-                        total += tl.where(this & visible, of_key[:, None], 0.0)
+                if QUERIES:  # noqa: SIM102
+                    if (back == 0) & (b < B):
+                        _query_gradients(
+                            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, first_ptr, dq_ptr, m_ptr, s_ptr, z_ptr, b, n,
+                            head, features, exists, T, N, D, gb, gt, qb, qt,
+                            MODE, C, DOCUMENTS, GATED, COMPACT, TOTALS)  # fmt: skip
+                of_chunk = (b * N + n) * 3 * D + features
+                total = _add_to_table(
+                    total, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, b, t, (n - back) * C, w, visible, features,
+                    _key_features(features, head, KEY_PER_HEAD), of_chunk, exists & (b < B), T, D,
+                    gb, gt, qb, qt, kb, kt, vb, vt, C, GATED, COMPACT, PRECISION)  # fmt: skip
             if DOCUMENTS:
                 column = u[None, :] - origin[:, None]
                 mask = visible & (column >= 0) & (column < span)

@@ -101,6 +101,19 @@ class AFTMixer(nn.Module):
         Args:
             seq_len: T; by default all positions that a learned table covers.
             grid_size: (rows, columns) with T = rows * columns, for mixers on a grid.
+
+        Example, the biases of an image's patches, and those of head 2 from the patch in row 3, column 4:
+
+        ```python
+        >>> from aft_hf import AFTConv
+
+        >>> mixer = AFTConv(64, num_heads=4, kernel_size=5)
+        >>> w = mixer.position_bias(grid_size=(8, 10))
+        >>> w.shape
+        torch.Size([4, 80, 80])
+        >>> w[2, 3 * 10 + 4].view(8, 10).shape
+        torch.Size([8, 10])
+        ```
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
         parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none
@@ -149,7 +162,7 @@ class AFTMixer(nn.Module):
             documents: the documents that are packed into the rows; none of them sees another one.
             shard: where `query`, `key` and `value` are one input that is a piece of longer rows: which piece, with its
                 padding and documents, in place of `attention_mask` and `documents`.
-            grid_size: (rows, columns) of a mixer on a grid; by default a square.
+            grid_size: (rows, columns) of a mixer on a grid, those of a piece; by default a square.
             state: the cache of a causal mixer, updated in place; `query` then continues what it has seen.
             output_attentions: also return the implicit attention (Eq. 3), (B, d, T, T').
 
@@ -167,11 +180,11 @@ class AFTMixer(nn.Module):
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
         if shard is not None:
-            self._check_shard(query, key, value, (attention_mask, position_ids, documents), output_attentions)
+            self._check_shard(shard, query, key, value, (attention_mask, position_ids, documents), output_attentions)
             if state is not None and (state.is_initialized or shard.documents is not None):
                 raise ValueError("pieces of a sequence make a state of one text in each row, and do not continue one")
             attention_mask = shard.padding_mask
-            self._check_size(shard.longest, None)
+            _, grid_size = self._check_size(shard.longest if self.causal else query.shape[1], grid_size)
         elif state is None:
             length = max(key.shape[1], query.shape[1])
             longest = length if documents is None else documents.longest()
@@ -200,7 +213,7 @@ class AFTMixer(nn.Module):
             shard,
         )
         gate, attentions = None if self.q_proj is None else self.q_proj(query), None
-        if gate is not None and self._gate_is_fused(problem, state, output_attentions):
+        if gate is not None and self._gate_is_fused(problem, output_attentions):
             problem, gate = replace(problem, query=gate), None
         elif gate is not None:
             gate = self.query_activation(gate)
@@ -228,9 +241,9 @@ class AFTMixer(nn.Module):
             output = self.o_proj(context)
         return output if attentions is None else (output, attentions.to(problem.value.dtype))
 
-    def _gate_is_fused(self, problem: Mixing, state: AFTLayerState | None, output_attentions: bool) -> bool:
+    def _gate_is_fused(self, problem: Mixing, output_attentions: bool) -> bool:
         """Whether the backend that takes a problem multiplies by the gate as well."""
-        if state is not None or output_attentions or type(self.query_activation) is not nn.Sigmoid:
+        if output_attentions or type(self.query_activation) is not nn.Sigmoid:
             return False
         return is_untouched(self.query_activation) and fuses_gate(problem, self.implementation)
 
@@ -288,18 +301,21 @@ class AFTMixer(nn.Module):
 
     def _check_shard(
         self,
+        shard: SequenceShard,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         others: Iterable[object],
         output_attentions: bool,
     ) -> None:
-        if not self.causal or self.state_window is None:
+        if self.state_window is None or not (self.causal or self.max_positions is None):
             kind = "causal" if self.causal else "bidirectional"
             raise ValueError(
                 f"a {kind} {type(self).__name__} cannot take a sequence that is cut into pieces: use a causal "
-                "AFTSimple, AFTAlibi, AFTLocal or AFTConv"
+                "AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
             )
+        if not self.causal and (shard.padding_mask is not None or shard.documents is not None):
+            raise ValueError(f"a piece for a bidirectional {type(self).__name__} has no padding and no documents")
         if key is not query or value is not query or output_attentions or any(x is not None for x in others):
             raise ValueError(
                 "a piece of a sequence is one input without attention_mask, position_ids, documents and "

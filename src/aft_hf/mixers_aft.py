@@ -175,7 +175,7 @@ class AFTConv(AFTMixer):
     Args:
         hidden_size: width d.
         num_heads: heads h; the key projection is d -> h.
-        kernel_size: s, odd unless causal.
+        kernel_size: s, odd unless causal; `conv_kernel_size` of a config, whose names say which type a size is of.
         spatial_dims: 2 for s x s kernels on a grid of rows and columns, 1 for a sequence.
         causal: one dimension only: the kernel then covers the lags 0 .. s - 1.
         reparameterized: False for the kernels themselves as w.

@@ -10,9 +10,10 @@ that supports it.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .documents_aft import Documents
 from .mixing_backend_aft import Backend
@@ -24,6 +25,10 @@ from .projections_aft import Projections
 from .scaled_sums_aft import join_heads, split_heads, widen
 from .sequence_shards_aft import SequenceShard
 from .shard_exchange_aft import count_of_past, with_past
+
+
+if TYPE_CHECKING:
+    from .caching_aft import AFTLayerState
 
 
 # By type of device, the backends in the order in which they are asked; `None` stands for every other type. Those that
@@ -132,7 +137,8 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     if problem.length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
     if problem.shard is not None:
-        context = _mix_shard(replace(problem, query=None), implementation)
+        mix_shard = _mix_shard if problem.causal else _mix_shard_of_rows
+        context = mix_shard(replace(problem, query=None), implementation)
         return context if problem.query is None else torch.sigmoid(problem.query) * context
     if implementation == "reference":
         return reference_mixing(problem)
@@ -182,6 +188,31 @@ def mix_layer(
         output = backend.layer(x, projections, biases, causal)
         if output is not None or backend.name == implementation:
             return output
+    return None
+
+
+def mix_next(state: "AFTLayerState", problem: Mixing, implementation: str) -> torch.Tensor | None:
+    """Eq. 2 of the next token of every row, times the gate, if a backend also takes it into the state, else None."""
+    for backend in _backends(problem.key.device, implementation):
+        context = backend.step(state, problem)
+        if context is not None:
+            return context
+    return None
+
+
+def mix_prompt(
+    state: "AFTLayerState", problem: Mixing, counts: torch.Tensor | None, implementation: str
+) -> torch.Tensor | None:
+    """Eq. 2 of more tokens, times the gate, if a backend also takes them into the state, else None.
+
+    Args:
+        problem: without padding mask.
+        counts: (B,), how many of the tokens of each row are real: these stand first. None for all of them.
+    """
+    for backend in _backends(problem.key.device, implementation):
+        context = backend.prefill(state, problem, counts)
+        if context is not None:
+            return context
     return None
 
 
@@ -253,6 +284,28 @@ def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
     )
     context = mix(whole, implementation)[:, past:].to(problem.value.dtype)
     return context if order is None else gather(context, order)
+
+
+def _mix_shard_of_rows(problem: Mixing, implementation: str) -> torch.Tensor:
+    """A piece of images, or of sequences seen from both sides: the rows that its kernels reach and one sum for all
+    farther rows are put before and behind it. Then it is a problem like any other, of an image with more rows.
+    """
+    shard, biases = problem.shard, problem.biases
+    assert shard is not None and biases.reach_of_rows is not None
+    reach = biases.reach_of_rows * biases.columns
+    options: dict[str, Any] = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
+    past = count_of_past(reach, biases.hides_outside)
+    key, value = with_past(shard, problem.key, problem.value, **options)
+    following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
+    filling = -past % biases.columns  # what stands for farther rows fills rows
+    key, value = (
+        nn.functional.pad(torch.cat([x, after[:, :past].flip(1)], 1), (0, 0, filling, filling), value=hidden)
+        for x, after, hidden in zip((key, value), following, (-math.inf, 0.0))
+    )
+    biases = biases.with_more_rows(2 * (past + filling) // biases.columns)
+    whole = replace(problem, key=key, value=value, biases=biases, num_queries=None, shard=None)
+    context = mix(whole, implementation).narrow(1, past + filling, problem.length)
+    return context.to(problem.value.dtype)
 
 
 def _with_tokens_in_front(shard: SequenceShard, count: int, positions: torch.Tensor | None) -> Documents:

@@ -1,14 +1,21 @@
 """What a backend is: the base class of all of them, with the questions that `mixing_aft.py` asks."""
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
 
 
 if TYPE_CHECKING:
+    from .caching_aft import AFTLayerState
     from .mixing_aft import Mixing
     from .position_biases_aft import PositionBias
     from .projections_aft import Projections
+
+
+# The namespace of custom operators. Those of a copy of these files that came with a checkpoint are not those of the
+# installed package.
+OPERATORS = re.sub(r"\W", "_", __package__ or "aft_hf")
 
 
 class Backend:
@@ -18,6 +25,7 @@ class Backend:
         name: under which a user asks for it, `mixing_implementation`.
         only_by_name: whether it is taken where it is named and nowhere else.
         applies_gate: whether `mix` multiplies by sigmoid(query) where a problem has one; else the caller does.
+            `step` and `prefill` always do.
         takes_documents: whether `mix` takes packed documents as they are; else each becomes a row of its own.
     """
 
@@ -35,6 +43,22 @@ class Backend:
     def mix(problem: "Mixing") -> torch.Tensor:
         """(B, T, d) in the dtype of the values."""
         raise NotImplementedError
+
+    @staticmethod
+    def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor | None:
+        """The next token of every row, which the state takes in: (B, 1, d); None where the state does that itself."""
+        return None
+
+    @staticmethod
+    def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | None) -> torch.Tensor | None:
+        """More tokens, which the state takes in: (B, T, d); None where the state does that itself.
+
+        Args:
+            state: not initialized before the first tokens.
+            problem: has no padding mask: real tokens stand first.
+            counts: (B,), how many tokens of each row are real; None for all.
+        """
+        return None
 
     @staticmethod
     def layer(

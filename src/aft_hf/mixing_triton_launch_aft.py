@@ -16,11 +16,12 @@ from .kernels_aft import (
     table_gradient_kernel,
     totals_kernel,
 )
-from .scaled_sums_aft import power_of_two_from
+from .kernels_decoding_aft import state_kernel, step_kernel
+from .scaled_sums_aft import join_heads, power_of_two_from
 
 
 if TYPE_CHECKING:
-    from .mixing_triton_aft import Geometry
+    from .mixing_triton_causal_aft import Geometry, Inputs
 
 
 # The most sums and features that one program of a scan takes.
@@ -31,6 +32,9 @@ TABLE_BLOCK = 32
 
 # Programs below which the gradient of a table is also cut into rows of the batch.
 ENOUGH_PROGRAMS = 1024
+
+# Features, and keys of the window, that a decoding step takes at once.
+STEP_FEATURES, STEP_KEYS = 32, 32
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -43,7 +47,8 @@ def block_of(features: int) -> int:
 class Launch:
     """What all kernels of one problem have in common."""
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, table, slopes, first, geometry: "Geometry"):
+    def __init__(self, inputs: "Inputs", geometry: "Geometry"):
+        _, key, value, table, slopes, first = inputs
         self.geometry, self.table, self.slopes, self.first = geometry, table, slopes, first
         self.batch, self.length, self.width = value.shape
         self.chunks = -(-self.length // geometry.chunk_size)
@@ -57,6 +62,7 @@ class Launch:
         self.precision = "tf32" if value.dtype == torch.bfloat16 else "tf32x3"
         # A table of biases, or products of three parts each, take more registers than 4 warps have without spills.
         self.warps = 4 if self.precision == "tf32" and table is None else 8
+        self.compact = value.dtype == torch.bfloat16
         self.sizes = (self.length, self.chunks, self.width)
         self.has_far_sums = not (geometry.is_full or geometry.alone)
         self.common = {
@@ -126,13 +132,16 @@ class Launch:
         scan_kernel[programs](*arguments, CARRY=blocks > 1, REDUCE=False, **options)
 
 
+def kept_tensors(value: torch.Tensor, geometry: "Geometry") -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of what the forward pass keeps: averages, logarithms of denominators, numbers of chunks."""
+    batch, length, width = value.shape
+    of_chunks = (batch, -(-length // geometry.chunk_size), 3, width)
+    averages = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
+    return [(averages, value.shape), (torch.float32, value.shape), (torch.float32, of_chunks)]
+
+
 def forward(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
+    inputs: "Inputs",
     geometry: "Geometry",
     *,
     keep: bool,
@@ -147,9 +156,10 @@ def forward(
     Returns:
         The result, what the backward pass needs, and the sums over all up to the end of each chunk.
     """
-    query, key, value = (_by_rows(x) for x in (query, key, value))
+    inputs = _by_rows(inputs)
+    query, key, value, table, slopes, first = inputs
     with torch.cuda.device_of(value):
-        at = Launch(key, value, table, slopes, first, geometry)
+        at = Launch(inputs, geometry)
         sums = None
         if at.has_far_sums:
             sums = at.sums()
@@ -159,10 +169,11 @@ def forward(
             at.scan(sums, reverse=False)
         output, kept = torch.empty(value.shape, dtype=value.dtype, device=value.device), (None, None, None)
         if keep:
-            largest = torch.empty(at.batch, at.chunks, at.width, dtype=torch.float32, device=at.device)
-            kept = (*(torch.empty(value.shape, dtype=torch.float32, device=at.device) for _ in range(2)), largest)
+            kept = [
+                torch.empty(shape, dtype=dtype, device=at.device) for dtype, shape in kept_tensors(value, geometry)
+            ]
         options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": query is not None}
-        options |= {"KEEP": keep, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        options |= {"KEEP": keep, "COMPACT": at.compact, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
         arguments = (query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept)
         strides = (*_strides(query, key, value), *at.table_strides(table))
         forward_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
@@ -171,29 +182,32 @@ def forward(
 
 def backward(
     gradient: torch.Tensor,
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
+    inputs: "Inputs",
     kept: tuple[torch.Tensor, ...],
     geometry: "Geometry",
     *,
     of_table: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of query, key, value and, if asked for, of the table of position biases."""
-    gradient, query, key, value = (_by_rows(x) for x in (gradient, query, key, value))
+    gradient, inputs = _side_by_side(gradient), _by_rows(inputs)
+    query, key, value, table, slopes, first = inputs
     with torch.cuda.device_of(value):
-        at = Launch(key, value, table, slopes, first, geometry)
+        at = Launch(inputs, geometry)
         gated, strides = query is not None, _strides(gradient, query)
-        options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": gated}
-        options |= {"PRECISION": at.precision, "num_warps": at.warps, **at.common}
+        options = {"GATED": gated, "COMPACT": at.compact, **at.common}
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
         sums = at.sums() if at.has_far_sums else (None, None, None)
-        if gated or at.has_far_sums:
-            arguments = (gradient, query, *kept, slopes, first, of_query, *sums, *at.sizes, *strides)
-            query_gradient_kernel[at.programs](*arguments, GATED=gated, TOTALS=at.has_far_sums, **at.common)
+        # The gradient of a window reads all that those of queries read: one kernel for both
+        together, of_queries = of_table and not geometry.is_full, (of_query, *sums)
+        if not together and (gated or at.has_far_sums):
+            arguments = (gradient, query, *kept, slopes, first, *of_queries, *at.sizes, *strides)
+            query_gradient_kernel[at.programs](*arguments, TOTALS=at.has_far_sums, **options)
+        options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone}
+        options |= {"PRECISION": at.precision, "num_warps": at.warps}
+        strides = (*strides, *_strides(key, value), *at.table_strides(table))
+        tensors, found = (gradient, query, key, value, *kept), None
+        if of_table:
+            found = _table_gradient(at, tensors, of_queries if together else (None,) * 4, strides, options)
         if at.has_far_sums:
             at.scan(sums, reverse=True)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=at.device)
@@ -202,20 +216,18 @@ def backward(
         else:
             shape, dtype = key.shape, key.dtype
         of_key = torch.empty(shape, dtype=dtype, device=at.device)
-        strides = (*strides, *_strides(key, value), *at.table_strides(table))
-        arguments = (gradient, query, key, value, *kept, table, slopes, first, *sums, of_key, of_value)
+        arguments = (*tensors, table, slopes, first, *sums, of_key, of_value)
         key_gradient_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
         if at.key_per_head:
             of_key = of_key.sum(-1).to(key.dtype)
-        if not of_table:
-            return of_query, of_key, of_value, None
-        return of_query, of_key, of_value, _table_gradient(at, gradient, query, key, value, kept, strides, options)
+        return of_query, of_key, of_value, found
 
 
-def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, options) -> torch.Tensor:
-    """The gradient of the position biases, in the shape of their table."""
-    block = min(TABLE_BLOCK, at.block)
-    options |= {"BD": block, "BLOCKS": -(-at.head // block)}
+def _table_gradient(at: Launch, tensors, of_queries, strides, options) -> torch.Tensor:
+    """The gradient of the position biases, in the shape of their table; that of the query where it is to be stored."""
+    block, together = min(TABLE_BLOCK, at.block), any(x is not None for x in of_queries)
+    options = options | {"BD": block, "BLOCKS": -(-at.head // block)}
+    options |= {"QUERIES": together, "TOTALS": together and at.has_far_sums}
     near, tables = at.near(), at.heads * at.chunks
     tiles = tables * (near[0] + 1)
     parts = at.batch if at.first is not None else min(at.batch, max(1, ENOUGH_PROGRAMS // tiles))
@@ -228,7 +240,7 @@ def _table_gradient(at: Launch, gradient, query, key, value, kept, strides, opti
     else:
         shape = (parts, at.heads, at.chunks, *at.table.shape[2:])
         found = torch.empty(shape, dtype=torch.float32, device=at.device)
-    arguments = (gradient, query, key, value, *kept, at.table, at.first, found, at.batch, *at.sizes, *near, *strides)
+    arguments = (*tensors, at.table, at.first, found, *of_queries, at.batch, *at.sizes, *near, *strides)
     to = found.stride(0), *_gradient_strides(at, found)
     table_gradient_kernel[(tiles * parts,)](*arguments, *to, rows_each, **options)
     found = found.sum(0)
@@ -240,7 +252,12 @@ def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
     return found.stride(1), at.geometry.chunk_size * found.stride(2) if at.geometry.is_full else found.stride(2)
 
 
-def _by_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+def _by_rows(inputs: "Inputs") -> "Inputs":
+    """Query, key and value with their features side by side."""
+    return inputs._replace(**{name: _side_by_side(getattr(inputs, name)) for name in ("query", "key", "value")})
+
+
+def _side_by_side(x: torch.Tensor | None) -> torch.Tensor | None:
     """x with its features side by side."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
@@ -248,3 +265,73 @@ def _by_rows(x: torch.Tensor | None) -> torch.Tensor | None:
 def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     """From one row, and from one position, to the next."""
     return tuple(s for x in tensors for s in ((0, 0) if x is None else x.stride()[:2]))
+
+
+# --------------------------------------------------------------------------------------------------------- generation
+
+
+def prefill(
+    inputs: "Inputs",
+    before: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    state: tuple[torch.Tensor, ...],
+    geometry: "Geometry",
+    *,
+    continued: bool,
+) -> torch.Tensor:
+    """Eq. 2 times the gate, (B, T, d); the state becomes that after these tokens. Arguments as of `causal_prefill`.
+
+    Tokens that continue a state are computed behind its window, whose own averages are dropped.
+    """
+    keys, values, numerator, denominator, maximum = state
+    query, key, value, _, slopes, _ = inputs
+    past, initial, first = 0, None, None
+    if continued:
+        past = keys.shape[2]
+        key, value = (torch.cat([join_heads(x).to(y), y], 1) for x, y in ((keys, key), (values, value)))
+        query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
+        flat = (x.expand_as(numerator).reshape(value.shape[0], -1) for x in (maximum, numerator, denominator))
+        initial = tuple(x.contiguous() for x in flat)
+        if before is not None:
+            first = before[:, None].expand(-1, value.shape[1]).contiguous()
+    inputs = _by_rows(inputs._replace(query=query, key=key, value=value, first=first))
+    output, _, sums = forward(inputs, geometry, keep=False, initial=initial)
+    with torch.cuda.device_of(value):
+        at, key, value = Launch(inputs, geometry), inputs.key, inputs.value
+        options = {name: at.common[name] for name in ("HEADS", "BLOCKS", "HEAD", "MODE", "C", "BD")}
+        options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "COUNTED": counts is not None}
+        arguments = (key, value, slopes, counts, *(sums or (None, None, None)), *state)
+        sizes = (*at.sizes, keys.shape[2], past, *_strides(key, value))
+        state_kernel[(at.batch * at.heads * at.blocks,)](*arguments, *sizes, **options)
+    return output if past == 0 else output[:, past:].contiguous()
+
+
+def decode(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    state: tuple[torch.Tensor, ...],
+    length: torch.Tensor | None,
+    heads: int,
+    *,
+    alone: bool,
+) -> torch.Tensor:
+    """Eq. 2 of one new token times the gate, (B, 1, d); the state takes it in. Arguments as of `decode_step`."""
+    query, key, value = (_side_by_side(x) for x in (query, key, value))
+    batch, _, width = value.shape
+    window, head, key_per_head = state[0].shape[2], width // heads, key.shape[-1] != width
+    features = min(STEP_FEATURES, power_of_two_from(head))
+    blocks = -(-head // features)
+    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    strides = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (query, key, value, bias)]
+    options = {"HEADS": heads, "BLOCKS": blocks, "HEAD": head, "KEY_PER_HEAD": key_per_head}
+    options |= {"MODE": 0 if slopes is None else 1, "BIASED": bias is not None, "ALONE": alone}
+    options |= {"GATED": query is not None, "COUNTED": length is not None}
+    options |= {"BW": min(STEP_KEYS, power_of_two_from(max(window, 1))), "BD": features}
+    with torch.cuda.device_of(value):
+        programs = batch * heads * (1 if key_per_head else blocks)
+        arguments = (query, key, value, bias, slopes, *state, length, output)
+        step_kernel[(programs,)](*arguments, window, width, *strides, **options)
+    return output

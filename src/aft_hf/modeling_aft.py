@@ -1,10 +1,12 @@
-"""PyTorch AFT models: embeddings, blocks, the backbone and two heads.
+"""PyTorch AFT models: embeddings, blocks, the backbone and the heads.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm Transformer blocks with an AFT mixer in
 place of self-attention, causal over tokens or bidirectional over patches of an image.
 """
 
 from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,7 +14,11 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPast,
@@ -41,6 +47,9 @@ from .sequence_shards_aft import (
     total_over,
 )
 
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.get_logger(__name__)
 
@@ -109,8 +118,10 @@ class AFTImageEmbeddings(nn.Module):
         self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        self._check_size(pixel_values)
+    def forward(
+        self, pixel_values: torch.Tensor, shard: SequenceShard | None = None
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        self._check_size(pixel_values, shard)
         patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
         grid_size = (patches.shape[2], patches.shape[3])
         # A residual stream in another order of memory would slow down every layer.
@@ -118,24 +129,39 @@ class AFTImageEmbeddings(nn.Module):
         if self.cls_token is not None:
             embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
         if self.position_embeddings is not None:
-            embeddings = embeddings + self.position_embeddings
+            positions = self.position_embeddings
+            if shard is not None:
+                positions = positions.narrow(1, shard.first_row * shard.columns, shard.length)
+            embeddings = embeddings + positions
         return self.dropout(embeddings), grid_size
 
-    def _check_size(self, pixel_values: torch.Tensor) -> None:
+    def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
+        """Which piece of images that a group of processes shares these pixels are."""
+        self._check_patches(pixel_values)
+        rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
+        return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
+
+    def _check_patches(self, pixel_values: torch.Tensor) -> None:
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
             raise ValueError(
                 f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
             )
         size = tuple(pixel_values.shape[2:])
-        if self.fixed_size and size != self.image_size:
-            raise ValueError(
-                f"images of {size[0]} x {size[1]} pixels do not match image_size={self.image_size[0]} x "
-                f"{self.image_size[1]}, for which this model has learned positions"
-            )
         if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
             raise ValueError(
                 f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {self.patch_size[0]} x "
                 f"{self.patch_size[1]}: both sides must be multiples of the patch size"
+            )
+
+    def _check_size(self, pixel_values: torch.Tensor, shard: SequenceShard | None) -> None:
+        self._check_patches(pixel_values)
+        height, width = pixel_values.shape[2:]
+        if shard is not None:
+            height = shard.total_length // shard.columns * self.patch_size[0]
+        if self.fixed_size and (height, width) != self.image_size:
+            raise ValueError(
+                f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
+                f"{self.image_size[1]}, for which this model has learned positions"
             )
 
 
@@ -352,11 +378,19 @@ class AFTModel(AFTPreTrainedModel):
             return self._forward_text(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
         if pixel_values is None:
             raise ValueError('a model with modality="image" needs pixel_values')
-        hidden_states, grid_size = self.embeddings(pixel_values.to(self.embeddings.patch_embeddings.weight.dtype))
-        hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+        group = active_group()
+        if group is not None and (attention_mask is not None or self.config.use_cls_token):
+            given = "a class token" if self.config.use_cls_token else "an attention_mask"
+            raise ValueError(f"within context_parallel, images go without class token and attention_mask, got {given}")
+        shard = None if group is None else self.embeddings.shard(group, pixel_values)
+        pixel_values = pixel_values.to(self.embeddings.patch_embeddings.weight.dtype)
+        hidden_states, grid_size = self.embeddings(pixel_values, shard)
+        hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, shard=shard, **kwargs)
         self._watch_entropy(hidden_states)
         patches = hidden_states[:, int(self.config.use_cls_token) :]
         pooled = hidden_states[:, 0] if self.config.pooling == "cls" else patches.mean(1)
+        if shard is not None:
+            pooled = average_over(group, pooled * shard.share)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _forward_text(
@@ -689,6 +723,81 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
+def _of_whole_rows(forward):
+    """`forward` of a model that cannot work on pieces of rows."""
+
+    @wraps(forward)
+    def checked(self, *args, **kwargs):
+        if active_group() is not None:
+            raise ValueError(
+                f"{type(self).__name__} needs whole rows, and context_parallel gives each process a piece of them: "
+                "use AFTModel or AFTForCausalLM"
+            )
+        return forward(self, *args, **kwargs)
+
+    return checked
+
+
+class _TextClassifier(AFTPreTrainedModel):
+    """What the generic heads of transformers do not know of AFT: its modality, and the entropy in its loss."""
+
+    input_modalities = ("text",)
+    # The loss of the generic heads is a mean over the batch that they get: Trainer scales it where it accumulates.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: AFTConfig):
+        _require_modality(self, config, "text")
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        # Not by AutoModel, as in the generic heads, which does not know the class of a config of remote code.
+        self.aft = AFTModel(config)
+
+    @property
+    def loss_function(self):
+        """The loss of the task, and the entropy of the position biases (Eq. 9) where the config asks for it."""
+        loss_of_task = super().loss_function
+
+        def loss_with_entropy(*args, **kwargs) -> torch.Tensor:
+            loss = loss_of_task(*args, **kwargs)
+            return _with_entropy(loss, self.aft.position_bias_entropy(), self.config, 1, None)
+
+        return loss_with_entropy
+
+    @loss_function.setter
+    def loss_function(self, value):
+        self._loss_function = value
+
+
+class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification):
+    """AFT with a linear classifier on the last token of a text that is not `config.pad_token_id`.
+
+    Padding may be on either side. Without a `pad_token_id`, a batch has one text. Arguments are those of `AFTModel`,
+    and `labels`: `(batch_size,)` classes, or what `config.problem_type` takes.
+    """
+
+    forward = _of_whole_rows(GenericForSequenceClassification.forward)
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
+    """AFT with a linear classifier on every token of a text, of which each sees itself and those before it.
+
+    Arguments are those of `AFTModel`, and `labels`: `(batch_size, sequence_length)` classes; -100 is ignored.
+    """
+
+    forward = _of_whole_rows(GenericForTokenClassification.forward)
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
 class AFTBackbone(BackboneMixin, AFTModel):
     """The feature maps of chosen stages, for detectors and segmenters (`AutoBackbone`).
 
@@ -760,11 +869,25 @@ def _with_entropy(
 modeling_auto.MODEL_MAPPING_NAMES[AFTConfig.model_type] = AFTModel.__name__
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AFTConfig.model_type] = AFTForCausalLM.__name__
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForImageClassification.__name__
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = (
+    AFTForSequenceClassification.__name__
+)
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForTokenClassification.__name__
 
 # `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
 AFTBackbone.register_for_auto_class("AutoBackbone")
 AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 AFTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+AFTForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+AFTForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 
-__all__ = ["AFTBackbone", "AFTForCausalLM", "AFTForImageClassification", "AFTModel", "AFTPreTrainedModel"]
+__all__ = [
+    "AFTBackbone",
+    "AFTForCausalLM",
+    "AFTForImageClassification",
+    "AFTForSequenceClassification",
+    "AFTForTokenClassification",
+    "AFTModel",
+    "AFTPreTrainedModel",
+]

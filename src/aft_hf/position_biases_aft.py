@@ -35,6 +35,16 @@ class PositionBias:
     device: torch.device
 
     @property
+    def columns(self) -> int:
+        """Positions in a row of a grid; 1 for a sequence, each position of which is a row."""
+        return 1
+
+    @property
+    def reach_of_rows(self) -> int | None:
+        """The largest distance between two rows at which w can differ from its value far away."""
+        return self.reach
+
+    @property
     def outside(self) -> float:
         """w beyond `reach`, where there are no slopes."""
         return -math.inf if self.hides_outside else 0.0
@@ -63,6 +73,10 @@ class PositionBias:
 
         `start` may be negative: w of positions before 0, and of those beyond a learned table, has no meaning.
         """
+        return self
+
+    def with_more_rows(self, count: int) -> "PositionBias":
+        """The w of so many rows more, where it depends on the number of rows."""
         return self
 
     def tensors(self) -> list[torch.Tensor]:
@@ -172,7 +186,16 @@ class Window(Dense):
         return self._windowed(super().dense(length), positions, positions)
 
     def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
-        if self.key is None or torch.compiler.is_exporting():
+        if not torch.compiler.is_exporting():
+            return self._of_chunks(count, size, following)
+        # A program of all lengths cuts its table from that of the longest one, whose sizes are known: exporters take
+        # long for what has sizes that are not.
+        most = (self.query.shape[1] + 2 * size - 1) // size
+        table = self._of_chunks(most, size, following)
+        return nn.functional.pad(table, (0, 0, 0, 0, 0, count - most))
+
+    def _of_chunks(self, count: int, size: int, following: bool) -> torch.Tensor:
+        if self.key is None:
             return super().of_chunks(count, size, following=following)
         # The factors of a chunk lie side by side: no gather here, no scatter in the backward pass.
         length = min(count * size, self.query.shape[1])
@@ -255,6 +278,18 @@ class GridKernel(PositionBias):
     def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.kernels.device
 
+    @property
+    def columns(self) -> int:
+        return self.grid_size[1]
+
+    @property
+    def reach_of_rows(self) -> int:
+        return self.kernels.shape[-1] // 2
+
+    def with_more_rows(self, count: int) -> "GridKernel":
+        rows, columns = self.grid_size
+        return replace(self, grid_size=(rows + count, columns))
+
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         rows, columns = self.grid_size
         last = rows * columns - 1
@@ -296,6 +331,19 @@ class SelectedPosition(PositionBias):
     @property
     def reach(self) -> int | None:  # type: ignore[override]  # read only, as every field is
         return self.kernel.reach
+
+    @property
+    def columns(self) -> int:
+        return self.kernel.columns
+
+    @property
+    def reach_of_rows(self) -> int | None:
+        return self.kernel.reach_of_rows
+
+    def with_more_rows(self, count: int) -> "SelectedPosition":
+        kernel = self.kernel.with_more_rows(count)
+        assert isinstance(kernel, (LagKernel, GridKernel))
+        return replace(self, kernel=kernel)
 
     @property
     def hides_outside(self) -> bool:  # type: ignore[override]  # read only, as every field is

@@ -1,14 +1,14 @@
 """Which piece of its sequences this process holds, where each sequence lies over several processes.
 
-Context parallelism: the processes of a group hold contiguous pieces of the same rows, in the order of their ranks. The
-pieces may differ in length. A `SequenceShard` knows from the lengths, the padding and the documents of all pieces
-where this one starts and which tokens the processes send to each other. `context_parallel` tells a model that its
-inputs are such pieces.
+Context parallelism: the processes of a group hold contiguous pieces of the same sequences, in the order of their
+ranks. A sequence is a text, or the patches of an image, row by row. The pieces may differ in length. A `SequenceShard`
+knows from the lengths, the padding and the documents of all pieces where this one starts and which tokens the
+processes send to each other. `context_parallel` tells a model that its inputs are such pieces.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +30,20 @@ _active_group: Any = None
 
 @contextmanager
 def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
-    """Within this context, the inputs of AFT text models are this process's pieces of longer rows.
+    """Within this context, the inputs of AFT models are this process's pieces of longer texts or taller images.
 
     Process r of the group holds the r-th piece of `input_ids`, `attention_mask`, `position_ids` and `labels`, all cut
-    in the same places; `local_piece` cuts them. All processes of the group call the model together, and hold the
-    same weights. Hidden states and logits are those of the piece. The loss is that of the whole rows, the same number
-    in every process. Its gradients are those that this piece contributes, times the number of processes: their average
-    over the processes, which DDP and FSDP compute, is the gradient of one process with the whole rows.
+    in the same places, or of `pixel_values`, cut between rows of patches; `local_piece` cuts them. All processes of
+    the group call the model together, and hold the same weights. Hidden states, logits of tokens and feature maps are
+    those of the piece; what is pooled over an image is that of the whole image. The loss is that of the whole texts or
+    images, the same number in every process. Its gradients are those that this piece contributes, times the number of
+    processes: their average over the processes, which DDP and FSDP compute, is the gradient of one process with
+    everything.
 
     The backward pass may run outside of the context.
 
     Args:
-        group: the processes that share each row, or a device mesh of one dimension.
+        group: the processes that share each text or image, or a device mesh of one dimension.
     """
     global _active_group
     surrounding, _active_group = _active_group, group.get_group() if hasattr(group, "get_group") else group
@@ -56,17 +58,27 @@ def active_group() -> "ProcessGroup | None":
     return _active_group
 
 
-def local_piece(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1) -> torch.Tensor:
-    """The piece of whole rows that belongs to this process; the first ones are longer where lengths do not divide.
+def local_piece(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
+    """The piece of a whole that belongs to this process; the first ones are longer where lengths do not divide.
+
+    Args:
+        x: tokens (B, T), or images (B, channels, height, width) with `dim=2`.
+        group: the processes that share it, or a device mesh of one dimension.
+        dim: the dimension to cut.
+        unit: every piece is a multiple of it; for images, the height of a patch.
 
     Raises:
-        ValueError: fewer tokens than processes.
+        ValueError: a length that is no multiple of the unit, or fewer units than processes.
     """
     group = group.get_group() if hasattr(group, "get_group") else group
-    size = distributed.get_world_size(group)
-    if x.shape[dim] < size:
-        raise ValueError(f"{x.shape[dim]} tokens cannot be cut into {size} pieces: each process needs one at least")
-    return x.tensor_split(size, dim)[distributed.get_rank(group)]
+    size, (count, rest) = distributed.get_world_size(group), divmod(x.shape[dim], unit)
+    if rest:
+        raise ValueError(f"a length of {x.shape[dim]} is no multiple of {unit}")
+    if count < size:
+        kind = "tokens" if unit == 1 else f"parts of {unit}"
+        raise ValueError(f"{count} {kind} cannot be cut into {size} pieces: each process needs one at least")
+    ends = [unit * (rank * (count // size) + min(rank, count % size)) for rank in range(1, size)]
+    return x.tensor_split(ends, dim)[distributed.get_rank(group)]
 
 
 def gather_pieces(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -149,6 +161,11 @@ class SequenceShard:
         padding_mask: (B, T) boolean, False for padding; None where there is none.
         documents: the documents that start within the piece, whose first tokens may continue a document; None where
             none starts.
+        columns: of a piece of images, whose rows of patches follow each other; 1 for text.
+        backward: whether the sequences are taken from their end, so that what lies after a piece comes before it.
+
+    Raises:
+        ValueError: the processes hold rows of images of different lengths.
     """
 
     group: "ProcessGroup"
@@ -157,13 +174,19 @@ class SequenceShard:
     device: torch.device
     padding_mask: torch.Tensor | None = None
     documents: Documents | None = None
+    columns: int = 1
+    backward: bool = False
 
     def __post_init__(self):
-        _ = self._pieces  # a collective: here, where all processes are
+        columns = self._pieces[:, 0, 6].tolist()  # a collective: here, where all processes are
+        if len(set(columns)) > 1:
+            raise ValueError(f"pieces of an image are whole rows of patches: the processes hold rows of {columns}")
 
     @property
     def rank(self) -> int:
-        return distributed.get_rank(self.group)
+        """Of this piece in the order of the pieces."""
+        rank = distributed.get_rank(self.group)
+        return self.size - 1 - rank if self.backward else rank
 
     @property
     def size(self) -> int:
@@ -174,20 +197,30 @@ class SequenceShard:
         """Itself: what it tells is told to the host."""
         return self
 
+    @cached_property
+    def from_the_end(self) -> "SequenceShard":
+        """The same pieces, and the tokens of each, in reverse order; without padding and documents."""
+        return replace(self, backward=True)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all pieces, (N, ...), without gradients."""
+        pieces = gather_pieces(x, self.group)
+        return pieces.flip(0) if self.backward else pieces
+
     # ---------------------------------------------------------------------------------------- all pieces, on the host
 
     @cached_property
     def _pieces(self) -> torch.Tensor:
-        """Of all pieces, (N, B, 6): real tokens, those before the first start of a document, those from the last start
-        on, the longest document that starts there, whether one does, and all tokens.
+        """Of all pieces, (N, B, 7): real tokens, those before the first start of a document, those from the last start
+        on, the longest document that starts there, whether one does, all tokens, and those of a row of an image.
         """
-        return gather_pieces(self._piece(), self.group).cpu()
+        return self.gather(self._piece()).cpu()
 
     def _piece(self) -> torch.Tensor:
         """This piece's part of `_pieces`."""
         if self.padding_mask is None and self.documents is None:
-            piece = torch.tensor([self.length, self.length, self.length, 0, 0, self.length], device=self.device)
-            return piece.repeat(self.batch_size, 1)
+            whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns]
+            return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
         mask = self._mask()
         starts = torch.zeros_like(mask) if self.documents is None else self.documents.starts
         document = starts.cumsum(1)  # 0 for tokens that continue a document
@@ -199,6 +232,7 @@ class SequenceShard:
             lengths.amax(1),
             (document[:, -1] > 0).long(),
             torch.full_like(document[:, -1], self.length),
+            torch.full_like(document[:, -1], self.columns),
         )
         return torch.stack(columns, -1)
 
@@ -220,13 +254,13 @@ class SequenceShard:
     @cached_property
     def open_documents(self) -> torch.Tensor:
         """(N, B), the place where the document starts that is open at the end of each piece."""
-        _, _, last, _, any_start, _ = self._pieces.unbind(-1)
+        last, any_start = self._pieces[..., 2], self._pieces[..., 4]
         return torch.where(any_start > 0, self.starts[1:] - last, 0).cummax(0).values
 
     @cached_property
     def begins(self) -> torch.Tensor:
         """(N + 1, B), the place where the document starts that each piece continues: its own, if it continues none."""
-        _, lead, _, _, any_start, _ = self._pieces.unbind(-1)
+        lead, any_start = self._pieces[..., 1], self._pieces[..., 4]
         before = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
         fresh = torch.nn.functional.pad((any_start > 0) & (lead == 0), (0, 0, 0, 1))
         return torch.where(fresh, self.starts, before)
@@ -239,7 +273,7 @@ class SequenceShard:
     @cached_property
     def longest(self) -> int:
         """The tokens of the longest document of all."""
-        _, lead, _, inner, _, _ = self._pieces.unbind(-1)
+        lead, inner = self._pieces[..., 1], self._pieces[..., 3]
         return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
 
     @property
@@ -251,6 +285,16 @@ class SequenceShard:
     def is_whole(self) -> bool:
         """Whether no token of this piece is padding and no document starts in it."""
         return bool((self.counts[self.rank] == self.length).all()) and not self._pieces[self.rank, :, 4].any()
+
+    @property
+    def first_row(self) -> int:
+        """The row of the images that this piece begins with."""
+        return int(self.starts[self.rank, 0]) // self.columns
+
+    @property
+    def share(self) -> float:
+        """The tokens of this piece among all, times the number of pieces: the weight of its mean in an average."""
+        return self.length * self.size / self.total_length
 
     # ------------------------------------------------------------------------------------------------ for the mixers
 
@@ -317,7 +361,7 @@ class SequenceShard:
 
     def _find_routes(self, reach: int, to_end: bool) -> "Routes":
         sent, received, sizes = [], [], ([], [])
-        for other in range(self.size):
+        for other in reversed(range(self.size)) if self.backward else range(self.size):  # as the processes are
             there, here = (self.size, self.size) if to_end else (other, self.rank)
             sent += (places := self._overlap(self.rank, there, reach, in_piece=True))
             received += (slots := self._overlap(other, here, reach, in_piece=False))

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from .scaled_sums_aft import EMPTY, ScaledSums, working_dtype
-from .sequence_shards_aft import SequenceShard, gather_pieces
+from .sequence_shards_aft import SequenceShard
 
 
 # What lies far back is put into so many tokens: the key of one cannot hold a logarithm more exactly than keys of its
@@ -182,7 +182,7 @@ class _Exchange:
     def gathered(self, sums: ScaledSums) -> ScaledSums:
         """The sums of all processes, (N, B, h, c) and (N, B, h, k)."""
         widths = [x.shape[-1] for x in sums]
-        return ScaledSums(*gather_pieces(torch.cat(sums, -1), self.shard.group).split(widths, -1))
+        return ScaledSums(*self.shard.gather(torch.cat(sums, -1)).split(widths, -1))
 
     def combined(self, sums: ScaledSums, counts: torch.Tensor, distances: torch.Tensor) -> ScaledSums:
         """The sum over those of all processes that count, (N, B), as seen from the given distances."""

@@ -2,10 +2,11 @@
 
     python tests/audit/matrix.py [--only 3.13] [-- PYTEST_ARGUMENTS]
 
-Each pair gets a virtual environment in outputs/matrix, at the versions of constraints.txt but for transformers: the
-lowest that setup.cfg allows and the one of constraints.txt. There `smoke.py` runs in an empty folder, and then TESTS.
-The table goes to the terminal and to outputs/matrix/table.md; what each pair said, to a log beside it. Exits with 1 if
-a pair fails or none could be run. The first run downloads torch for each Python.
+Each Python gets a virtual environment in outputs/matrix, at the versions of constraints.txt but for transformers: in
+turn the lowest that setup.cfg allows and the one of constraints.txt. For each, `smoke.py` runs in an empty folder, and
+then TESTS. The table goes to the terminal and to outputs/matrix/table.md, row by row; what each pair said, to a log
+beside it. Exits with 1 if a pair fails or none could be run. The first run downloads torch for each Python, which may
+take 6 GB each.
 """
 
 import argparse
@@ -57,8 +58,11 @@ class Pair:
     transformers: str
 
     @property
-    def folder(self) -> Path:
-        return WORK / f"python{self.python}-transformers{self.transformers}"
+    def environment(self) -> Path:
+        return WORK / f"python{self.python}"
+
+    def log(self, what: str) -> Path:
+        return WORK / f"python{self.python}-transformers{self.transformers}.{what}.log"
 
 
 def find_python(version: str) -> str | None:
@@ -81,19 +85,19 @@ def transformers_versions(python: str) -> list[str]:
 
 
 def install(pair: Pair, interpreter: str) -> Path:
-    """The pair's environment, made if there is none for these constraints; its Python."""
-    python = pair.folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    """Have the pair's versions in the environment of its Python, which is made anew where others are wanted than those
+    that it was made with; its Python."""
+    folder = pair.environment
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     pins = re.sub(r"^transformers==.*\n", "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-    pins += f"transformers=={pair.transformers}\n"
-    stamp, key = pair.folder / "installed", hashlib.sha256((pins + (ROOT / "setup.cfg").read_text()).encode())
-    if stamp.exists() and stamp.read_text() == key.hexdigest():
-        return python
+    stamp, key = folder / "made-for", hashlib.sha256((pins + (ROOT / "setup.cfg").read_text()).encode()).hexdigest()
     run = {"check": True, "stdin": subprocess.DEVNULL}
-    subprocess.run([interpreter, "-m", "venv", "--clear", pair.folder], **run)
-    (pair.folder / "constraints.txt").write_text(pins)
-    options = ["--quiet", "--disable-pip-version-check", "--constraint", pair.folder / "constraints.txt"]
+    if not stamp.exists() or stamp.read_text() != key:
+        subprocess.run([interpreter, "-m", "venv", "--clear", folder], **run)
+    (folder / "constraints.txt").write_text(f"{pins}transformers=={pair.transformers}\n")
+    options = ["--quiet", "--disable-pip-version-check", "--constraint", folder / "constraints.txt"]
     subprocess.run([python, "-m", "pip", "install", *options, "--editable", ".[test]"], cwd=ROOT, **run)
-    stamp.write_text(key.hexdigest())
+    stamp.write_text(key)
     return python
 
 
@@ -113,9 +117,9 @@ def check(pair: Pair, interpreter: str, arguments: list[str]) -> tuple[bool, str
     except subprocess.CalledProcessError:
         return False, f"| {pair.python} | {pair.transformers} | cannot be installed | |"
     with tempfile.TemporaryDirectory() as empty:
-        smoke = run_logged(Path(f"{pair.folder}.smoke.log"), python, ROOT / "tests/audit/smoke.py", cwd=empty)
+        smoke = run_logged(pair.log("smoke"), python, ROOT / "tests/audit/smoke.py", cwd=empty)
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments]
-    tests = run_logged(Path(f"{pair.folder}.tests.log"), python, "-m", "pytest", *options, *TESTS, cwd=ROOT)
+    tests = run_logged(pair.log("tests"), python, "-m", "pytest", *options, *TESTS, cwd=ROOT)
     row = f"| {pair.python} | {pair.transformers} | {'ok' if smoke[0] else smoke[1]} | {tests[1]} |"
     return smoke[0] and tests[0], row
 
@@ -126,7 +130,7 @@ def main() -> int:
     parser.add_argument("arguments", nargs="*", help="of pytest, after --")
     given = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
-    rows, all_well = [], []
+    table, all_well = ["| Python | transformers | smoke test | tests |", "|---|---|---|---|"], []
     for version in given.only or PYTHONS:
         if (interpreter := find_python(version)) is None:
             print(f"Python {version} is not on this machine: left out", flush=True)
@@ -135,10 +139,9 @@ def main() -> int:
             started = time.monotonic()
             well, row = check(Pair(version, transformers), interpreter, given.arguments)
             print(f"{row} {time.monotonic() - started:.0f} s", flush=True)
-            rows, all_well = [*rows, row], [*all_well, well]
-    head = ["| Python | transformers | smoke test | tests |", "|---|---|---|---|"]
-    (WORK / "table.md").write_text("\n".join([*head, *rows]) + "\n")
-    print((WORK / "table.md").read_text())
+            table, all_well = [*table, row], [*all_well, well]
+            (WORK / "table.md").write_text("\n".join(table) + "\n")
+    print("\n".join(table))
     return 0 if all_well and all(all_well) else 1
 
 

@@ -9,6 +9,7 @@ import pytest
 from client_models import LONGEST, language_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils.import_utils import is_serve_available
 
 from aft_hf import AFTForCausalLM, build_byte_tokenizer
 
@@ -21,10 +22,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory) -> Path:
-    """The language model as a directory, with tokenizer and code."""
+    """The language model as a directory, with tokenizer and code, and a format of conversations."""
     directory = tmp_path_factory.mktemp("byte-model")
     language_model().save_pretrained(directory)
-    build_byte_tokenizer(model_max_length=LONGEST).save_pretrained(directory)
+    tokenizer = build_byte_tokenizer(model_max_length=LONGEST)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -41,8 +44,8 @@ def load(request, saved) -> Callable[..., PreTrainedModel]:
 @pytest.fixture(scope="session")
 def server_port(saved) -> Iterator[int]:
     """Where a server of the saved model listens, started as `aft-hf transformers serve` does."""
-    for name in ("fastapi", "uvicorn"):
-        pytest.importorskip(name, reason=f"needs {name}: make clients")
+    if not is_serve_available():  # with gradio come fastapi and uvicorn, but openai does not
+        pytest.skip("needs transformers[serving]: make clients")
     from transformers.cli.serve import Serve
 
     with socket.socket() as free:

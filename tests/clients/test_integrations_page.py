@@ -10,15 +10,12 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
-EXAMPLES = {
-    section.splitlines()[0]: code
-    for section in SECTIONS
-    for code in re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
-}
+CODE = {section.splitlines()[0]: re.findall(r"^```python\n(.*?)^```", section, re.M | re.S) for section in SECTIONS}
+EXAMPLES = {title: "\n".join(blocks) for title, blocks in CODE.items() if blocks}
 
 
 def test_there_is_an_example_for_each_client():
-    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "Serving", "ONNX"} <= {
+    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "Serving", "Chat", "ONNX"} <= {
         title.split(":")[0] for title in EXAMPLES
     }
 

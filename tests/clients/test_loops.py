@@ -3,7 +3,9 @@
 import pytest
 import torch
 from client_models import image_classifier
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
 TEXTS = ["Friends, Romans, countrymen", "lend me your ears;"] * 4
@@ -85,11 +87,29 @@ def test_ignite_trains(load):
     assert losses[-1] < losses[0]
 
 
-def test_captum_attributes_and_attributions_sum_to_the_difference():
+@pytest.mark.parametrize("source", ["package", "remote code"])
+def test_captum_attributes_and_attributions_sum_to_the_difference(source, tmp_path):
     attr = pytest.importorskip("captum.attr", reason="needs captum: make clients")
     model, pixels = image_classifier(), torch.randn(1, 3, 16, 16)
+    if source == "remote code":
+        model.save_pretrained(tmp_path)
+        remote = get_class_from_dynamic_module("modeling_aft.AFTForImageClassification", str(tmp_path))
+        assert remote is not type(model)
+        model = remote.from_pretrained(tmp_path).eval()
     gradients = attr.IntegratedGradients(lambda x: model(pixel_values=x).logits)
     attributions = gradients.attribute(pixels, target=1, n_steps=200)
     with torch.no_grad():
         difference = (model(pixel_values=pixels).logits - model(pixel_values=torch.zeros_like(pixels)).logits)[0, 1]
     assert attributions.sum().item() == pytest.approx(difference.item(), rel=0.02, abs=0.01)
+
+
+def test_floating_point_operations_are_counted(load):
+    """Two for each weight of a linear layer and token forward; more for the mixing, which has products of its own."""
+    model, ids = load(), torch.randint(256, (2, 12))
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(input_ids=ids)
+    with FlopCounterMode(display=False) as step:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert 2 * weights * ids.numel() <= forward.get_total_flops() < 4 * weights * ids.numel()
+    assert step.get_total_flops() > 2 * forward.get_total_flops()

@@ -24,7 +24,11 @@ def server(server_port):
 @pytest.fixture
 def expected(saved, tokenizer) -> str:
     """The greedy continuation of the prompt by six bytes."""
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    return continuation(saved, tokenizer, PROMPT)
+
+
+def continuation(saved, tokenizer, prompt: str) -> str:
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
     tokens = AFTForCausalLM.from_pretrained(saved).generate(ids, max_new_tokens=6, do_sample=False)
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -40,6 +44,24 @@ def test_a_request_for_more_than_the_model_can_write_gets_what_it_can(server, sa
     options = {"model": str(saved), "prompt": PROMPT, "max_tokens": 10 * LONGEST, "temperature": 0}
     completion = server.completions.create(**options)
     assert 0 < completion.usage.completion_tokens <= LONGEST + 1 - len(PROMPT)
+
+
+def test_a_conversation_is_continued_in_the_format_of_the_tokenizer(server, saved, tokenizer):
+    messages = [{"role": "user", "content": PROMPT}]
+    options = {"model": str(saved), "messages": messages, "max_tokens": 6, "temperature": 0}
+    expected = continuation(saved, tokenizer, f"{PROMPT}\n")
+    assert server.chat.completions.create(**options).choices[0].message.content == expected
+    pieces = server.chat.completions.create(**options, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected
+
+
+def test_the_chat_of_the_command_line_answers(server_port, saved, monkeypatch, capsys):
+    typed = iter([PROMPT, "n", "!exit"])  # it asks whether to go on when the limit is reached
+    monkeypatch.setattr("builtins.input", lambda *_: next(typed))
+    with pytest.raises(SystemExit, match="0"):
+        cli.app(["transformers", "chat", str(saved), f"http://127.0.0.1:{server_port}", "max_new_tokens=6"])
+    assert next(typed, None) is None
+    assert "tokens in" in capsys.readouterr().out
 
 
 def test_text_is_streamed(load, tokenizer, expected):

@@ -33,6 +33,8 @@ def model_of(recipe):
             sizes = {"image_size": recipe.data.image_size, "num_labels": 1000, **fields}
             if recipe.model.get("architecture") == "resnet":
                 del sizes["image_size"]
+            if recipe.model.get("architecture") == "aft-baseline":
+                sizes["modality"] = "image"
             if recipe.model.get("architecture", "aft") != "aft":
                 config = AutoConfig.for_model(recipe.model["architecture"], **sizes)
                 return AutoModelForImageClassification.from_config(config)
@@ -141,6 +143,23 @@ def transformer(layers, width, heads, **more):
     return {**{f"config.{name}": value for name, value in (fields | {"resid_pdrop": 0.1}).items()}, **more}
 
 
+def baseline(mixer):
+    fields = {
+        "model_type": "aft-baseline",
+        "mixer": mixer,
+        "num_hidden_layers": 12,
+        "hidden_size": 512,
+        "num_heads": 8,
+    }
+    fields |= {"hidden_dropout_prob": 0.1, "max_position_embeddings": 1024}
+    return {f"config.{name}": value for name, value in fields.items()} | {"data.seq_len": 1024}
+
+
+def lambda_model(width, heads):
+    fields = {"mixer": "lambda", "hidden_size": width, "num_heads": heads, "key_dim": 16, "pooling": "mean"}
+    return DEIT | {f"config.{name}": value for name, value in fields.items()}
+
+
 def deit(width, heads):
     fields = {"model_type": "beit", "hidden_size": width, "num_attention_heads": heads}
     return DEIT | {f"config.{name}": value for name, value in fields.items()}
@@ -208,6 +227,17 @@ PAPER = {
         {"config.model_type": "reformer", "config.num_hidden_layers": 12, "config.hidden_size": 512}
         | {"config.num_attention_heads": 8, "config.max_position_embeddings": 1024, "data.seq_len": 1024},
     ),
+    "Table 4: Synthesizer, L = 12, d = 512, h = 8": (
+        "enwik8/synthesizer_l12_d512_h8",
+        1.298,
+        baseline("synthesizer"),
+    ),
+    "Table 4: Linear Transformer, L = 12, d = 512, h = 8": (
+        "enwik8/linear_transformer_l12_d512_h8",
+        1.207,
+        baseline("linear"),
+    ),
+    "Table 4: Performer, L = 12, d = 512, h = 8": ("enwik8/performer_l12_d512_h8", 1.199, baseline("performer")),
     "Table 4: AFT-local-32, L = 12, d = 512": (
         "enwik8/aft_local_32_l12_d512",
         1.180,
@@ -244,6 +274,8 @@ PAPER = {
     ),
     "Table 7: DeiT tiny": ("imagenet/deit_tiny", 0.722, deit(192, 3)),
     "Table 7: DeiT small": ("imagenet/deit_small", 0.799, deit(384, 6)),
+    "Table 7: Lambda tiny": ("imagenet/lambda_tiny", 0.724, lambda_model(192, 3)),
+    "Table 7: Lambda small": ("imagenet/lambda_small", 0.800, lambda_model(384, 6)),
     "Table 7: AFT-full tiny": ("imagenet/aft_full_tiny", 0.724, image("full", 192, num_heads=1)),
     "Table 7: AFT-full small": ("imagenet/aft_full_small", 0.798, image("full", 384, num_heads=1)),
     "Table 7: AFT-conv tiny 11/32": ("imagenet/aft_conv_tiny_11_32", 0.739, conv(192, 11, 32)),
@@ -337,6 +369,8 @@ MILLIONS = {
     "resnet50": 25.6,
     "deit_tiny": 5.7,
     "deit_small": 22.1,
+    "lambda_tiny": 4.8,
+    "lambda_small": 17.7,
     "aft_full_tiny": 6.3,
     "aft_full_small": 22.6,
     "aft_conv_tiny_11_32": 5.4,

@@ -15,7 +15,14 @@ from transformers_tests.test_modeling_common import (
     random_attention_mask,
 )
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
+from aft_hf import (
+    AFTConfig,
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTForSequenceClassification,
+    AFTForTokenClassification,
+    AFTModel,
+)
 
 
 # The common tests tell by these names which class takes which labels and which is a backbone. What is registered from
@@ -23,6 +30,8 @@ from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTMode
 modeling_auto.MODEL_MAPPING_NAMES["aft"] = "AFTModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["aft"] = "AFTForCausalLM"
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForImageClassification"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForSequenceClassification"
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForTokenClassification"
 
 
 class AFTModelTester:
@@ -95,7 +104,7 @@ class AFTTests(ModelTesterMixin):
 
 
 class TextTests(AFTTests, GenerationTesterMixin):
-    all_model_classes = (AFTModel, AFTForCausalLM)
+    all_model_classes = (AFTModel, AFTForCausalLM, AFTForSequenceClassification, AFTForTokenClassification)
     model_tester_class = AFTTextModelTester
 
 

@@ -66,6 +66,14 @@ def test_maps_change_with_layer_head_and_patch(image_demo):
     assert len(set(biases)) == 4
 
 
+def test_the_head_that_is_shown_first_is_the_one_whose_biases_move_the_weights_most(image_demo):
+    with torch.no_grad():
+        for layer in image_demo.model.aft.layers:
+            layer.mixer.kernel_scale.zero_()
+        image_demo.model.aft.layers[1].mixer.kernel_scale[2] = 5.0
+    assert image_demo.most_telling(noise()) == (2, 3)
+
+
 def test_without_an_image_there_is_a_hint_and_no_error(image_demo):
     assert image_demo.classify(None) is None
     assert "Choose an image" in image_demo.look(None, 1, 1, None)[1]
@@ -114,6 +122,7 @@ def test_at_temperature_0_the_text_is_that_of_generate(text_demo):
         ("a", None, 1.0, 0, "1 to 1000"),
         ("a" * 60, 5, 1.0, 0, "at most 64 tokens, and the prompt has 60: ask for at most 4"),
         ("a" * 70, 5, 1.0, 0, "shorten the prompt"),
+        ("a" * 20_001, 5, 1.0, 0, "has 20,001 characters, and this page takes 20,000"),
         ("a", 5, -1.0, 0, "temperature"),
         ("a", 5, 1.0, -1, "seed"),
         ("a", 5, 1.0, None, "seed"),
@@ -142,7 +151,7 @@ def test_the_upper_half_stays_and_the_lower_is_made_up(pixel_demo, monkeypatch):
 def test_original_given_and_completions_are_shown(pixel_demo):
     pages = list(pixel_demo.complete(noise(), 1.0, 0))
     assert len(pages) == 3  # before, and after each of two rows
-    assert all(title in pages[-1] for title in ("Original", "Given", "Completion 1", "Completion 4"))
+    assert all(title in pages[-1] for title in ("Original", "Given", "Drawing 1", "Drawing 4"))
 
 
 def test_without_an_image_nothing_is_completed(pixel_demo):
@@ -157,7 +166,11 @@ def test_a_model_that_is_not_there_names_the_command(tmp_path, monkeypatch):
     from loading import IMAGE, PIXEL, TEXT, Unavailable, load
 
     monkeypatch.chdir(tmp_path)
-    for kind, command in ((IMAGE, "make quickstart"), (TEXT, "make quickstart-text"), (PIXEL, "aft-hf train")):
+    for kind, command in (
+        (IMAGE, "make quickstart"),
+        (TEXT, "make quickstart-text"),
+        (PIXEL, "make quickstart-pixels"),
+    ):
         with pytest.raises(Unavailable, match=command):
             load(kind, kind.default)
 

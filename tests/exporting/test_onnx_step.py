@@ -23,7 +23,7 @@ def test_onnxruntime_decodes_as_the_model_reads(tmp_path):
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
     pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
     model = build(aft_type=["local", "simple", "conv", "alibi"], num_hidden_layers=4)
-    export_step(model, tmp_path / "step.onnx", optimize=False)
+    export_step(model, tmp_path / "step.onnx")
     session = runtime.InferenceSession(tmp_path / "step.onnx")
     tokens = torch.randint(32, (3, 40))
     state = {name: tensor.numpy() for name, tensor in empty_state(model, 3).items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from snippets import PAGES, ROOT, commands, snippets
 
@@ -34,9 +35,10 @@ SHORTER = {
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
     "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
+    "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|test|lint|gpu)": "CI runs these targets themselves",
+    r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs these targets themselves",
     r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
     r"python scripts/reproduce\.py": "takes hours, and writes to docs; tests/reproduction has small runs",
     r"pip install": "installs from an index",
@@ -70,6 +72,7 @@ def workplace(tmp_path, quickstart) -> Path:
     (tmp_path / "outputs").mkdir()
     for made in quickstart.iterdir():
         subprocess.run(["cp", "-r", made, tmp_path / "outputs" / made.name], check=True)
+    _save_labml_weights(tmp_path)
     (tmp_path / "tinyshakespeare.txt").write_text((ROOT / "README.md").read_text() * 8)
     pixels = np.random.default_rng(0).integers(256, size=(64, 32, 32, 3), dtype=np.uint8)
     features = Features({"image": Image(), "label": ClassLabel(num_classes=10)})
@@ -79,6 +82,29 @@ def workplace(tmp_path, quickstart) -> Path:
             folder.mkdir(exist_ok=True)
             images.to_parquet(str(folder / f"{split}.parquet"))
     return tmp_path
+
+
+def _save_labml_weights(directory: Path) -> None:
+    """The state dictionaries of a layer and of a model, by the names of docs/labml.md."""
+    width, inner, length, tokens = 16, 24, 11, 9
+
+    def linear(name: str, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": torch.randn(outputs, inputs), f"{name}.bias": torch.randn(outputs)}
+
+    positions = torch.arange(length)
+    layer = {"pos_bias": torch.randn(length, length), "local_mask": (positions[:, None] - positions).abs() < 4}
+    for name in ("query", "key", "value", "output"):
+        layer |= linear(name, width, width)
+    model = {f"self_attn.{name}": x for name, x in layer.items()}
+    for name in ("norm_self_attn", "norm_ff"):
+        model |= {f"{name}.weight": torch.ones(width), f"{name}.bias": torch.zeros(width)}
+    model |= linear("feed_forward.layer1", width, inner) | linear("feed_forward.layer2", inner, width)
+    model = {f"encoder.layers.0.{name}": x for name, x in model.items()}
+    model |= {"encoder.norm.weight": torch.ones(width), "encoder.norm.bias": torch.zeros(width)}
+    model["src_embed.linear.weight"] = torch.randn(tokens, width)
+    model["src_embed.positional_encodings"] = torch.randn(50, 1, width)
+    torch.save(model | linear("generator.projection", width, tokens), directory / "model.pth")
+    torch.save(layer, directory / "layer.pth")
 
 
 @pytest.mark.slow

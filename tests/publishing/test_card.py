@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from processes import environment, run
 from typer.testing import CliRunner
 
-from aft_hf import AFTForCausalLM
+from aft_hf import AFTForCausalLM, AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.conversion import ConversionReport
 from aft_hf.publishing import PublishError, build_card, write_card
 from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
@@ -249,6 +249,23 @@ def test_what_learns_no_position_biases_has_no_picture_of_them(tmp_path):
     tiny.save(tiny.build("text", "alibi"), tmp_path)
     write_card(tmp_path)
     assert not (tmp_path / "position_biases.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "task", "summary"),
+    [
+        (AFTForSequenceClassification, "text-classification", "A classifier of texts into 3 classes: AFT-conv"),
+        (AFTForTokenClassification, "token-classification", "A classifier of tokens into 3 classes: AFT-conv"),
+    ],
+)
+def test_a_classifier_of_text_is_called_one_and_its_code_loads_it(tmp_path, head, task, summary):
+    config = tiny.build("text", "conv").config
+    config.num_labels = 3
+    tiny.save(head(config), tmp_path)
+    card = build_card(tmp_path, repo_id="me/tiny")
+    assert card.data.pipeline_tag == task and summary in card.text
+    assert f"model = {head.__name__.replace('AFT', 'AutoModel')}.from_pretrained(name" in card.text
+    assert f'classify = pipeline("{task}", model=name' in card.text
 
 
 def test_limits_follow_from_the_type(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from aft_hf import AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
@@ -232,3 +233,18 @@ def test_adapters_are_told_to_be_merged(tmp_path):
 
 def test_no_directory_is_told(tmp_path):
     assert find_problems(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: no such directory"]
+
+
+@pytest.mark.parametrize(
+    "head, task",
+    [
+        (AFTForSequenceClassification, "text-classification"),
+        (AFTForTokenClassification, "token-classification"),
+    ],
+)
+def test_classifiers_of_texts_are_published_with_their_task(head, task, tmp_path):
+    tiny.save(head(tiny.build("text", "conv").config), tmp_path)
+    write_card(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert f"pipeline_tag: {task}" in card and f'pipeline("{task}"' in card and head.__name__[3:] in card
+    assert find_problems(tmp_path) == []

@@ -14,9 +14,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
+from aft_hf import (
+    AFTConfig,
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTForSequenceClassification,
+    AFTForTokenClassification,
+    AFTModel,
+)
 from aft_hf.publishing.checks import CODE
 
 
@@ -53,6 +62,15 @@ def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(cases):
     assert {("text", each) for each in tiny.TEXT_TYPES} | {("image", each) for each in tiny.IMAGE_TYPES} <= types
     assert all(f"checked {case['source']}" in said for case in listed)
     assert "pipelines of images: run" in said
+
+
+def test_language_models_become_classifiers_where_there_is_no_aft_hf(cases):
+    new = [case for case in cases[0] if (Path(case["source"]).name.startswith("aft-text-"))]
+    assert len(new) == len(tiny.TEXT_TYPES)
+    for case in new:
+        text = AutoModelForSequenceClassification.from_pretrained(f"{case['out']}/text-classification")
+        token = AutoModelForTokenClassification.from_pretrained(f"{case['out']}/token-classification")
+        assert (type(text), type(token)) == (AFTForSequenceClassification, AFTForTokenClassification)
 
 
 def test_what_was_trained_and_saved_without_aft_hf_loads_with_it(cases):
@@ -107,6 +125,8 @@ def test_a_reference_to_another_repository_does_not_survive_saving(tmp_path):
         "AutoConfig": "configuration_aft.AFTConfig",
         "AutoModel": "modeling_aft.AFTModel",
         "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_aft.AFTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_aft.AFTForTokenClassification",
         "AutoTokenizer": "mine.Tokenizer",
     }
 

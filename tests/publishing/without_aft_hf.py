@@ -33,6 +33,8 @@ from transformers import (  # noqa: E402
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     pipeline,
 )
@@ -65,8 +67,31 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: 
     tokenizer = AutoTokenizer.from_pretrained(source, **REMOTE)
     assert tokenizer.decode(tokenizer("Ünicode")["input_ids"]) == "Ünicode"
 
+    if "AutoModelForSequenceClassification" in model.config.auto_map:  # older checkpoints have no code for it
+        check_classifiers(source, model, inputs, tokenizer, out)
+
     logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
     save_again(AutoModelForCausalLM, model, tokenizer, inputs, logits, out, push)
+
+
+def check_classifiers(source: str, model: torch.nn.Module, inputs: dict, tokenizer, out: Path) -> None:
+    """The language model as a classifier of texts and of tokens: trained for a step, saved, and loaded again."""
+    for task, auto_class in (
+        ("text-classification", AutoModelForSequenceClassification),
+        ("token-classification", AutoModelForTokenClassification),
+    ):
+        name = auto_class.__name__.replace("AutoModel", "AFT")
+        classifier = load(auto_class, name, source)
+        classifier.config.pad_token_id = tokenizer.pad_token_id
+        compare(f"{source}, {name}", classifier.base_model(**inputs)[0], model.base_model(**inputs)[0])
+        labels = inputs["input_ids"] % 2
+        labels = labels[:, 0] if task == "text-classification" else labels
+        logits = train_a_step(classifier, {**inputs, "labels": labels}, inputs)
+        classifier.save_pretrained(out / task)
+        tokenizer.save_pretrained(out / task)
+        again = load(auto_class, name, str(out / task))
+        compare(f"{source}, {name}, second generation", again(**inputs).logits, logits)
+        assert pipeline(task, model=str(out / task), **REMOTE)("Text")[0]["score"] > 0.1
 
 
 def check_generation(source: str, model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(classifier, t
     Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(2)})).to_parquet(data)
     done = evaluate(classifier, data, "--image-size", 8, "--image-size", 12, "--out", tmp_path / "metrics.json")
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "\r" not in done.stderr and max(map(len, done.stdout.splitlines())) <= 80  # a log
     assert "8 px" in done.stdout and "12 px" in done.stdout
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics.keys() == {"8 px", "12 px"} and all(0 <= m["accuracy"] <= 1 for m in metrics.values())
@@ -54,6 +55,6 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path):
 
 
 def test_what_a_user_gets_wrong_ends_in_one_line(classifier, tmp_path):
-    done = evaluate(classifier, tmp_path / "none.parquet")
+    done = evaluate(classifier, tmp_path / "none.parquet", "--device", "cpu")
     assert done.returncode == 1
     assert "none.parquet: no such file or folder" in done.stderr and "Traceback" not in done.stderr

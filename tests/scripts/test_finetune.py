@@ -158,6 +158,13 @@ def test_options_of_trainer_work_with_both_heads(options, classifier, images, la
     assert np.isfinite(metrics["train_loss"])
 
 
+def test_mixed_images_and_an_average_of_weights_are_trained_with(classifier, images, tmp_path):
+    options = ["--train", images, "--validation_share", 0.25, "--num_train_epochs", 8, "--learning_rate", 1e-2]
+    mixture = ["--mixup", 0.8, "--cutmix", 1.0, "--ema_decay", 0.5]
+    metrics = start(classifier, tmp_path, *BOTH, *options, *mixture, "--position_bias_scale", 20)
+    assert metrics["eval_accuracy"] == 1.0
+
+
 def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_is_not(images, tmp_path):
     before = AutoModelForImageClassification.from_pretrained(save_classifier(tmp_path / "two", num_labels=2))
     options = [*BOTH, "--train", images, "--max_steps", 1, "--learning_rate", 0]
@@ -452,6 +459,7 @@ def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
         (["--block_size", "5000"], "shorter than one block of 5000 tokens"),
         (["--block_size", "1"], "at least 2"),
         (["--augmentation", "crop"], "for image classifiers"),
+        (["--mixup", "0.8"], "for image classifiers"),
         (["--teacher", "somewhere"], "for image classifiers"),
     ],
 )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
-import pytest
 import torch
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
@@ -27,10 +26,10 @@ def language_model(aft_type: str) -> AFTForCausalLM:
     return AFTForCausalLM(AFTConfig(aft_type=aft_type, max_position_embeddings=96, **SIZES)).eval()
 
 
-def text_request(model: AFTForCausalLM, number: int) -> torch.Tensor:
-    """A generation for a batch and prompt whose sizes follow from the number."""
-    draw = random.Random(number)
-    prompt = torch.tensor([[draw.randrange(256) for _ in range(draw.randrange(1, 60))]] * draw.randrange(1, 4))
+def text_request(models: list[AFTForCausalLM], number: int) -> torch.Tensor:
+    """A generation by one of the models for a batch and prompt; which one and their sizes follow from the number."""
+    model, draw = models[number % len(models)], random.Random(number)
+    prompt = torch.tensor([[draw.randrange(1, 256) for _ in range(draw.randrange(1, 60))]] * draw.randrange(1, 4))
     return model.generate(prompt, max_new_tokens=draw.randrange(1, 8), do_sample=False, pad_token_id=0)
 
 
@@ -68,10 +67,9 @@ def serve(request: Callable[[int], torch.Tensor]) -> None:
     assert seconds[-1] < 1.5 * seconds[0]  # CPU time of this process, which others on the machine hardly change
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
-def test_generations_of_mixed_shapes_leave_nothing_behind(aft_type):
-    model = language_model(aft_type)
-    serve(lambda number: text_request(model, number))
+def test_generations_of_mixed_types_and_shapes_leave_nothing_behind():
+    models = [language_model(aft_type) for aft_type in TYPES]
+    serve(lambda number: text_request(models, number))
 
 
 def test_images_of_mixed_shapes_leave_nothing_behind():
@@ -81,10 +79,9 @@ def test_images_of_mixed_shapes_leave_nothing_behind():
     serve(lambda number: image_request(model, number))
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
-def test_eight_threads_give_what_one_gives(aft_type):
-    model, numbers = language_model(aft_type), range(REQUESTS // 20)
-    alone = [text_request(model, number) for number in numbers]
+def test_eight_threads_give_what_one_gives():
+    models, numbers = [language_model(aft_type) for aft_type in TYPES], range(REQUESTS // 10)
+    alone = [text_request(models, number) for number in numbers]
     with ThreadPoolExecutor(8) as threads:
-        together = list(threads.map(lambda number: text_request(model, number), numbers))
+        together = list(threads.map(lambda number: text_request(models, number), numbers))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(alone, together))

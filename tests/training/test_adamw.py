@@ -8,7 +8,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from aft_hf import AFTConfig, AFTForCausalLM
-from aft_hf.training.adamw import AveragedAdamW, build_adamw
+from aft_hf.training.adamw import build_adamw
+from aft_hf.training.averaging import averaged, keep_average
 from aft_hf.training.recipe import Optimizer
 
 
@@ -46,22 +47,25 @@ def test_position_biases_have_their_own_rate():
 
 def test_the_average_is_exponential_and_in_place_only_within_its_context():
     weight = nn.Parameter(torch.tensor([1.0]))
-    optimizer = AveragedAdamW([{"params": [weight]}], decay=0.75, lr=0.1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    keep_average(optimizer, 0.75)
     values = []
     for _ in range(3):
         weight.grad = torch.tensor([1.0])
         optimizer.step()
         values.append(weight.item())
-    with optimizer.averaged():
+    with averaged(optimizer):
         average = weight.item()
     assert average == pytest.approx(0.75**2 * values[0] + 0.75 * 0.25 * values[1] + 0.25 * values[2])
     assert weight.item() == values[2] != average
 
 
 def test_the_average_is_saved_and_loaded_with_the_state():
-    def made() -> tuple[nn.Parameter, AveragedAdamW]:
+    def made() -> tuple[nn.Parameter, torch.optim.AdamW]:
         weight = nn.Parameter(torch.tensor([1.0]))
-        return weight, AveragedAdamW([{"params": [weight]}], decay=0.75, lr=0.1)
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        keep_average(optimizer, 0.75)
+        return weight, optimizer
 
     (first, saved), (second, loaded) = made(), made()
     for _ in range(2):
@@ -70,16 +74,21 @@ def test_the_average_is_saved_and_loaded_with_the_state():
     second.data.copy_(first.data)
     loaded.load_state_dict(deepcopy(saved.state_dict()))
     trained = first.item()
-    with saved.averaged(), loaded.averaged():
+    with averaged(saved), averaged(loaded):
         assert first.item() == second.item() != trained
 
 
-def test_without_a_decay_it_is_adamw():
-    weights = [nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2)]
-    optimizers = [AveragedAdamW([{"params": weights[:1]}], lr=0.1), torch.optim.AdamW(weights[1:], lr=0.1)]
-    for weight, optimizer in zip(weights, optimizers):
-        weight.grad = torch.tensor([0.3, 0.1])
-        optimizer.step()
-    assert torch.equal(*weights)
-    with optimizers[0].averaged():
-        assert torch.equal(*weights)
+def test_without_an_average_weights_stay_as_they_are():
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.tensor([0.3, 0.1])
+    optimizer.step()
+    trained = weight.detach().clone()
+    with averaged(optimizer):
+        assert torch.equal(weight, trained)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\)"):
+        keep_average(torch.optim.AdamW([nn.Parameter(torch.ones(1))]), decay)

@@ -1,18 +1,23 @@
 """Processes that hold pieces of a sequence compute what one process with the whole sequence computes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, ParallelismConfig, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from collectives import averaged_gradients, counted_bytes, error_of, exact_outcome, whole
 from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
 from torch import distributed
+from torch.utils.data import DataLoader
 
 from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_piece
 from aft_hf.documents_aft import Documents
 from aft_hf.sequence_shards_aft import SequenceShard
+from aft_hf.training.pieces import Pieces
+from aft_hf.training.recipe import build_recipe
 
 
 TYPES = ("simple", "alibi", "local", "conv")
@@ -98,42 +103,8 @@ def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any =
     found = {"logits": output.logits.detach() * mask, "inputs": embedded.grad}
     if group is not None:
         found["inputs"] = found["inputs"] / group.size()
-        found = {name: whole_row(x, group) for name, x in found.items()}
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if group is not None:
-        for gradient in gradients.values():
-            distributed.all_reduce(gradient, group=group)
-            gradient /= group.size()
-    return found | {"loss": output.loss.detach()} | gradients
-
-
-def whole_row(x: torch.Tensor, group: Any) -> torch.Tensor:
-    pieces = [None] * group.size()
-    distributed.all_gather_object(pieces, x, group)
-    return torch.cat(pieces, 1)
-
-
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """Of all that is given to collectives within, the bytes by the name of the collective."""
-    counts: dict[str, int] = {}
-    originals = {name: getattr(distributed, name) for name in ("all_gather", "all_to_all_single", "all_reduce")}
-
-    def counting(name: str) -> Any:
-        def call(first: Any, *arguments: Any, **options: Any) -> Any:
-            given = first if name == "all_reduce" else arguments[0]
-            counts[name] = counts.get(name, 0) + given.nbytes
-            return originals[name](first, *arguments, **options)
-
-        return call
-
-    for name in originals:
-        setattr(distributed, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(distributed, name, original)
+        found = {name: whole(x, group) for name, x in found.items()}
+    return found | {"loss": output.loss.detach()} | averaged_gradients(model, group)
 
 
 def bytes_of_a_layer(aft_type: str, length: int, group: Any) -> dict[str, int]:
@@ -156,6 +127,7 @@ def compute(directory: Path) -> None:
     found["offset"] = {t: outputs_of_keys_with_an_offset(t, group) for t in ("simple", "alibi")}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
     torch.save(found, directory / f"{rank}.pt")
+    distributed.barrier()  # none leaves while another still receives
     distributed.destroy_process_group()
 
 
@@ -196,16 +168,7 @@ def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Te
     if group is None:
         return mixer(x)
     piece = local_piece(x, group)
-    return whole_row(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
-
-
-def error_of(call: Any, group: Any) -> str:
-    try:
-        with context_parallel(group):
-            call(group)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return whole(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
 
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
@@ -244,7 +207,7 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
     return {name: outcome(*case) for name, case in build_cases().items()}
 
 
-CASES = [f"{t}-{kind}" for t in TYPES for kind in ("plain", "short", "padding", "documents", "both", "hostile")]
+CASES = [f"{t}-{kind}" for t in TYPES for kind in ("plain", "short", "padding", "documents", "both")]
 CASES += ["local-window alone", "conv-window alone", "local-table", "local-wide", "conv-selected", "conv-entropy"]
 CASES += ["mixed-reference", "local-checkpointing"]
 
@@ -253,11 +216,18 @@ CASES += ["mixed-reference", "local-checkpointing"]
 def test_pieces_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found, expected, case):
     for process in found:
         assert process[case].keys() == expected[case].keys()
-        for name, wanted in expected[case].items():
-            # Sums over the tokens in another order; keys of size 200 are known to 200 * 2^-24 = 1.2e-5.
-            size = 5 if case.endswith("hostile") else 1
+        for name, wanted in expected[case].items():  # sums over the tokens in another order
             error = float((process[case][name] - wanted).abs().max())
-            assert error <= size * 1e-5 * max(1.0, float(wanted.abs().max())), name
+            assert error <= 1e-5 * max(1.0, float(wanted.abs().max())), name
+
+
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_pieces_of_large_keys_are_as_exact_as_float32_knows_them(found, expected, aft_type):
+    exact, bound = exact_outcome(outcome, build_model(aft_type, "hostile"), build_inputs("plain"))
+    for process in [expected, *found]:
+        for name, wanted in exact.items():
+            error = float((process[f"{aft_type}-hostile"][name] - wanted).abs().max())
+            assert error <= bound * max(1.0, float(wanted.abs().max())), name
 
 
 @pytest.mark.parametrize("aft_type", TYPES)
@@ -292,6 +262,55 @@ def test_a_prompt_in_pieces_leaves_the_state_of_generation_in_every_process(foun
 @pytest.mark.parametrize("message", WRONG)
 def test_what_a_piece_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
     assert any(message in process["errors"][message] for process in found)
+
+
+# --------------------------------------------------------------------------------------------------------- Accelerate
+
+
+def rows_of_tokens() -> torch.Tensor:
+    return torch.randint(0, 16, (4, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def step_with_accelerate(directory: Path) -> None:
+    """A step of a loop on Accelerate with a mesh of 2 x 2 processes: batches on one dimension, pieces on the other."""
+    # Accelerate shards on accelerators alone; it does so here when it takes these CPU processes for such.
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["AFTLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2)
+    )
+    model = build_model(["local", "alibi"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows_of_tokens(), batch_size=2))
+    mesh = accelerator.torch_device_mesh["cp"]
+    (batch,) = batches
+    piece = local_piece(batch, mesh)
+    with context_parallel(mesh):
+        loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+    accelerator.backward(loss)
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    found = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
+    torch.save(found, directory / f"{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()  # none leaves while another still receives
+    accelerator.end_training()
+
+
+def test_a_loop_on_accelerate_takes_the_pieces_of_its_mesh(tmp_path):
+    assert finish(launch(step_with_accelerate, (tmp_path,), 4)) == [0] * 4
+    model, rows = build_model(["local", "alibi"]), rows_of_tokens()
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    for rank in range(4):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(found["batch"], rows[:2] if rank < 2 else rows[2:])
+        torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-5, atol=1e-5)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -339,6 +358,19 @@ def test_pieces_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
 def test_pieces_that_the_processes_cannot_take_are_an_error(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         run(recipe_without_dropout(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compile": True}, "context_parallel=2 needs compile=False, got compile=True"),
+        ({"task": "images"}, "needs a task of sequences, 'bytes' or 'pixels', got task='images'"),
+    ],
+)
+def test_a_recipe_that_cannot_take_pieces_is_an_error(tmp_path, changes, message):
+    recipe = build_recipe(recipe_without_dropout(tmp_path, context_parallel=2)).model_copy(update=changes)
+    with pytest.raises(ValueError, match=message):
+        Pieces.of(recipe, SimpleNamespace(num_processes=2, process_index=0))
 
 
 def test_a_model_that_cannot_take_pieces_is_an_error_before_training(tmp_path):

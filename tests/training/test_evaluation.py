@@ -11,7 +11,13 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
-from aft_hf.training.evaluation import evaluate_classifier, evaluate_language_model, logger, own_block_size
+from aft_hf.training.evaluation import (
+    evaluate_classifier,
+    evaluate_language_model,
+    logger,
+    own_block_size,
+    usable_device,
+)
 
 
 CLASSES = 7
@@ -192,3 +198,17 @@ def test_a_text_shorter_than_a_block_is_refused():
     model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
     with pytest.raises(ValueError, match="shorter than one block of 100"):
         evaluate_language_model(model, build_byte_tokenizer(), Dataset.from_dict({"text": ["x"]}), block_size=100)
+
+
+@pytest.mark.parametrize("name", ["no device", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_refused(name):
+    with pytest.raises(ValueError, match=f"--device {name}"):
+        usable_device(name)
+
+
+def test_a_named_device_is_taken_and_otherwise_the_accelerator_if_there_is_one(monkeypatch):
+    assert usable_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    assert usable_device("cpu") == torch.device("cpu") and usable_device(None) == torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert usable_device(None) == torch.device("cpu")

@@ -1,12 +1,13 @@
-"""Trainer with position biases at their own rate, augmentation, and a teacher."""
+"""Trainer with position biases at their own rate, augmentation, a teacher, mixed images, and an average of weights."""
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf.data.classification import mix_batch
 from aft_hf.training.distillation import distillation_loss
 from aft_hf.training.fine_tuning import FineTuner, logger
 
@@ -38,6 +39,8 @@ def collated(count: int) -> dict[str, torch.Tensor]:
 def tuner(
     model, directory, *, teacher=None, train=None, position_bias_scale=1.0, augment=None, kind="soft", **options
 ):
+    own = {name: options.pop(name) for name in ("mixup", "cutmix", "ema_decay") if name in options}
+    own["eval_dataset"] = options.pop("evaluated", None)
     arguments = TrainingArguments(
         directory,
         **{
@@ -57,6 +60,7 @@ def tuner(
         position_bias_scale=position_bias_scale,
         augment=augment,
         distillation={"kind": kind, "weight": 0.3, "temperature": 2.0},
+        **own,
     )
 
 
@@ -246,3 +250,114 @@ def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(
     other.create_model_card()
     card = (tmp_path / "vit" / "README.md").read_text()
     assert "Attention Free Transformer" not in card and "generated_from_trainer" in card
+
+
+# Mixed images
+
+
+@pytest.mark.parametrize("mixture", [{"mixup": 0.8}, {"cutmix": 1.0}])
+def test_the_loss_of_mixed_images_is_the_cross_entropy_with_their_mixed_classes(mixture, tmp_path):
+    model, batch = classifier(position_bias_entropy_weight=0.5), collated(6)
+    trainer = tuner(model, tmp_path, **mixture)
+    model.train()
+    torch.manual_seed(1)
+    loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
+    torch.manual_seed(1)
+    pixels, targets = mix_batch(batch["pixel_values"], F.one_hot(batch["labels"], CLASSES).float(), **mixture)
+    assert not torch.equal(pixels, batch["pixel_values"]) and ((targets > 0) & (targets < 1)).any()
+    expected = model(pixel_values=pixels)
+    per_image = -(targets * expected.logits.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(loss, per_image.mean() + 0.5 * expected.position_bias_entropy)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+
+
+def test_the_teacher_sees_the_mixed_images(tmp_path):
+    model, batch = classifier(), collated(6)
+    teacher = vit(8, num_labels=CLASSES).eval()
+    trainer = tuner(model, tmp_path, teacher=teacher, mixup=0.8)
+    torch.manual_seed(1)
+    loss = trainer.compute_loss(model.train(), dict(batch))
+    torch.manual_seed(1)
+    pixels, targets = mix_batch(batch["pixel_values"], F.one_hot(batch["labels"], CLASSES).float(), mixup=0.8)
+    logits = model(pixel_values=pixels).logits
+    task = F.cross_entropy(logits, targets)
+    expected = distillation_loss(task, logits, teacher(pixels).logits, kind="soft", weight=0.3, temperature=2.0)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_images_are_not_mixed_in_an_evaluation(tmp_path):
+    model, batch = classifier(), collated(6)
+    trainer = tuner(model, tmp_path, mixup=0.8, cutmix=1.0)
+    loss = trainer.compute_loss(model.eval(), dict(batch))
+    torch.testing.assert_close(loss, model(**batch).loss)
+
+
+# The average of the weights
+
+
+def test_the_model_that_a_training_leaves_is_the_average_and_so_is_what_it_evaluates_on_the_way(tmp_path):
+    model, decay = classifier(), 0.5
+    steps, evaluated = [], []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            steps.append(model.classifier.weight.detach().clone())
+
+    model.classifier.register_forward_hook(
+        lambda module, *_: None if model.training else evaluated.append(module.weight.detach().clone())
+    )
+    options = {"max_steps": 4, "learning_rate": 0.1, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = tuner(model, tmp_path, train=rows(8), evaluated=rows(2), ema_decay=decay, **options)
+    trainer.add_callback(Watch())
+    trainer.train()
+
+    averages = [steps[0]]
+    for weight in steps[1:]:
+        averages.append(decay * averages[-1] + (1 - decay) * weight)
+    torch.testing.assert_close(evaluated[0], averages[1])
+    torch.testing.assert_close(evaluated[-1], averages[3])
+    torch.testing.assert_close(model.classifier.weight.detach(), averages[3])
+    assert not torch.equal(averages[3], steps[3])
+    trainer.evaluate()
+    torch.testing.assert_close(evaluated[-1], averages[3])
+
+
+def test_a_resumed_training_has_the_average_of_an_uninterrupted_one(tmp_path):
+    options = {"learning_rate": 0.1, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    data = rows(8)
+
+    def trained(directory, steps, checkpoint=None):
+        model = classifier()
+        trainer = tuner(model, directory, train=data, ema_decay=0.5, max_steps=steps, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return model.state_dict()
+
+    whole = trained(tmp_path / "whole", 4)
+    trained(tmp_path / "cut", 2)
+    resumed = trained(tmp_path / "cut", 4, str(tmp_path / "cut" / "checkpoint-2"))
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mixup": -1.0}, "mixup must be"),
+        ({"cutmix": float("nan")}, "cutmix must be"),
+        ({"ema_decay": 1.0}, r"ema_decay must be in \(0, 1\)"),
+        (
+            {"ema_decay": 0.9, "load_best_model_at_end": True, "save_strategy": "best"}
+            | {"eval_strategy": "steps", "evaluated": rows(1), "metric_for_best_model": "loss"},
+            "does not go with load_best_model_at_end",
+        ),
+    ],
+)
+def test_mixtures_and_averages_that_make_no_sense_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tuner(classifier(), tmp_path, **options)
+
+
+def test_images_of_several_classes_are_not_mixed(tmp_path):
+    model = classifier(problem_type="multi_label_classification")
+    with pytest.raises(ValueError, match="one class per image"):
+        tuner(model, tmp_path, mixup=0.8)

@@ -182,14 +182,21 @@ def _load(checkpoint: str) -> "AFTPreTrainedModel":
 
     from ..configuration_aft import AFTConfig
     from ..loading import load
-    from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
+    from ..modeling_aft import (
+        AFTForCausalLM,
+        AFTForImageClassification,
+        AFTForSequenceClassification,
+        AFTForTokenClassification,
+        AFTModel,
+    )
 
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
             f"{checkpoint} is no AFT but a {config.model_type}: of a ViT or DeiT there is the kind attention to see"
         )
-    classes = {each.__name__: each for each in (AFTForCausalLM, AFTForImageClassification)}
+    heads = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
+    classes = {each.__name__: each for each in heads}
     model = classes.get((config.architectures or [""])[0], AFTModel)
     return load(model, checkpoint).eval()
 

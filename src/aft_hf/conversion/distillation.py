@@ -235,6 +235,7 @@ class _Run:
     def train(self) -> None:
         """Spend what is left of the budget."""
         show, saved, since = self.accelerator.is_main_process, time.monotonic(), time.monotonic()
+        reported = 100 * self._progress(own=True)
         options = {"disable": None if show else True}  # none in a log
         bar = tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", **options)
         with StopSignal(self.accelerator) as stop, bar:
@@ -243,10 +244,14 @@ class _Run:
                 self._update(next(batches), progress)
                 now = time.monotonic()
                 self.step, self.seconds, since = self.step + 1, self.seconds + now - since, now
-                bar.update(100 * self._progress(own=True) - bar.n)
+                done = 100 * self._progress(own=True)
+                bar.update(done - bar.n)
                 if self.step % 10 == 0:
                     self._check()
                     bar.set_postfix_str(self._line())
+                if bar.disable and done >= reported + 10:
+                    reported = done
+                    self.accelerator.print(f"Distillation: {done:.0f} %, step {self.step}: {self._line()}", flush=True)
                 stopped = stop.agreed()
                 if self.checkpoints is not None and (stopped or self._agreed(now - saved) > SAVE_EVERY):
                     path, saved = self._save(), now

@@ -129,27 +129,37 @@ class BatchAugmentation(nn.Module):
         if self.erase is not None:
             # kornia erases to one value; where it did so in an image of ones, there is noise.
             pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))
-        return self._mix(pixels, F.one_hot(labels, self.num_classes).to(pixels.dtype))
+        targets = F.one_hot(labels, self.num_classes).to(pixels.dtype)
+        return mix_batch(pixels, targets, mixup=self.mixup, cutmix=self.cutmix)
 
-    def _mix(self, pixels: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) of the batch with itself in reverse."""
-        cut = self.cutmix > 0 and (self.mixup == 0 or torch.rand(()).item() < 0.5)
-        alpha = self.cutmix if cut else self.mixup
-        if alpha == 0:
-            return pixels, targets
-        # kornia's mixup draws the share uniformly, not from Beta(alpha, alpha).
-        share = torch.distributions.Beta(alpha, alpha).sample().item()
-        other = pixels.flip(0)
-        if cut:
-            height, width = pixels.shape[2:]
-            top, bottom = _random_range(height, math.sqrt(1 - share))
-            left, right = _random_range(width, math.sqrt(1 - share))
-            pixels = pixels.clone()
-            pixels[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
-            share = 1 - (bottom - top) * (right - left) / (height * width)
-        else:
-            pixels = share * pixels + (1 - share) * other
-        return pixels, share * targets + (1 - share) * targets.flip(0)
+
+def mix_batch(
+    pixels: torch.Tensor, targets: torch.Tensor, *, mixup: float = 0.0, cutmix: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) of a batch with itself in reverse.
+
+    Args:
+        pixels: (B, channels, height, width).
+        targets: (B, classes), what each image shows.
+        mixup, cutmix: alpha of their Beta distributions, 0 for none; with both, the batch tosses a coin.
+    """
+    cut = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 0.5)
+    alpha = cutmix if cut else mixup
+    if alpha == 0:
+        return pixels, targets
+    # kornia's mixup draws the share uniformly, not from Beta(alpha, alpha).
+    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    other = pixels.flip(0)
+    if cut:
+        height, width = pixels.shape[2:]
+        top, bottom = _random_range(height, math.sqrt(1 - share))
+        left, right = _random_range(width, math.sqrt(1 - share))
+        pixels = pixels.clone()
+        pixels[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+        share = 1 - (bottom - top) * (right - left) / (height * width)
+    else:
+        pixels = share * pixels + (1 - share) * other
+    return pixels, share * targets + (1 - share) * targets.flip(0)
 
 
 def _random_range(length: int, share: float) -> tuple[int, int]:

@@ -44,7 +44,8 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
     Args:
         model: in evaluation mode, in float32, with layers of any type but `full`.
         path: of the file.
-        **options: more of `torch.onnx.export`.
+        **options: more of `torch.onnx.export`. By default `optimize=False`: onnxruntime optimizes what it loads, and
+            the optimizer of the exporter takes time that grows with the square of the number of layers.
 
     Raises:
         ValueError: a model with a `full` layer.
@@ -61,7 +62,7 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
         input_names=["input_ids", *names],
         output_names=["logits", *(f"next.{name}" for name in names)],
         dynamo=True,
-        **{"verbose": False, **options},
+        **{"optimize": False, "verbose": False, **options},
     )
     program.save(path)
 

@@ -19,7 +19,13 @@ from transformers import PreTrainedConfig
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..data.whole_files import write_whole
-from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel
+from ..modeling_aft import (
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTForSequenceClassification,
+    AFTForTokenClassification,
+    AFTModel,
+)
 from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
@@ -39,9 +45,13 @@ MAX_POSITIONS_DRAWN = 1100  # tables of T x T numbers, for all layers and heads 
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
 SOFTWARE = "aft-hf"  # in our pictures
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
+HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
+ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 TASKS = {
     ("AFTForCausalLM", "text"): "text-generation",
     ("AFTForImageClassification", "image"): "image-classification",
+    ("AFTForSequenceClassification", "text"): "text-classification",
+    ("AFTForTokenClassification", "text"): "token-classification",
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
@@ -50,6 +60,8 @@ AUTO_CLASSES = {
     "text-generation": "AutoModelForCausalLM",
     PIXELS: "AutoModelForCausalLM",
     "image-classification": "AutoModelForImageClassification",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
 }
 
 # Fields that a card shows where they are not the default: the paper's ablations, and what the paper has not. The first
@@ -396,9 +408,8 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
         return
     if facts.config.max_positions > MAX_POSITIONS_DRAWN and learned != {"conv"}:
         return
-    classes = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
     try:
-        model = classes[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
+        model = ARCHITECTURES[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
     except Exception:  # the checks before an upload say why
         return
     plot_position_biases(model, made / PICTURE)

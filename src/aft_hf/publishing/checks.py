@@ -17,10 +17,10 @@ from transformers.utils import is_vision_available
 
 from ..configuration_aft import AFTConfig, pair
 from ..loading import read_image_processor
-from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, explained
 from ..reading import read_json as read_document
-from .card import card_problems
+from .card import ARCHITECTURES, card_problems
 from .errors import PublishError
 from .facts import RESULTS, Results, read_json
 from .folder import files_by_name, misplaced_files
@@ -34,7 +34,6 @@ CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
 )
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
-ARCHITECTURES = {each.__name__: each for each in (AFTModel, AFTForCausalLM, AFTForImageClassification)}
 
 # Whatever the config names as attention: AFT has none, and the name of a kernel has it fetched from the Hub and run.
 LOADING: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}

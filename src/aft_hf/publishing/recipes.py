@@ -84,11 +84,6 @@ QUOTED = (
     ("Table 2", "PixelSNAIL", "2.85 bits per dim"),
     ("Table 2", "Sparse Transformer strided, L = 128, d = 256, h = 2", "2.80 bits per dim"),
     ("Table 2", "Image Transformer local2d, L = 12, d = 512, h = 4", "2.90 bits per dim"),
-    ("Table 4", "Synthesizer (dense), L = 12, d = 512, h = 8", "1.298 bits per byte"),
-    ("Table 4", "Linear Transformer, L = 12, d = 512, h = 8", "1.207 bits per byte"),
-    ("Table 4", "Performer, L = 12, d = 512, h = 8", "1.199 bits per byte"),
-    ("Table 7", "Lambda tiny", "0.724 accuracy"),
-    ("Table 7", "Lambda small", "0.800 accuracy"),
     ("Table 8", "DeiT base at 384 px: `aft-hf evaluate facebook/deit-base-patch16-384`", "0.829 accuracy"),
     ("Section 5.3", "AFT-conv small 15/384 at 384 px: `aft-hf evaluate --image-size 384`", "0.816 accuracy"),
 )

@@ -49,11 +49,13 @@ SCALED = {
     "characters_aft": ("steps", "model.hidden_size", "model.position_bias_dim", "data.seq_len"),
     "characters_gpt2": ("steps", "model.hidden_size", "model.num_attention_heads", "data.seq_len"),
     "characters_bloom": ("steps", "model.hidden_size", "data.seq_len"),
+    "characters_baseline": ("steps", "model.hidden_size", "model.num_heads", "data.seq_len"),
     "pixels_aft": ("steps", "model.hidden_size", "model.position_bias_dim"),
     "pixels_gpt2": ("steps", "model.hidden_size", "model.num_attention_heads"),
     "images_aft_conv": ("steps", "model.hidden_size", "model.num_heads"),
     "images_aft_full": ("steps", "model.hidden_size", "model.position_bias_dim"),
     "images_vit": ("steps", "model.hidden_size", "model.num_attention_heads", "model.intermediate_size"),
+    "images_lambda": ("steps", "model.hidden_size", "model.num_heads"),
     "images_pretrained": ("steps",),
 }
 
@@ -74,6 +76,9 @@ CHARACTERS: dict[str, Training] = {
     "characters-simple": Training("characters_aft", ("model.aft_type=simple",)),
     "characters-wide": Training("characters_aft", WIDE),
     "characters-transformer-wide": Training("characters_gpt2", (*WIDE, "model.num_attention_heads=4")),
+    "characters-linear": Training("characters_baseline", ("model.mixer=linear",)),
+    "characters-performer": Training("characters_baseline", ("model.mixer=performer",)),
+    "characters-synthesizer": Training("characters_baseline", ("model.mixer=synthesizer",)),
     "characters-window-8": Training("characters_aft", ("model.local_window_size=8",)),
     "characters-window-64": Training("characters_aft", ("model.local_window_size=64",)),
     "characters-full": Training("characters_aft", ("model.aft_type=full",)),
@@ -99,6 +104,7 @@ PIXELS: dict[str, Training] = {
 IMAGES: dict[str, Training] = {
     "conv": Training("images_aft_conv", measures=("kernels",)),
     "vit": Training("images_vit"),
+    "lambda": Training("images_lambda"),
     "full": Training("images_aft_full", measures=("position_biases",)),
     "full-unfactorized": Training("images_aft_full", ("model.position_bias_dim=null",), ("position_biases",)),
     "conv-few-heads": Training("images_aft_conv", (FEW_HEADS,)),

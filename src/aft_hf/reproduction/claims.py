@@ -415,5 +415,25 @@ CLAIMS = {
             "Windows that do not overlap, of the same text: at greater lengths more characters have a long context. A "
             "loss of less than 0.02 bits counts as kept.",
         ),
+        Claim(
+            18,
+            "AFT beats the Linear Transformer, Performer, Synthesizer and lambda layers of equal depth and width",
+            "Tables 4 and 7",
+            (
+                Row("AFT-local, shallow and wide", "characters-wide", "test", 1.180),
+                Row("Linear Transformer", "characters-linear", "test", 1.207),
+                Row("Performer", "characters-performer", "test", 1.199),
+                Row("Synthesizer (dense)", "characters-synthesizer", "test", 1.298),
+                Row("AFT-conv (small 11/384)", "conv", "test", 0.808),
+                Row("lambda layers (small)", "lambda", "test", 0.800),
+            ),
+            (
+                _beats("the Linear Transformer", "characters-wide", "characters-linear", LOWER),
+                _beats("the Performer", "characters-wide", "characters-performer", LOWER),
+                _beats("the Synthesizer", "characters-wide", "characters-synthesizer", LOWER),
+                _beats("lambda layers", "conv", "lambda", HIGHER),
+            ),
+            "The other layers stand in the blocks of AFT, with its MLPs, norms and training.",
+        ),
     )
 }

@@ -44,10 +44,12 @@ def evaluate_command(
     image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
     label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
     text_column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps ...; by default the accelerator, if there is one.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the metrics here, too, as JSON.")] = None,
 ) -> None:
     """Print accuracy and loss, or bits per token, of any saved model of transformers on any data."""
-    import torch
     from rich.console import Console
     from rich.table import Table
     from transformers import (
@@ -62,17 +64,23 @@ def evaluate_command(
     from ..data.loading import load_local
     from ..loading import load
     from ..reading import explained
-    from .evaluation import evaluate_classifier, evaluate_language_model, is_image_classifier, own_block_size
+    from .evaluation import (
+        evaluate_classifier,
+        evaluate_language_model,
+        is_image_classifier,
+        own_block_size,
+        usable_device,
+    )
 
+    place = usable_device(device)
     dataset = load_local(data)
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     config = load(AutoConfig, model)
     config._attn_implementation = None  # by default as transformers has it; a name here may be of a kernel to fetch
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
-        classifier = load(AutoModelForImageClassification, model, config=config).to(device)
+        classifier = load(AutoModelForImageClassification, model, config=config).to(place)
         processor = load(AutoImageProcessor, model)
         options = {"batch_size": batch_size, "image_column": image_column, "label_column": label_column}
         for side in image_size or [None]:
@@ -81,7 +89,7 @@ def evaluate_command(
             with explained(f"{model}: cannot be evaluated on {data}"):
                 results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
     else:
-        language_model = load(AutoModelForCausalLM, model, config=config).to(device)
+        language_model = load(AutoModelForCausalLM, model, config=config).to(place)
         tokenizer = load(AutoTokenizer, model)
         block_size = own_block_size(config, tokenizer) if block_size is None else block_size
         options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}

@@ -21,6 +21,7 @@ from ..data.classes import are_names, shortened
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
+from ..reading import first_line
 from .metrics import IGNORED, AccuracyAndLoss, BitsPerToken, token_losses
 
 
@@ -28,6 +29,24 @@ logger = logging.get_logger(__name__)
 
 # Of a text model that does not say how long a text may be.
 USUAL_BLOCK_SIZE = 1024
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of this name, on which a tensor was made; by default the accelerator of this machine, or its CPU.
+
+    Raises:
+        ValueError: PyTorch does not know it, or this machine has none.
+    """
+    if name is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from error
+    if device.type == "meta":
+        raise ValueError("--device meta computes nothing: give cpu, or an accelerator")
+    return device
 
 
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -94,7 +113,7 @@ def evaluate_classifier(
     metric = AccuracyAndLoss(keep_in_memory=True)
     model.eval()
     loader = DataLoader(dataset.with_transform(pipeline), batch_size, collate_fn=default_data_collator)
-    for batch in tqdm(loader, desc="images", unit="batch"):
+    for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         logits = model(pixel_values=pixels, **options).logits
         metric.add_batch(predictions=logits.float().cpu().numpy(), references=batch["labels"])
@@ -140,7 +159,8 @@ def evaluate_language_model(
         blocks = overlapping_blocks(blocks, block_size, stride)
     metric = BitsPerToken(keep_in_memory=True)
     model.eval()
-    for batch in tqdm(DataLoader(blocks, batch_size, collate_fn=default_data_collator), desc="text", unit="batch"):
+    loader = DataLoader(blocks, batch_size, collate_fn=default_data_collator)
+    for batch in tqdm(loader, desc="text", unit="batch", disable=None):
         tokens = batch["input_ids"].to(model.device)
         losses = token_losses(model(input_ids=tokens, use_cache=False).logits, tokens)
         metric.add_batch(predictions=losses.flatten().cpu(), references=batch["labels"][:, 1:].flatten())

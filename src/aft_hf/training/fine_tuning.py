@@ -1,22 +1,30 @@
-"""A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher."""
+"""A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher, mixed
+images, and an average of the weights."""
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..configuration_aft import AFTConfig, pair
 from ..data.classes import are_names, shortened
+from ..data.classification import mix_batch
 from ..publishing import write_card
 from ..reading import explained, first_line
+from .averaging import averaged, keep_average, swap_average
 from .distillation import distillation_loss
 from .optimization import parameter_groups
 from .records import move_into
+from .tasks import regularization
 
 
 logger = logging.get_logger(__name__)
@@ -32,10 +40,15 @@ class FineTuner(Trainer):
         teacher: a ViT or DeiT of the same classes, whose logits enter the training loss (`distillation_loss`). It
             sees the pixel values of the model, so that both need the same normalization.
         distillation: the keyword arguments of `distillation_loss`.
+        mixup, cutmix: alpha of their Beta distributions, 0 for none: each batch in training is mixed with itself in
+            reverse (`mix_batch`), and the loss is the cross entropy with the mixed classes.
+        ema_decay: keep an exponential moving average of the weights (`keep_average`); evaluations during a training
+            and the model that it leaves are those of the average.
         **options: the arguments of `Trainer`.
 
     Raises:
-        ValueError: a teacher of other classes or another numbering of them, or options that do not go together.
+        ValueError: a teacher of other classes or another numbering of them, values out of range, or options that do
+            not go together.
     """
 
     def __init__(
@@ -45,6 +58,9 @@ class FineTuner(Trainer):
         augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
         teacher: PreTrainedModel | None = None,
         distillation: dict[str, Any] | None = None,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        ema_decay: float | None = None,
         **options,
     ):
         super().__init__(**options)
@@ -56,15 +72,37 @@ class FineTuner(Trainer):
                 f"{multiplier:g} times by the position_bias_multiplier of the model: leave out the first"
             )
         self.teacher, self.distillation = teacher, distillation or {}
-        if teacher is not None:
-            _require_same_classes(teacher, self.model)
+        self.mixing, self.ema_decay = {"mixup": mixup, "cutmix": cutmix}, ema_decay
+        self._check_mixing_and_average()
+        if teacher is not None or any(self.mixing.values()):
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
             self.model_accepts_loss_kwargs = False
+        if teacher is not None:
+            _require_same_classes(teacher, self.model)
             teacher.to(self.args.device).eval().requires_grad_(False)
         if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
             raise ValueError(
                 "label_smoothing_factor takes the place of the model's own loss, and so of what "
                 "position_bias_entropy_weight adds to it: set one of them to 0"
+            )
+
+    def _check_mixing_and_average(self) -> None:
+        for name, alpha in self.mixing.items():
+            if not 0 <= alpha < math.inf:
+                raise ValueError(f"{name} must be the alpha of a Beta distribution, 0 (none) or more, got {alpha}")
+        kind = self.model.config.problem_type
+        if any(self.mixing.values()) and kind not in (None, "single_label_classification"):
+            raise ValueError(f"mixup and cutmix need one class per image, and the model has problem_type {kind!r}")
+        if self.ema_decay is None:
+            return
+        if not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in (0, 1), got {self.ema_decay}")
+        if self.is_deepspeed_enabled:
+            raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
+        if self.args.load_best_model_at_end:
+            raise ValueError(
+                "ema_decay does not go with load_best_model_at_end: checkpoints have the weights of the training, and "
+                "what is evaluated is their average; leave one of them out"
             )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -79,17 +117,39 @@ class FineTuner(Trainer):
             )
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(groups, **options)
+            if self.ema_decay is not None:
+                keep_average(self.optimizer, self.ema_decay)
         return self.optimizer
+
+    def train(self, *arguments, **options) -> TrainOutput:
+        """Trainer's; with `ema_decay`, the model is the average of its weights in the end."""
+        output = super().train(*arguments, **options)
+        if self.ema_decay is not None:
+            swap_average(_inner(self.optimizer))
+        return output
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Trainer's loss; in training of augmented images, and with the teacher's part."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if any(self.mixing.values()) and model.training:
+            loss, outputs, inputs = self._mixed_loss(model, inputs)
+        else:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.teacher is not None and model.training:
             teacher_logits = self._teacher_logits(inputs["pixel_values"])
             loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
         return (loss, outputs) if return_outputs else loss
+
+    def _mixed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any, dict[str, Any]]:
+        """The loss of mixed images, the outputs of the model, and its inputs."""
+        targets = F.one_hot(inputs["labels"], self.model.config.num_labels).float()
+        pixels, targets = mix_batch(inputs["pixel_values"], targets, **self.mixing)
+        inputs = {**inputs, "pixel_values": pixels}
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        smoothing = self.args.label_smoothing_factor
+        loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=smoothing)
+        return loss + regularization(self.model, outputs), outputs, inputs
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
@@ -104,8 +164,10 @@ class FineTuner(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def evaluate(self, *arguments, **options) -> dict[str, float]:
-        """Trainer's, which leaves the random numbers of the training that goes on as they were."""
-        with torch.random.fork_rng(devices=[]):
+        """Trainer's, which leaves the random numbers of a training that continues as they were, and which evaluates
+        the average of the weights where there is one."""
+        during_training = self.ema_decay is not None and self.is_in_train
+        with torch.random.fork_rng(devices=[]), averaged(_inner(self.optimizer)) if during_training else nullcontext():
             return super().evaluate(*arguments, **options)
 
     def create_model_card(self, *arguments, **options) -> None:
@@ -135,6 +197,11 @@ class FineTuner(Trainer):
         other_size = tuple(pixel_values.shape[2:]) != pair(self.teacher.config.image_size)
         with self.accelerator.autocast():
             return self.teacher(pixel_values.to(self.teacher.dtype), interpolate_pos_encoding=other_size).logits
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, where Accelerate has wrapped it."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from ..reading import first_line
+from .averaging import averaged
 from .ownership import owned
 from .recipe import Recipe
 from .records import move_into, peak_memory, plot_losses, write_results
@@ -118,7 +119,8 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
     show = run.accelerator.is_main_process
     run.model.eval()
     with averaged_weights(run):
-        for batch in tqdm(run.evaluated[split], desc=split, unit="batch", leave=False, disable=not show):
+        options = {"desc": split, "unit": "batch", "leave": False, "disable": None if show else True}
+        for batch in tqdm(run.evaluated[split], **options):
             predictions, references = run.accelerator.gather_for_metrics(run.pieces.scores(run.task, run.model, batch))
             metric.add_batch(predictions=predictions.cpu().numpy(), references=references.cpu().numpy())
     run.model.train()
@@ -131,7 +133,7 @@ def averaged_weights(run: Run) -> Iterator[None]:
     if run.recipe.ema_decay is None:
         yield
         return
-    with run.optimizer.optimizer.averaged():
+    with averaged(run.optimizer.optimizer):
         _drop_gathered(run.model)
         yield
     _drop_gathered(run.model)
@@ -153,18 +155,21 @@ def check_weights(run: Run, step: int, rate: float) -> None:
 
 
 def progress_bar(run: Run) -> tqdm:
-    """Over the steps, on the main process alone."""
-    hidden = not run.accelerator.is_main_process
-    return tqdm(total=run.total, initial=run.start, unit="step", dynamic_ncols=True, disable=hidden)
+    """Over the steps, on the main process alone, and in a terminal."""
+    disable = None if run.accelerator.is_main_process else True
+    return tqdm(total=run.total, initial=run.start, unit="step", dynamic_ncols=True, disable=disable)
 
 
 def show(run: Run, progress: tqdm) -> None:
-    """The newest loss and rates, on the bar and to the trackers."""
+    """The newest loss and rates, on the bar or as a line of a log, and to the trackers."""
     step, loss, rate = run.record.curve()[-1]
     per_second = run.record.steps_per_second * run.recipe.global_batch_size * run.task.units_per_sample
     memory = peak_memory(run.accelerator.device)
     unit = f"{run.task.unit}/s"
-    progress.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {per_second:,.0f} {unit}, {memory:.2f} GiB")
+    line = f"loss {loss:.4f}, lr {rate:.2e}, {per_second:,.0f} {unit}, {memory:.2f} GiB"
+    if progress.disable:
+        run.accelerator.print(f"step {step}/{run.total}: {line}", flush=True)
+    progress.set_postfix_str(line)
     values = {
         "loss": loss,
         "learning_rate": rate,

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
+from .. import baselines  # noqa: F401  (registers their architecture)
 from ..reading import described, read_text, shortened, shown
 
 
@@ -212,7 +213,7 @@ class Recipe(Section):
         return size, self.global_batch_size // (processes * size)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True, width=100)
+        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class BytesRecipe(Recipe):
@@ -330,9 +331,23 @@ class _Loader(yaml.SafeLoader):
     """YAML in which 3e-4 is a number; PyYAML, of YAML 1.1, wants 3.0e-4 for that."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """The same YAML, written: a string that `_Loader` would read as something else is quoted."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def _write_string(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    """In double quotes, with escapes, where PyYAML would write a line break of Unicode that reads as a space."""
+    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+_Dumper.add_representer(str, _write_string)
 
 
 def _parse(text: str, source: str) -> Any:

@@ -1,0 +1,105 @@
+"""Causal attention with a kernel of features in place of the softmax: Linear Transformer and Performer.
+
+Both compute y_t = phi(q_t) sum_t' phi(k_t') v_t'^T / phi(q_t) sum_t' phi(k_t') over t' <= t, which is linear in the
+sequence length (Katharopoulos et al. 2020, Eq. 9).
+"""
+
+import math
+
+import torch
+from torch import nn
+
+
+CHUNK_SIZE = 64
+
+
+def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Averages of values with weights phi(q_t) . phi(k_t') over t' <= t, in time linear in T.
+
+    Args:
+        query, key: non-negative features, (B, h, T, m).
+        value: (B, h, T, v).
+
+    Returns:
+        (B, h, T, v).
+    """
+    length = query.shape[2]
+    # The denominator is one more value: 1.
+    value = torch.cat([value, torch.ones_like(value[..., :1])], -1)
+    padding = -length % CHUNK_SIZE
+    query, key, value = (
+        nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK_SIZE)) for x in (query, key, value)
+    )
+    states = key.mT @ value  # (B, h, chunks, m, v + 1)
+    before = states.cumsum(2) - states
+    sums = (query @ key.mT).tril() @ value + query @ before
+    sums = sums.flatten(2, 3)[:, :, :length]
+    tiny = torch.finfo(sums.dtype).tiny
+    return sums[..., :-1] / sums[..., -1:].clamp_min(tiny)
+
+
+class LinearAttention(nn.Module):
+    """Causal linear attention with phi(x) = elu(x) + 1 (Katharopoulos et al. 2020, Eq. 7).
+
+    Args:
+        hidden_size: width d.
+        num_heads: h, which divides d.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(hidden_size, hidden_size)
+        self.k_proj = nn.Linear(hidden_size, hidden_size)
+        self.v_proj = nn.Linear(hidden_size, hidden_size)
+        self.o_proj = nn.Linear(hidden_size, hidden_size)
+
+    def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """phi of queries and keys, (B, h, T, d_h) to (B, h, T, m)."""
+        return nn.functional.elu(query) + 1, nn.functional.elu(key) + 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, d) to (B, T, d)."""
+        projected = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        # Sums over the sequence lose digits in half precision.
+        query, key, value = (y.float().unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected)
+        with torch.autocast(x.device.type, enabled=False):
+            context = causal_linear_attention(*self.features(query, key), value)
+        return self.o_proj(context.transpose(1, 2).flatten(2).to(x.dtype))
+
+
+class Performer(LinearAttention):
+    """Causal attention with positive orthogonal random features, which approximate softmax attention: FAVOR+.
+
+    phi(x) = exp(W x - |x|^2 / 2) / sqrt(m) of x / d_h^(1/4) (Choromanski et al. 2021, Lemma 1), W drawn once.
+
+    Args:
+        hidden_size, num_heads: as of `LinearAttention`.
+        num_features: m; d_h log d_h by default, as in Table 1 of the AFT paper.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, num_features: int | None = None):
+        super().__init__(hidden_size, num_heads)
+        size = hidden_size // num_heads
+        self.num_features = max(int(size * math.log(size)), 1) if num_features is None else num_features
+        self.register_buffer("directions", torch.empty(self.num_features, size))
+        self.reset_directions()
+
+    @torch.no_grad()
+    def reset_directions(self) -> None:
+        """Draw W: blocks of orthogonal rows with the lengths of normal vectors (section 2.4)."""
+        count, size = self.directions.shape
+        if self.directions.is_meta:
+            return
+        orthogonal, triangular = torch.linalg.qr(torch.randn(-(-count // size), size, size))
+        # Without these signs they would point to one side: LAPACK chooses those of the triangle.
+        orthogonal = orthogonal * triangular.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        lengths = torch.randn(count, size).norm(dim=1, keepdim=True)
+        self.directions.copy_(orthogonal.mT.flatten(0, 1)[:count] * lengths)
+
+    def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = (x * query.shape[-1] ** -0.25 for x in (query, key))
+        logs = [x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)]
+        # Factors of a query, and of all keys of a head, cancel in the quotient.
+        shifts = logs[0].amax(-1, keepdim=True), logs[1].amax((-2, -1), keepdim=True)
+        return tuple(torch.exp(log - shift.detach()) for log, shift in zip(logs, shifts))

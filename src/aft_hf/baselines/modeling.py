@@ -1,0 +1,79 @@
+"""Models of baselines: those of AFT, with the mixers of `BaselineConfig`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..configuration_aft import pair
+from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
+from .configuration import BaselineConfig
+from .lambda_layer import LambdaLayer
+from .linear_attention import LinearAttention, Performer
+from .synthesizer import DenseSynthesizer
+
+
+class _Mixer(nn.Module):
+    """A layer as the mixer of an AFT block.
+
+    Args:
+        layer: (B, T, d) to (B, T, d).
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, *, grid_size: tuple[int, int] | None, **others: Any) -> torch.Tensor:
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise ValueError(f"a baseline takes no {name}: it trains on and evaluates whole rows, without a cache")
+        return self.layer(x)
+
+
+def build_layer(config: BaselineConfig) -> nn.Module:
+    """The layer that takes the place of AFT."""
+    sizes = config.hidden_size, config.num_heads
+    if config.mixer == "linear":
+        return LinearAttention(*sizes)
+    if config.mixer == "performer":
+        return Performer(*sizes, config.num_random_features)
+    if config.mixer == "synthesizer":
+        return DenseSynthesizer(*sizes, config.max_position_embeddings)
+    (height, width), (rows, columns) = pair(config.image_size), pair(config.patch_size)
+    return LambdaLayer(*sizes, config.key_dim, (height // rows, width // columns))
+
+
+class _Baseline:
+    """What the models have in common: layers in place of mixers, and how these begin."""
+
+    config_class = BaselineConfig
+    _auto_class = None  # code does not go with the weights
+
+    def __init__(self, config: BaselineConfig):
+        super().__init__(config)
+        for layer in self.aft.layers:
+            layer.mixer = _Mixer(build_layer(config))
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Performer):
+            module.reset_directions()
+        elif isinstance(module, LambdaLayer):
+            module.reset_offsets()
+
+
+class BaselineForCausalLM(_Baseline, AFTForCausalLM):
+    """A language model of linear attention, Performer or Synthesizer layers."""
+
+    def forward(self, *arguments: Any, use_cache: bool | None = None, **options: Any) -> Any:
+        """As of `AFTForCausalLM`, without a cache."""
+        if use_cache:
+            raise ValueError("a baseline has no cache: call it with use_cache=False")
+        return super().forward(*arguments, use_cache=False, **options)
+
+
+class BaselineForImageClassification(_Baseline, AFTForImageClassification):
+    """An image classifier of lambda layers."""

@@ -1,0 +1,138 @@
+"""Bidirectional Eq. 2 by Triton kernels with a table of all pairs: custom operators of PyTorch.
+
+For AFT-full and AFT-conv on images, and windows of short sequences. What a table costs decides: its h T^2 entries, and
+2 T operations per element. So longer windows and larger grids go to the portable backend, which needs none.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .activations_aft import differentiable_gradients, runs_as_written
+from .mixing_backend_aft import OPERATORS
+from .mixing_portable_aft import CHUNK_SIZE as WINDOW_CHUNK
+from .mixing_portable_aft import FEW_CHUNKS, LARGEST_GRID_TABLE, pairwise_mixing
+from .position_biases_aft import Dense, GridKernel, NoBias, PositionBias, SelectedPosition
+from .scaled_sums_aft import join_heads, split_heads, widen
+
+
+if TYPE_CHECKING:
+    from .mixing_aft import Mixing
+
+
+def pays(biases: PositionBias, length: int) -> bool:
+    """Whether a table of all pairs is the way to compute these biases."""
+    if isinstance(biases, (NoBias, SelectedPosition)) or biases.hides_outside:
+        return False  # sums and gathers do, or most of the table is hidden
+    if isinstance(biases, GridKernel):
+        return len(biases.kernels) * length**2 <= LARGEST_GRID_TABLE
+    if biases.reach is not None:
+        return length <= FEW_CHUNKS * WINDOW_CHUNK
+    return isinstance(biases, Dense)
+
+
+def mix(problem: "Mixing") -> torch.Tensor:
+    """As `Backend.mix`, for a problem whose biases these kernels take."""
+    table = problem.biases.dense(problem.length).float()
+    inputs = problem.query, problem.key, problem.value, table
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return mix_both_ways(*inputs, problem.num_heads, keep)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op(f"{OPERATORS}::mix_both_ways", mutates_args=())
+def mix_both_ways(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    num_heads: int,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Eq. 2 times sigmoid(query), and what its backward pass needs if that is kept (empty tensors if not).
+
+    Args:
+        query: (B, T, d) or None for no gate.
+        key: (B, T, d), or (B, T, h) for one key per head.
+        value: (B, T, d).
+        table: w, (h, T, T), in float32.
+        num_heads: h.
+        keep: whether gradients will be asked for.
+    """
+    from .mixing_triton_bidirectional_launch_aft import forward
+
+    output, kept = forward(query, key, value, table, num_heads, keep=keep)
+    return output, *kept
+
+
+@mix_both_ways.register_fake
+def _(query, key, value, table, num_heads, keep):
+    from .mixing_triton_bidirectional_launch_aft import kept_shapes
+
+    kept = (value.new_empty(shape, dtype=torch.float32) for shape in kept_shapes(value, keep))
+    return value.new_empty(value.shape), *kept
+
+
+@torch.library.custom_op(f"{OPERATORS}::mix_both_ways_backward", mutates_args=())
+def mix_both_ways_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    context: torch.Tensor,
+    log_denominator: torch.Tensor,
+    largest: torch.Tensor,
+    num_heads: int,
+    of_table: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key, value and table by that of the output; an empty tensor where there is none."""
+    from .mixing_triton_bidirectional_launch_aft import backward
+
+    kept = context, log_denominator, largest
+    gradients = backward(gradient, query, key, value, table, kept, num_heads, of_table=of_table)
+    return tuple(gradient.new_empty(0) if x is None else x for x in gradients)
+
+
+@mix_both_ways_backward.register_fake
+def _(gradient, query, key, value, table, context, log_denominator, largest, num_heads, of_table):
+    gradients = (query, key, value, table if of_table else None)
+    return tuple(gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in gradients)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    query, key, value, table, ctx.num_heads, _ = inputs
+    ctx.save_for_backward(query, key, value, table, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, gradient, *_) -> tuple:
+    *inputs, context, log_denominator, largest = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:4]
+    if gradient is None:
+        return (None,) * 6
+    plain = torch.compiler.is_compiling() or runs_as_written(gradient)
+    if torch.is_grad_enabled() or not plain:  # the gradient of this gradient is wanted, or several at once
+        with torch.enable_grad():
+            output = _in_plain_operations(*inputs, ctx.num_heads)
+            gradients = differentiable_gradients(output, tuple(inputs), needed, gradient)
+    else:
+        kept = context, log_denominator, largest
+        gradients = mix_both_ways_backward(gradient, *inputs, *kept, ctx.num_heads, needed[3])
+        gradients = (x if need else None for x, need in zip(gradients, needed))
+    return *gradients, None, None
+
+
+mix_both_ways.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _in_plain_operations(query, key, value, table, num_heads: int) -> torch.Tensor:
+    """What `mix_both_ways` computes."""
+    by_head = (widen(split_heads(x, num_heads)) for x in (key, value))
+    context = join_heads(pairwise_mixing(*by_head, table.unsqueeze(0), None))
+    if query is not None:
+        context = context * torch.sigmoid(widen(query))
+    return context.to(value.dtype)

@@ -1,0 +1,115 @@
+"""Launches of the Triton kernels for bidirectional Eq. 2: sizes of blocks, memory for results.
+
+Tensors are those of `mix_both_ways`. Nothing here waits for the device.
+"""
+
+import torch
+
+from .kernels_aft import query_gradient_kernel
+from .kernels_bidirectional_aft import (
+    both_ways_kernel,
+    both_ways_key_gradient_kernel,
+    both_ways_table_gradient_kernel,
+)
+from .scaled_sums_aft import power_of_two_from
+
+
+# Queries, and keys, of a tile.
+CHUNK_SIZE = 32
+
+# Columns that a program takes, and that the gradient of a table takes at once.
+BLOCK, TABLE_BLOCK = 64, 32
+
+# Programs below which the gradient of a table is also cut into parts of the columns.
+ENOUGH_PROGRAMS = 1024
+
+
+Kept = tuple[torch.Tensor, ...]
+
+
+def forward(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    num_heads: int,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor, Kept]:
+    """Eq. 2 times the gate, (B, T, d), and what the backward pass needs (empty tensors without `keep`)."""
+    query, key, value, table = (x if x is None else x.contiguous() for x in (query, key, value, table))
+    kept = [torch.empty(shape, dtype=torch.float32, device=value.device) for shape in kept_shapes(value, keep)]
+    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    sizes, options, columns = _launch(query, key, value, num_heads, BLOCK)
+    with torch.cuda.device_of(value):
+        programs = (num_heads * sizes[2] * columns,)
+        both_ways_kernel[programs](query, key, value, table, output, *kept, *sizes, columns, KEEP=keep, **options)
+    return output, tuple(kept)
+
+
+def kept_shapes(value: torch.Tensor, keep: bool) -> tuple[tuple[int, ...], ...]:
+    """Of averages, logarithms of denominators, and numbers of chunks."""
+    batch, length, width = value.shape
+    return (*(value.shape,) * 2, (batch, -(-length // CHUNK_SIZE), 3, width)) if keep else ((0,),) * 3
+
+
+def _launch(query, key, value, heads: int, largest_block: int) -> tuple[tuple[int, ...], dict, int]:
+    """Sizes and constants of all kernels, and how many blocks of columns there are."""
+    batch, length, width = value.shape
+    columns = batch * width // heads
+    block = min(largest_block, max(16, power_of_two_from(columns)))
+    options = {"HEADS": heads, "HEAD": width // heads, "KEY_PER_HEAD": key.shape[-1] != width, "C": CHUNK_SIZE}
+    options |= {"BD": block, "GATED": query is not None, "num_warps": 8}
+    options |= {"PRECISION": "tf32" if value.dtype == torch.bfloat16 else "tf32x3"}
+    return (batch, length, -(-length // CHUNK_SIZE), width, key.shape[-1]), options, -(-columns // block)
+
+
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    kept: Kept,
+    num_heads: int,
+    *,
+    of_table: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of query, key, value and, if asked for, of the table."""
+    gradient, key, value, table = (x.contiguous() for x in (gradient, key, value, table))
+    query = query if query is None else query.contiguous()
+    of_query, found, per_head = None, None, key.shape[-1] != value.shape[-1]
+    inputs = (gradient, query, key, value, *kept, table)
+    sizes, options, columns = _launch(query, key, value, num_heads, BLOCK)
+    chunks = sizes[2]
+    with torch.cuda.device_of(value):
+        if query is not None:
+            of_query = torch.empty(query.shape, dtype=query.dtype, device=value.device)
+            _query_gradient(gradient, query, kept, of_query, sizes, options)
+        of_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        of_key = torch.empty(value.shape, dtype=torch.float32 if per_head else key.dtype, device=value.device)
+        programs = (num_heads * chunks * columns,)
+        both_ways_key_gradient_kernel[programs](*inputs, of_key, of_value, *sizes, columns, **options)
+        if of_table:
+            sizes, options, columns = _launch(query, key, value, num_heads, TABLE_BLOCK)
+            tiles = num_heads * chunks**2
+            each = -(-columns // min(columns, max(1, ENOUGH_PROGRAMS // tiles)))
+            parts = -(-columns // each)
+            found = torch.empty((parts, *table.shape), dtype=torch.float32, device=value.device)
+            both_ways_table_gradient_kernel[(tiles * parts,)](*inputs, found, *sizes, columns, each, **options)
+            found = found.sum(0)
+    if per_head:
+        of_key = of_key.unflatten(-1, (num_heads, -1)).sum(-1).to(key.dtype)
+    return of_query, of_key, of_value, found
+
+
+def _query_gradient(gradient, query, kept, of_query, sizes, options) -> None:
+    """That of the gate: as in causal problems, where each feature is by itself as well."""
+    batch, length, chunks, width, _ = sizes
+    block = min(BLOCK, max(16, power_of_two_from(width)))
+    blocks = -(-width // block)
+    constants = {"MODE": 3, "HEADS": 1, "BLOCKS": blocks, "HEAD": width, "C": CHUNK_SIZE, "BD": block}
+    constants |= {"DOCUMENTS": False, "GATED": True, "COMPACT": False, "TOTALS": False}
+    strides = (length * width, width) * 2
+    arguments = (gradient, query, *kept, None, None, of_query, None, None, None, length, chunks, width, *strides)
+    query_gradient_kernel[(blocks * chunks * batch,)](*arguments, **constants)

@@ -1,0 +1,62 @@
+"""An exponential moving average (EMA) of the weights, kept in the state of their optimizer.
+
+There it is saved, loaded and cut into shards with the moments, by every strategy that can do so for AdamW. (The
+`AveragedModel` of `torch.optim.swa_utils` is a second model, which no checkpoint of Trainer or Accelerate has.)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Have every step of an optimizer update the average of its parameters.
+
+    Args:
+        optimizer: one with a state for each parameter, such as AdamW.
+        decay: the weight of the average so far in each update, in (0, 1).
+
+    Raises:
+        ValueError: a decay out of range.
+    """
+    if not 0 < decay < 1:
+        raise ValueError(f"the decay of an average of weights must be in (0, 1), got {decay}")
+
+    @torch.no_grad()
+    def update(optimizer: torch.optim.Optimizer, *_) -> None:
+        for parameter in _parameters(optimizer):
+            state = optimizer.state[parameter]
+            if "average" not in state:
+                state["average"] = parameter.detach().clone()
+            state["average"].lerp_(parameter.detach(), 1 - decay)
+
+    optimizer.register_step_post_hook(update)
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, the parameters are their averages; the same without an average, or before the first step."""
+    swap_average(optimizer)
+    try:
+        yield
+    finally:
+        swap_average(optimizer)
+
+
+@torch.no_grad()
+def swap_average(optimizer: torch.optim.Optimizer) -> None:
+    """Exchange the parameters and their averages, where there are any."""
+    for parameter in _parameters(optimizer):
+        average = optimizer.state[parameter].get("average")
+        if average is not None:
+            kept = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in optimizer.state
+    )

@@ -1,0 +1,132 @@
+"""ONNX programs of a real depth: made in minutes, equal to the model, and quantized by onnxruntime."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf.exporting import empty_state, export_step
+
+
+onnx = pytest.importorskip("onnx", reason="needs the extra `onnx`")
+runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
+pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
+
+DEPTHS = [4, pytest.param(24, marks=pytest.mark.slow)]
+MIXED = ["local", "alibi", "simple", "conv"]
+LONGEST = 128
+
+
+def language_model(layers: int, aft_type: str | list[str]) -> AFTForCausalLM:
+    torch.manual_seed(0)
+    types = aft_type if isinstance(aft_type, str) else (aft_type * layers)[:layers]
+    sizes = {"hidden_size": 128 if layers > 4 else 16, "num_heads": 4, "position_bias_dim": 16}
+    sizes |= {"local_window_size": 32, "conv_kernel_size": 8, "max_position_embeddings": LONGEST}
+    return with_biases(AFTForCausalLM(AFTConfig(aft_type=types, num_hidden_layers=layers, **sizes)))
+
+
+def with_biases(model: nn.Module) -> nn.Module:
+    """Kernels that do something: they start at 0."""
+    for name, parameter in model.named_parameters():
+        if "kernel" in name:
+            nn.init.normal_(parameter)
+    return model.eval()
+
+
+def export(model: nn.Module, path: Path, inputs: dict, sizes: dict | None) -> None:
+    """As docs/integrations.md shows it."""
+    options = {"dynamo": True, "optimize": False, "verbose": False, "output_names": ["logits"]}
+    torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=sizes, **options).save(path)
+
+
+def run(path: Path, **inputs: torch.Tensor) -> torch.Tensor:
+    session = runtime.InferenceSession(path)
+    return torch.from_numpy(session.run(["logits"], {name: x.numpy() for name, x in inputs.items()})[0])
+
+
+def assert_equal_to_rounding(found: torch.Tensor, model: nn.Module, **inputs: torch.Tensor) -> None:
+    """The program and the model, both in float32, are about as far from the model in float64."""
+    expected = model(**inputs).logits
+    exact = model.double()(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}).logits
+    model.float()
+    rounding = (expected.double() - exact).abs().max()
+    assert rounding > 0
+    # Each layer rounds some hundred times more or fewer in another order; the largest error of a few thousand numbers
+    # varies by less than an order of magnitude.
+    assert (found.double() - exact).abs().max() < 10 * rounding + 1e-6 * exact.abs().max()
+
+
+def quantized(path: Path) -> Path:
+    """The program with linear layers of 8 bits, by the two steps that onnxruntime documents."""
+    from onnxruntime.quantization import quantize_dynamic, shape_inference
+
+    prepared, small = path.with_suffix(".prepared.onnx"), path.with_suffix(".int8.onnx")
+    shape_inference.quant_pre_process(path, prepared, skip_symbolic_shape=True)
+    quantize_dynamic(prepared, small)
+    return small
+
+
+def count_operators(path: Path) -> Counter:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+@pytest.mark.parametrize("layers", DEPTHS)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@torch.no_grad()
+def test_a_deep_language_model_is_exported_and_quantized(layers, dynamic, tmp_path):
+    model = language_model(layers, "local")
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
+    inputs = {"input_ids": torch.randint(256, (2, 96)), "use_cache": False}
+    path = tmp_path / "model.onnx"
+    export(model, path, inputs, {"input_ids": sizes, "use_cache": None} if dynamic else None)
+    for size in [(2, 96), *([(1, 1), (3, LONGEST)] if dynamic else [])]:
+        ids = torch.randint(256, size)
+        assert_equal_to_rounding(run(path, input_ids=ids), model, input_ids=ids)
+    small = quantized(path)
+    # q, k, v, o and the two of the MLP in each layer, and the head.
+    assert count_operators(small)["MatMulInteger"] == 6 * layers + 1
+    ids = inputs["input_ids"]
+    expected = model(ids).logits
+    error = (run(small, input_ids=ids) - expected).square().mean() / expected.square().mean()
+    assert 0 < error < 0.05
+
+
+@pytest.mark.parametrize("layers", DEPTHS)
+@torch.no_grad()
+def test_a_step_of_a_deep_language_model_decodes_and_is_quantized(layers, tmp_path):
+    model, tokens = language_model(layers, MIXED), torch.randint(256, (2, 40))
+    path = tmp_path / "step.onnx"
+    export_step(model, path)
+    expected = model(tokens).logits
+    for program, bound in ((path, 1e-6), (quantized(path), 0.05)):
+        session = runtime.InferenceSession(program)
+        state = {name: tensor.numpy() for name, tensor in empty_state(model, 2).items()}
+        steps = []
+        for token in tokens.split(1, 1):
+            logits, *following = session.run(None, {"input_ids": token.numpy(), **state})
+            state = dict(zip(state, following))
+            steps.append(torch.from_numpy(logits))
+        error = (torch.cat(steps, 1) - expected).square().mean() / expected.square().mean()
+        assert 0 < error < bound
+
+
+@pytest.mark.parametrize("layers", [2, pytest.param(12, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_deep_image_classifier_is_exported_for_any_size_and_quantized(layers, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 192 if layers > 2 else 24, "num_heads": 4, "conv_kernel_size": 5, "num_labels": 10}
+    sizes |= {"image_size": 64, "patch_size": 8, "num_hidden_layers": layers}
+    model = with_biases(AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **sizes)))
+    shape = {0: Dim("batch", min=1, max=64), 2: 8 * Dim("rows", min=2, max=64), 3: 8 * Dim("columns", min=2, max=64)}
+    path, pixels = tmp_path / "model.onnx", torch.randn(2, 3, 64, 48)
+    export(model, path, {"pixel_values": pixels}, {"pixel_values": shape})
+    for image in (pixels, torch.randn(1, 3, 32, 96)):
+        assert_equal_to_rounding(run(path, pixel_values=image), model, pixel_values=image)
+    small, expected = quantized(path), model(pixel_values=pixels).logits
+    assert count_operators(small)["MatMulInteger"] >= 6 * layers
+    error = (run(small, pixel_values=pixels) - expected).square().mean() / expected.square().mean()
+    assert 0 < error < 0.05

@@ -1,0 +1,42 @@
+"""The notebooks of the site run from their first cell to their last, and are stored without outputs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def cells(path):
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+def program(path):
+    """The code of all cells, in their order."""
+    return "\n\n".join("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "code")
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) == 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_no_outputs_and_nothing_but_python(path):
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(path) if "outputs" in cell)
+    compile(program(path), path.name, "exec")  # magics and shell commands are none
+    assert cells(path)[0]["cell_type"] == "markdown" and cells(path)[0]["source"][0].startswith("# ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path):
+    environment = os.environ | {"AFT_HF_SHORT": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()

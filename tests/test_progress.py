@@ -1,0 +1,34 @@
+"""A log gets no bars."""
+
+import subprocess
+import sys
+
+
+PROGRAM = """
+import sys
+{before}
+from aft_hf.progress import no_bars_in_logs
+sys.stderr.isatty = lambda: {terminal}
+no_bars_in_logs()
+import datasets
+import huggingface_hub.utils
+from transformers.utils import logging
+print(logging.is_progress_bar_enabled())
+print(datasets.are_progress_bars_disabled())
+print(huggingface_hub.utils.are_progress_bars_disabled())
+"""
+
+
+def bars(terminal, before=""):
+    """Whether transformers has bars, and whether datasets and huggingface_hub have none, in a new process."""
+    program = PROGRAM.format(terminal=terminal, before=before)
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_bars_are_off_where_the_standard_error_is_no_terminal():
+    assert bars(False) == ["False", "True", "True"]
+    assert bars(False, before="import datasets") == ["False", "True", "True"]
+
+
+def test_bars_are_on_in_a_terminal():
+    assert bars(True) == ["True", "False", "False"]

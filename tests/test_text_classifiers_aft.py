@@ -1,0 +1,249 @@
+"""The heads that classify texts and tokens, and the pipelines that run them and the backbone."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import distributed
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from aft_hf import (
+    AFTConfig,
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTForSequenceClassification,
+    AFTForTokenClassification,
+    AFTModel,
+    build_byte_tokenizer,
+    context_parallel,
+)
+
+
+HEADS = [AFTForSequenceClassification, AFTForTokenClassification]
+AUTO = {
+    AFTForSequenceClassification: AutoModelForSequenceClassification,
+    AFTForTokenClassification: AutoModelForTokenClassification,
+}
+TYPES = ["full", "local", "simple", "conv", "alibi"]
+PAD = 257
+
+
+def build(head=AFTForSequenceClassification, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4}
+    sizes |= {"max_position_embeddings": 32, "local_window_size": 4, "conv_kernel_size": 4, "initializer_range": 0.5}
+    config = AFTConfig(**{"vocab_size": 258, "pad_token_id": PAD, "num_labels": 3, **sizes, **options})
+    model = head(config).double().eval()
+    for name, parameter in model.named_parameters():
+        if "position_bias" in name or "kernel" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def padded(rows, side, pad=PAD):
+    """Rows of tokens as a batch with its mask."""
+    longest = max(map(len, rows))
+    ids, mask = torch.full((len(rows), longest), pad), torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(longest - len(row), longest)
+        ids[i, place], mask[i, place] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+ROWS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 1, 5)]
+# Float64: layers of a width of 16 lose a few digits of 16; what is wrong differs in the first.
+EXACT = {"atol": 1e-11, "rtol": 1e-11}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_a_padded_text_gets_the_class_that_it_gets_alone(aft_type, side):
+    model = build(aft_type=aft_type)
+    with torch.no_grad():
+        together = model(**padded(ROWS, side)).logits
+        alone = torch.cat([model(row[None]).logits for row in ROWS])
+    assert together.shape == (3, 3)
+    torch.testing.assert_close(together, alone, **EXACT)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("aft_type", TYPES)
+def test_the_tokens_of_a_padded_text_get_the_classes_that_they_get_alone(aft_type, side):
+    model, batch = build(AFTForTokenClassification, aft_type=aft_type), padded(ROWS, side)
+    with torch.no_grad():
+        together = model(**batch).logits[batch["attention_mask"].bool()]
+        alone = torch.cat([model(row[None]).logits[0] for row in ROWS])
+    torch.testing.assert_close(together, alone, **EXACT)
+
+
+def test_the_class_of_a_text_is_read_from_its_last_token():
+    model = build()
+    states = model.aft(ROWS[0][None]).last_hidden_state
+    torch.testing.assert_close(model(ROWS[0][None]).logits, states[:, -1] @ model.score.weight.T, **EXACT)
+
+
+def test_several_texts_need_a_padding_token():
+    model = build(pad_token_id=None)
+    assert model(ROWS[0][None]).logits.shape == (1, 3)
+    with pytest.raises(ValueError, match="no padding token is defined"):
+        model(torch.stack([ROWS[0], ROWS[0]]))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_they_are_saved_and_loaded_by_the_auto_classes(head, tmp_path):
+    model = build(head)
+    model.save_pretrained(tmp_path)
+    loaded = AUTO[head].from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert type(loaded) is head and {name.split(".")[0] for name in loaded.state_dict()} == {"aft", "score"}
+    torch.testing.assert_close(loaded(ROWS[0][None]).logits, model(ROWS[0][None]).logits, **EXACT)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_trained_language_model_lends_them_its_backbone(head, tmp_path):
+    source = build(AFTForCausalLM)
+    source.save_pretrained(tmp_path)
+    loaded = head.from_pretrained(tmp_path, num_labels=7, dtype=torch.float64)
+    for name, tensor in source.aft.state_dict().items():
+        assert torch.equal(loaded.aft.state_dict()[name], tensor), name
+    assert loaded.score.out_features == 7
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_images_are_refused(head):
+    with pytest.raises(ValueError, match=f'{head.__name__} needs a config with modality="text"'):
+        head(AFTConfig(modality="image", aft_type="conv", hidden_size=16, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_has_the_entropy_of_the_position_biases(head):
+    batch = padded(ROWS, "right")
+    labels = torch.tensor([0, 2, 1]) if head is AFTForSequenceClassification else batch["input_ids"] % 3
+    plain, weight = build(head, aft_type="conv"), 0.5
+    regularized = build(head, aft_type="conv", position_bias_entropy_weight=weight)
+    entropy = regularized.aft.position_bias_entropy()
+    difference = regularized(**batch, labels=labels).loss - plain(**batch, labels=labels).loss
+    torch.testing.assert_close(difference, weight * entropy, **EXACT)
+    assert entropy > 0.1
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_loss_of_ones_own_takes_the_place_of_the_library_s(head):
+    model = build(head)
+    model.loss_function = lambda *_, **__: torch.tensor(5.0)
+    labels = torch.tensor([0]) if head is AFTForSequenceClassification else ROWS[0][None] % 3
+    assert model(ROWS[0][None], labels=labels).loss == 5
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_trainer_knows_their_arguments(head):
+    names = inspect.signature(head.forward).parameters
+    assert {"input_ids", "attention_mask", "inputs_embeds", "labels"} <= set(names)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_accumulated_gradients_are_those_of_the_whole_batch(head, tmp_path):
+    """The generic heads take no number of items, so Trainer has to divide the sum of their losses."""
+
+    def weights_after_a_step(batch_size):
+        model, generator = build(head, hidden_dropout_prob=0.0), torch.Generator().manual_seed(0)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        tokens = torch.randint(0, 256, (4, 6), generator=generator)
+        labels = tokens[:, 0] % 3 if head is AFTForSequenceClassification else tokens % 3
+        rows = [{"input_ids": ids, "labels": label} for ids, label in zip(tokens, labels)]
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=4 // batch_size,
+            max_steps=1,
+            max_grad_norm=0.0,
+            learning_rate=1.0,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        Trainer(model, arguments, train_dataset=rows).train()
+        return model.score.weight.detach()
+
+    torch.testing.assert_close(weights_after_a_step(1), weights_after_a_step(4), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_pieces_of_rows_are_refused(head, tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        with context_parallel(distributed.group.WORLD), pytest.raises(ValueError, match="needs whole rows"):
+            build(head)(ROWS[0][None])
+    finally:
+        distributed.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------------- pipelines
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a model in float32 with the byte tokenizer; gives the directory."""
+
+    def save(model):
+        model.float().save_pretrained(tmp_path)
+        build_byte_tokenizer(model_max_length=32).save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return save
+
+
+def test_the_pipeline_of_texts(saved):
+    classify = pipeline("text-classification", saved(build()), device="cpu")
+    texts = ["a text", "another", "x"]
+    together, alone = classify(texts, batch_size=3, top_k=None), [classify(text, top_k=None) for text in texts]
+    for several, one in zip(together, alone):
+        assert [each["label"] for each in several] == [each["label"] for each in one]
+        # Float32: sums of a softmax over a width of 16.
+        assert all(abs(a["score"] - b["score"]) < 1e-5 for a, b in zip(several, one))
+
+
+def test_the_pipeline_of_tokens(saved):
+    answer = pipeline("token-classification", saved(build(AFTForTokenClassification)), device="cpu")("words")
+    assert [each["index"] for each in answer] == [0, 1, 2, 3, 4] and {"entity", "score", "word"} <= set(answer[0])
+
+
+@pytest.mark.parametrize("head", [AFTModel, AFTForCausalLM])
+def test_the_pipeline_of_features_of_texts(head, saved):
+    model = build(head)
+    features = np.array(pipeline("feature-extraction", saved(model), device="cpu")("A text"))
+    with torch.no_grad():
+        expected = model.base_model(torch.tensor([list(b"A text")])).last_hidden_state
+    np.testing.assert_allclose(features, expected.numpy(), atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("aft_type", ["full", "conv"])
+@pytest.mark.parametrize("pool", [False, True])
+def test_the_pipeline_of_features_of_images(aft_type, pool, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "position_bias_dim": 4, "image_size": 8, "patch_size": 2}
+    model = AFTForImageClassification(
+        AFTConfig(modality="image", aft_type=aft_type, conv_kernel_size=3, **sizes)
+    ).eval()
+    model.save_pretrained(tmp_path)
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    processor.save_pretrained(tmp_path)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8))
+    features = np.array(pipeline("image-feature-extraction", str(tmp_path), device="cpu")(picture, pool=pool))
+    with torch.no_grad():
+        outputs = model.aft(**processor(picture, return_tensors="pt"))
+    expected = outputs.pooler_output if pool else outputs.last_hidden_state
+    np.testing.assert_allclose(features, expected.numpy(), atol=1e-5 * expected.abs().max().item())
