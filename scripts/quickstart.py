@@ -376,7 +376,7 @@ def pixels(
     recipe = load_recipe(CONFIGS / "examples" / "pixels_aft_local.yaml", [*files, *overrides, f"output_dir={out}"])
     results = train_recipe(recipe)
     table = Table("model", "parameters", "bits per sub-pixel", "saved in")
-    bits = results["metrics"]["validation"]["bits_per_token"]
+    bits = results["metrics"]["validation"]["bits_per_dim"]
     table.add_row("AFT-local-48", f"{results['parameters'] / 1e6:.2f} M", f"{bits:.3f}", str(out))
     console.print(table)
     console.print(f"Done in {time.perf_counter() - started:.0f} s. Next: `make demo`, tab Draw.")
