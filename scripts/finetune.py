@@ -41,7 +41,7 @@ from aft_hf.progress import no_bars_in_logs
 from aft_hf.reading import explained, read_json
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
-from aft_hf.training.fine_tuning import FineTuner
+from aft_hf.training.fine_tuning import FineTuner, SavedState
 from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
 from aft_hf.training.safe_loading import data_only
 
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     if training_args.do_train:
         checkpoint = _checkpoint(training_args)
         if checkpoint is not None:
-            read_json(Path(checkpoint, TRAINER_STATE_NAME), dict[str, Any])
+            read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
             with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
                 TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
         with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):

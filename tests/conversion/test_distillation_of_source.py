@@ -265,6 +265,22 @@ def test_a_directory_of_checkpoints_belongs_to_one_distillation_at_a_time(vit, i
     assert done["steps"] == 1
 
 
+def test_the_checkpoints_are_owned_until_the_model_is_written(vit, images, tmp_path, monkeypatch):
+    refused, verify = [], verify_conversion
+
+    def verify_and_try(*arguments):
+        with pytest.raises(OSError, match="is in use by") as error, owned(tmp_path / "out-distillation"):
+            pass
+        refused.append(error)
+        verify(*arguments)
+
+    monkeypatch.setattr("aft_hf.conversion.saving.verify_conversion", verify_and_try)
+    save_converted(vit, tmp_path / "out", distillation={"images": images, "steps": 1, "batch_size": 8}, **OPTIONS)
+    assert refused and not (tmp_path / "out-distillation").exists()
+    with owned(tmp_path / "out-distillation"):  # free again
+        pass
+
+
 def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))  # a step takes 10 seconds

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -313,6 +314,14 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(clas
         assert said.splitlines()[-1] == f"finetune.py: the model is in {tmp_path}"
 
 
+def write_content(path: Path, content: object) -> None:
+    """As JSON or as torch saves it, by the name of the file."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(content))
+    else:
+        torch.save(content, path)
+
+
 class Payload:
     """A pickle that makes a directory when it is read."""
 
@@ -337,6 +346,44 @@ def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, tmp_path):
             start(classifier, tmp_path, *options)
         assert "\n" not in str(stopped.value)
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(classifier, images, tmp_path_factory):
+    """After one of two steps."""
+    out = tmp_path_factory.mktemp("run")
+    start(classifier, out, "--do_train", "--train", images, "--max_steps", 1, "--save_strategy", "epoch")
+    return out / "checkpoint-1"
+
+
+PICKLES = ["optimizer.pt", "scheduler.pt", "rng_state.pth"]
+CUT = [*PICKLES, "trainer_state.json", "model.safetensors"]
+HELD = {  # in place of what Trainer saved
+    "optimizer.pt": [[], {}, {"state": [], "param_groups": 5}, {"state": {0: {"step": "a"}}, "param_groups": []}],
+    "scheduler.pt": [[], {}, {"last_epoch": "a"}, {"base_lrs": 5, "last_epoch": 1}, {"last_epoch": 10**400}],
+    "rng_state.pth": [[], {}, {"python": 5}, {"python": (3, (1,), None), "numpy": 1, "cpu": 1}],
+    "trainer_state.json": [[], {}, {"global_step": "a"}, {"global_step": -1}, {"global_step": 10**400}]
+    + [{"global_step": 1, key: value} for key, value in (("log_history", 5), ("stateful_callbacks", [1]))],
+}
+DAMAGES = {f"{name} is cut": (name, lambda path: path.write_bytes(path.read_bytes()[:40])) for name in CUT}
+DAMAGES |= {f"{name} is empty": (name, lambda path: path.write_bytes(b"")) for name in CUT}
+DAMAGES |= {f"{name} is missing": (name, Path.unlink) for name in ("optimizer.pt", "scheduler.pt")}
+DAMAGES |= {
+    f"{name} holds {json.dumps(content)[:40]}": (name, partial(write_content, content=content))
+    for name, contents in HELD.items()
+    for content in contents
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_said_to_be_in_one_line(damage, classifier, images, checkpoint, tmp_path):
+    name, change = DAMAGES[damage]
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint-1"))
+    change(copy / name)
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--resume_from_checkpoint", "true"]
+    with pytest.raises((ValueError, OSError), match="checkpoint-1") as stopped:
+        start(classifier, tmp_path, *options)
+    assert "\n" not in str(stopped.value) and len(str(stopped.value)) < 1000
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifier, images, tmp_path, monkeypatch):

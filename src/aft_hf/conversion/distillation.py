@@ -15,7 +15,7 @@ number of images.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ def distill(
     accelerator: Accelerator | None = None,
     workers: int = 0,
     conversion: Mapping[str, Any] | None = None,
+    owner: ExitStack | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit a converted model to its source on images without labels; in place, and on what Accelerate finds.
@@ -113,6 +114,8 @@ def distill(
         workers: processes that read images.
         conversion: how `model` was made, as far as its config does not tell it, in what JSON holds. Checkpoints of
             another conversion are refused.
+        owner: what keeps the directory of the checkpoints from other distillations, until it is closed: for a caller
+            who still has to write what came of this one. By default nobody does after the return.
         **options: those of `DistillationOptions`; `steps` or `minutes` is needed.
 
     Returns:
@@ -133,9 +136,10 @@ def distill(
     # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
-    with nullcontext() if checkpoints is None else owned(Path(checkpoints)):
+    with ExitStack() as alone:
         identity = {}
         if checkpoints is not None:
+            (alone if owner is None else owner).enter_context(owned(Path(checkpoints)))
             identity = distillation_identity(asdict(settings), model, source, images, conversion or {})
         try:
             run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,29 @@ def save_converted(
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     checkpoints = directory.with_name(f"{directory.name}-distillation")
-    if distillation is not None:
-        distillation = {"checkpoints": checkpoints, **distillation}
-    model, processor, report = _convert(source, reading, options, distillation)
-    if distillation is not None and not _writes():
-        return model, report
+    with ExitStack() as owner:  # of the checkpoints, until the model is written
+        if distillation is not None:
+            distillation = {"checkpoints": checkpoints, "owner": owner, **distillation}
+        model, processor, report = _convert(source, reading, options, distillation)
+        if distillation is None or _writes():
+            _write(directory, source, model, processor, report)
+            if distillation is not None:
+                shutil.rmtree(checkpoints, ignore_errors=True)
+    return model, report
+
+
+def _write(
+    directory: Path,
+    source: str | os.PathLike,
+    model: AFTForImageClassification,
+    processor: BaseImageProcessor,
+    report: ConversionReport,
+) -> None:
+    """Write what was converted, and verify it, before it gets its place.
+
+    Raises:
+        ConversionError: as `verify_conversion`, or the directory cannot be written.
+    """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
@@ -78,11 +97,8 @@ def save_converted(
             if directory.exists() and any(directory.iterdir()):
                 keep_other_files(directory, finished)
             _put_in_place(finished, directory)
-        if distillation is not None:
-            shutil.rmtree(checkpoints, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
-    return model, report
 
 
 def _convert(

@@ -5,13 +5,15 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -19,7 +21,7 @@ from ..configuration_aft import AFTConfig, pair
 from ..data.classes import are_names, shortened
 from ..data.classification import mix_batch
 from ..publishing import write_card
-from ..reading import explained, first_line
+from ..reading import Document, UnreadableError, explained, first_line
 from .averaging import averaged, keep_average, swap_average
 from .distillation import distillation_loss
 from .optimization import parameter_groups
@@ -28,6 +30,16 @@ from .tasks import regularization
 
 
 logger = logging.get_logger(__name__)
+
+
+class SavedState(Document):
+    """trainer_state.json of a checkpoint: what Trainer calculates with, or adds to, when it goes on."""
+
+    global_step: Annotated[int, Field(ge=0, lt=2**53)]
+    train_batch_size: Annotated[int, Field(gt=0)]
+    epoch: float | None = None
+    log_history: list[dict[str, Any]] = []
+    stateful_callbacks: dict[str, dict[str, Any] | list[dict[str, Any]]] = {}
 
 
 class FineTuner(Trainer):
@@ -152,6 +164,13 @@ class FineTuner(Trainer):
         return loss + regularization(self.model, outputs), outputs, inputs
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Trainer's, which goes on with a new optimizer where the checkpoint has none."""
+        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # they have other files
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+                if not Path(checkpoint, name).is_file():
+                    raise UnreadableError(
+                        f"{checkpoint}: has no {name}, without which a run cannot go on; give another checkpoint"
+                    )
         with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
             super()._load_optimizer_and_scheduler(checkpoint)
 
