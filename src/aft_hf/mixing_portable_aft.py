@@ -373,7 +373,9 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
     ).view_as(features)
     outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
     sums = inside + outside * torch.exp(-maximum.clamp(0.0, LARGEST_SPAN))
-    numerator, denominator = sums.flatten(-2).permute(2, 3, 0, 1).split([value.shape[-1], 1], -1)  # (h, T, B, c + 1)
+    sums = sums.flatten(-2).permute(2, 3, 0, 1)  # (h, T, B, c + 1)
+    # In ONNX a split is a sequence, which onnxruntime fails to run after it has quantized the program.
+    numerator, denominator = sums[..., :-1], sums[..., -1:]
     return ScaledSums(numerator, denominator, denominator).average()
 
 
