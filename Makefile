@@ -14,8 +14,8 @@ PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --con
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart quickstart-text quickstart-pixels demo docs test test-all kernels gpu clients conformance conformance-report
-.PHONY: roundtrip soak audit matrix release lint format clean
+.PHONY: install quickstart quickstart-text quickstart-pixels demo docs test test-all coverage kernels gpu clients
+.PHONY: conformance conformance-report roundtrip soak audit matrix release lint format clean
 
 install: $(INSTALLED)
 
@@ -68,6 +68,9 @@ test: install  ## All tests but the slow ones
 test-all: install  ## All tests
 	$(PYTEST) $(ARGS)
 
+coverage: install  ## The same with the lines counted that they run
+	$(PYTEST) -m "not slow" --cov --cov-report=term-missing $(ARGS)
+
 kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
 	$(RUN) scripts/compile_kernels.py $(ARGS)
 
@@ -112,9 +115,11 @@ release: $(AUDIT_INSTALLED) lint test audit  ## Wheel and sdist of a clean tree 
 		grep -q "## $$version" CHANGELOG.md || { echo "CHANGELOG.md has no section $$version"; exit 1; }; \
 		echo "to publish: git tag v$$version && git push --tags && twine upload dist/*"
 
+# Types are checked on Python 3.11 and later: the last releases of libraries for 3.10 declare others.
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	if $(RUN) -c "import sys; sys.exit(sys.version_info < (3, 11))"; then $(VENV)/bin/mypy; fi
 
 format: install
 	$(VENV)/bin/ruff check --fix .

@@ -1,6 +1,7 @@
 """The `aft-hf` command: what a user can do wrong ends in one line and a non-zero exit."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,18 @@ def test_a_file_as_target_is_refused(vit, tmp_path):
     done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 5, "--num-heads", 4)
     assert done.returncode != 0 and "is a file" in done.stderr
     assert (tmp_path / "aft").read_text() == "mine"
+
+
+@pytest.mark.parametrize("script", ["benchmark", "convert_deit", "evaluate_model", "publish", "train"])
+def test_a_script_that_is_one_command_shows_the_usage_of_that_command(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(Path(__file__).parents[1] / "scripts" / f"{script}.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert f"Usage: aft-hf {script.split('_')[0]} [OPTIONS]" in capsys.readouterr().out
+
+
+def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path):
+    done = aft_hf("convert", vit, tmp_path / "out", "--conv-kernel-size", 3, "--num-heads", 2)
+    assert done.returncode == 0, done.stderr
+    assert AFTConfig.from_pretrained(tmp_path / "out").conv_kernel_size == 3

@@ -188,7 +188,7 @@ WIDTHS = {
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
     mixer = WIDTHS[name](implementation="triton").to(DEVICE)
-    length = 36 if "image" in name else 40
+    length = 35 if "image" in name else 40
     contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
     assert all(problem.query is not None for problem in launched)
 
@@ -355,12 +355,12 @@ class Guarded:
 
     def like(self, tensor):
         """A copy between guards."""
-        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, fill=0).copy_(tensor)
 
     def assert_untouched(self):
         assert self.buffers
         for buffer in self.buffers:
-            assert buffer[:GUARD].eq(12288.0).all() and buffer[-GUARD:].eq(12345.0).all()
+            assert buffer[:GUARD].eq(12288.0).all() and buffer[-GUARD:].eq(12288.0).all()
 
 
 def between_nan(x: torch.Tensor) -> torch.Tensor:

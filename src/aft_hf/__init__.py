@@ -45,7 +45,7 @@ def _register() -> None:
     AutoModelForSequenceClassification.register(AFTConfig, AFTForSequenceClassification, exist_ok=True)
     AutoModelForTokenClassification.register(AFTConfig, AFTForTokenClassification, exist_ok=True)
     AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
-    processors = {"pil": ViTImageProcessorPil}
+    processors: dict[str, type] = {"pil": ViTImageProcessorPil}
     if is_torchvision_available():
         from transformers import ViTImageProcessor
 

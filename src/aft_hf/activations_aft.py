@@ -6,7 +6,7 @@ Only where modules do what their classes say: those with hooks, of other classes
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def differentiable_gradients(
     output: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], needed: tuple[bool, ...], gradient: torch.Tensor
 ) -> Iterator[torch.Tensor | None]:
     """The gradients of the inputs that are needed, to be differentiated once more; None for the others."""
-    wanted = [x for x, need in zip(inputs, needed) if need]
+    wanted = [x for x, need in zip(inputs, needed) if need and x is not None]
     found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
     return (next(found) if need else None for need in needed)
 
@@ -63,13 +63,13 @@ def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.M
     return projection(gate * context)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a call is its weight, its bias and nothing else."""
     plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
     return plain and module.weight.layout == torch.strided
 
 
-def _takes_activations(module: nn.Module, x: torch.Tensor) -> bool:
+def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linear]:
     """Whether oneDNN can add the bias and apply a function while it multiplies, without gradients.
 
     For bfloat16, where two passes over the result take as long as the product; not for float32, where products of
@@ -90,7 +90,7 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> bool:
 def _gelu_in_place(x: torch.Tensor) -> torch.Tensor:
     # PyTorch gives what is contiguous to oneDNN, and a transposed view of the same memory to a kernel of its own.
     few = x.is_cpu and x.numel() < FEW_NUMBERS and x.numel() % 2 == 0 and x.is_contiguous()
-    torch._C._nn.gelu_(x.view(-1, 2).mT if few else x)
+    torch._C._nn.gelu_(x.view(-1, 2).mT if few else x)  # type: ignore[attr-defined]  # torch does not declare it
     return x
 
 
@@ -117,25 +117,26 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def full_precision(device_type: str) -> AbstractContextManager:
+def full_precision(device_type: str) -> AbstractContextManager[object]:
     """Without autocast. Where there is none, nothing is entered: a step of decoding is little more than its calls."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def _project(linear: nn.Linear, function: Function, *arguments: torch.Tensor) -> torch.Tensor:
     """linear(function(*arguments)), for whose gradients the arguments are kept."""
-    parameters, device = [linear.weight, linear.bias], arguments[0].device.type
+    device, tensors = arguments[0].device.type, [linear.weight, linear.bias, *arguments]
     dtype = autocast_dtype(device)
     if dtype is not None:  # autocast leaves float64 as it is
-        cast = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in (*parameters, *arguments)]
-        parameters, arguments = cast[:2], cast[2:]
+        tensors = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
     with full_precision(device):
-        return _LinearOfFunction.apply(function, *parameters, *arguments)
+        return _LinearOfFunction.apply(function, *tensors)
 
 
 class _LinearOfFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Function, weight, bias, *arguments) -> torch.Tensor:
+    def forward(
+        ctx: Any, function: Function, weight: torch.Tensor, bias: torch.Tensor | None, *arguments: torch.Tensor
+    ) -> torch.Tensor:
         ctx.function = function
         ctx.save_for_backward(weight, bias, *arguments)
         x = function[0](*arguments)
@@ -149,7 +150,7 @@ class _LinearOfFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, bias, *arguments = ctx.saved_tensors
         call, call_backward = ctx.function
         needed = ctx.needs_input_grad[1:]

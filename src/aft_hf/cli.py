@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -142,7 +142,7 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT, to be fine-tuned, or to be used as it is with --distill."""
-    distillation = {
+    distillation: dict[str, Any] = {
         "steps": steps,
         "minutes": DISTILLATION_MINUTES if minutes is None and steps is None else minutes,
         "batch_size": batch_size,
@@ -193,7 +193,8 @@ def _distilling_command(context: typer.Context) -> str:
     """The command for the same conversion with a distillation: with all options that were given."""
     words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
     for option in context.command.params:
-        given = context.get_parameter_source(option.name).name == "COMMANDLINE"
+        source = context.get_parameter_source(option.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
         if option.param_type_name != "option" or not given or option.name in ("overwrite", "images"):
             continue
         values = context.params[option.name]

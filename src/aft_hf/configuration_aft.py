@@ -5,7 +5,7 @@ import operator
 import os
 from functools import wraps
 from reprlib import repr as shown  # at most a line, whatever the value
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -60,12 +60,12 @@ DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "
 DIVISORS["position_bias_multiplier"] = (1e-6, 1e6)
 
 
-def raise_value_errors(cls):
+def raise_value_errors(cls: Any) -> Any:
     """Let the constructor raise what a user expects of a wrong argument: a ValueError with nothing but the message."""
     init = cls.__init__
 
     @wraps(init)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
@@ -220,7 +220,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             self.use_cls_token = self.modality == "image" and "conv" not in types
         if self.pooling is None and self.modality == "image":
             self.pooling = "cls" if self.use_cls_token else "mean"
-        self.base_model_tp_plan = self._tensor_parallel_plan()
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # as transformers itself sets it
         stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if any(value is not None for value in stages.values()):
             self.set_output_features_output_indices(**stages)
@@ -249,12 +249,13 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         ):
             raise ValueError("id2label must have the names of the labels 0 .. num_labels - 1")
 
-    @PreTrainedConfig.num_labels.setter
+    @PreTrainedConfig.num_labels.setter  # type: ignore[attr-defined]  # a property under a decorator of transformers
     def num_labels(self, num_labels: int) -> None:
         """Name the classes LABEL_0, LABEL_1, ...; the config keeps the names, and counts them."""
         if not hasattr(num_labels, "__index__") or not 0 <= num_labels <= LARGEST["num_labels"]:
             raise ValueError(f"num_labels must be in 0 .. {LARGEST['num_labels']}, got {shown(num_labels)}")
-        PreTrainedConfig.num_labels.fset(self, operator.index(num_labels))
+        count = operator.index(num_labels)
+        PreTrainedConfig.num_labels.fset(self, count)  # type: ignore[attr-defined]  # likewise
 
     @property
     def layer_aft_types(self) -> list[str]:
@@ -301,7 +302,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         for aft_type in self.layer_aft_types:
             key = heads if aft_type == "conv" else width
             bias = {"full": table, "local": table, "conv": kernel}.get(aft_type, 0)
-            total += width * (projections * width + key + 2 * self.intermediate_size) + bias
+            total += width * (projections * width + key + 2 * (self.intermediate_size or 0)) + bias
         if text:
             total += width * self.vocab_size * (1 if self.tie_word_embeddings else 2)
         else:
@@ -314,7 +315,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.modality == "text":
             return self.max_position_embeddings
         rows, columns = self.grid_size
-        return rows * columns + self.use_cls_token
+        return rows * columns + bool(self.use_cls_token)
 
     def to_dict(self) -> dict[str, Any]:
         """As a dictionary; stages of a backbone are in it where they were chosen."""
@@ -324,7 +325,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
                 del fields[name]
         return fields
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """Save config.json with an `auto_map` for all classes of the modality, not only the one that is being saved.
 
         So `AutoModel` loads a checkpoint with a head too, and a backbone takes a head, from the code beside the
@@ -454,9 +457,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             )
 
 
-def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
+def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
     """A size given once for both sides as (rows, columns)."""
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return (size, size) if isinstance(size, int) else cast(tuple[int, int], tuple(size))
 
 
 def _require_one_of(field: str, value: Any, allowed: Any) -> None:

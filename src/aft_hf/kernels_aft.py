@@ -372,18 +372,19 @@ def forward_kernel(
         largest = tl.maximum(tl.max(tl.where(empty, -float("inf"), top), 0), EMPTY)
         log_den = top - largest[None, :] + tl.log(tl.where(empty, 1.0, den))
         r_ptr += (b * N + n) * 3 * D
+        centre, unit = largest * 0.0, largest * 0.0 + 1.0
         if COMPACT:
             known = inside & (context * 0.0 == 0.0)
             low = tl.min(tl.where(known, context, float("inf")), 0)
             high = tl.max(tl.where(known, context, -float("inf")), 0)
             centre, unit = low * 0.5 + high * 0.5, high * 0.5 - low * 0.5
             centre, unit = tl.where(low <= high, centre, 0.0), tl.where(unit > 0.0, unit, 1.0)
-            tl.store(r_ptr + D + features, centre, exists)
-            tl.store(r_ptr + 2 * D + features, unit, exists)
             context = (context - centre[None, :]) / unit[None, :]
         tl.store(c_ptr + place, context.to(c_ptr.dtype.element_ty), inside)
         tl.store(l_ptr + place, tl.where(empty, NOTHING, log_den), inside)
         tl.store(r_ptr + features, largest, exists)
+        tl.store(r_ptr + D + features, centre, exists)
+        tl.store(r_ptr + 2 * D + features, unit, exists)
 
 
 # ----------------------------------------------------------------------------------------------------------- backward

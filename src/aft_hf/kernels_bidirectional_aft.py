@@ -45,7 +45,7 @@ def both_ways_kernel(
     pid = tl.program_id(0)
     head, n = pid // columns // N, pid // columns % N
     features, key_features, of_chunks, exists = _columns(
-        head, pid % columns, B, T, D, N * 3, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip
+        head, pid % columns, B, T, D, N, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip
     t = n * C + tl.arange(0, C)
     # Queries that exist see all keys
     last, nothing = tl.where(t < T, T - 1, T), t * 0
@@ -71,7 +71,7 @@ def both_ways_kernel(
         log_den = top - largest[None, :] + tl.log(tl.where(empty, 1.0, den))
         tl.store(c_ptr + place, context, inside)
         tl.store(l_ptr + place, tl.where(empty, NOTHING, log_den), inside)
-        tl.store(r_ptr + n * 3 * D + of_chunks, largest, exists)
+        tl.store(r_ptr + n * D + of_chunks, largest, exists)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def both_ways_key_gradient_kernel(
     pid = tl.program_id(0)
     head, n = pid // columns // N, pid // columns % N
     features, key_features, of_chunks, exists = _columns(
-        head, pid % columns, B, T, D, N * 3, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip
+        head, pid % columns, B, T, D, N, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip
     u = n * C + tl.arange(0, C)
     inside = (u < T)[:, None] & exists[None, :]
     k = _tile(k_ptr, u, KD, key_features, inside, -float("inf"))
@@ -99,7 +99,7 @@ def both_ways_key_gradient_kernel(
     for tile in range(0, N):
         of_num, of_den = _add_queries(
             of_num, of_den, k, centre, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, w_ptr, 0.0, None, row, u, tile, features,
-            tile * 3 * D + of_chunks, exists, T, D, 0, 0, T, T, C * T, 0, D, 0, D,
+            tile * D + of_chunks, exists, T, D, 0, 0, T, T, C * T, 0, D, 0, D,
             FULL, C, False, False, GATED, False, False, PRECISION)  # fmt: skip
     place = u[:, None].to(tl.int64) * D + features[None, :]
     tl.store(dv_ptr + place, of_num.to(dv_ptr.dtype.element_ty), inside)
@@ -124,9 +124,9 @@ def both_ways_table_gradient_kernel(
     row = pid.to(tl.int64) * 0  # rows of the batch are among the columns
     for step in range(each):
         features, key_features, of_chunks, exists = _columns(
-            head, part * each + step, B, T, D, N * 3, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip
+            head, part * each + step, B, T, D, N, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip
         total = _add_to_table(
             total, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, row, t, back * C, w, visible, features,
-            key_features, n * 3 * D + of_chunks, exists, T, D, 0, D, 0, D, 0, KD, 0, D,
+            key_features, n * D + of_chunks, exists, T, D, 0, D, 0, D, 0, KD, 0, D,
             C, GATED, False, PRECISION)  # fmt: skip
     tl.store(dw_ptr + part.to(tl.int64) * HEADS * T * T + pairs, total, visible)

@@ -76,9 +76,7 @@ NOWHERE = (
 )
 
 
-def load(
-    auto_class: type, source: str | os.PathLike, error: type[ValueError] = UnreadableError, **options: Any
-) -> Any:
+def load(auto_class: Any, source: str | os.PathLike, error: type[ValueError] = UnreadableError, **options: Any) -> Any:
     """`auto_class.from_pretrained(source, **options)` of a config, model, tokenizer or processor.
 
     No code of the source runs, and nobody is asked whether it may, unless `trust_remote_code=True` is given.

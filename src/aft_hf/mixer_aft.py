@@ -1,6 +1,8 @@
 """What the five AFT mixers share: projections, the gate of the query, and the problem that goes to a backend."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -194,7 +196,7 @@ class AFTMixer(nn.Module):
         biases = self.biases(query, grid_size)
         masked = any(x is not None for x in (attention_mask, position_ids, documents, shard))
         if not (masked or output_attentions) and state is None and key is query and value is query:
-            options = {"causal": self.causal, "implementation": self.implementation}
+            options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
             output = mix_layer(query, self._projections(), biases, **options)
             if output is not None:
                 return output
@@ -237,7 +239,7 @@ class AFTMixer(nn.Module):
             output = self.o_proj(context.clone())  # the backward pass needs the context, and outputs may be changed
         else:
             output = self.o_proj(context)
-        return (output, attentions.to(problem.value.dtype)) if output_attentions else output
+        return output if attentions is None else (output, attentions.to(problem.value.dtype))
 
     def _gate_is_fused(self, problem: Mixing, output_attentions: bool) -> bool:
         """Whether the backend that takes a problem multiplies by the gate as well."""
@@ -248,7 +250,15 @@ class AFTMixer(nn.Module):
     def _projections(self) -> Projections:
         return Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj, self.num_heads)
 
-    def _check_inputs(self, query, key, value, attention_mask, position_ids, documents) -> None:
+    def _check_inputs(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        documents: Documents | None,
+    ) -> None:
         inputs = {"query": query}
         alone = key is query and value is query
         if not alone:
@@ -289,7 +299,15 @@ class AFTMixer(nn.Module):
                 raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
             self._check_size(int(position_ids.max()) + 1, None)
 
-    def _check_shard(self, shard, query, key, value, others, output_attentions: bool) -> None:
+    def _check_shard(
+        self,
+        shard: SequenceShard,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        others: Iterable[object],
+        output_attentions: bool,
+    ) -> None:
         if self.state_window is None or not (self.causal or self.max_positions is None):
             kind = "causal" if self.causal else "bidirectional"
             raise ValueError(
@@ -304,7 +322,15 @@ class AFTMixer(nn.Module):
                 "output_attentions: padding and documents are those of the shard"
             )
 
-    def _check_state(self, query, key, attention_mask, position_ids, documents, state: AFTLayerState) -> None:
+    def _check_state(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        documents: Documents | None,
+        state: AFTLayerState,
+    ) -> None:
         if not self.causal or key is not query or position_ids is not None or documents is not None:
             raise ValueError("a state goes with a causal mixer, and with query, key and value from one input in order")
         if attention_mask is not None and attention_mask.dim() != 2:

@@ -5,6 +5,7 @@ the types is the w of Eq. 2 that they make from their parameters; what a mixer c
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ class AFTAlibi(AFTMixer):
 
     state_window = 0
 
-    def __init__(self, hidden_size: int, num_heads: int, *, causal: bool = True, **options):
+    def __init__(self, hidden_size: int, num_heads: int, *, causal: bool = True, **options: Any):
         if not causal:
             raise ValueError("AFTAlibi is causal: its biases fall with the distance into the past; got causal=False")
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, **options)
@@ -87,7 +88,7 @@ class AFTFull(AFTMixer):
         num_heads: int = 1,
         position_bias_init_std: float = 0.1,
         position_bias_multiplier: float = 1.0,
-        **options,
+        **options: Any,
     ):
         if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
             given = f"{max_positions} and {position_bias_dim}"
@@ -110,17 +111,22 @@ class AFTFull(AFTMixer):
     def reset_position_bias(self) -> None:
         # Whatever the multiplier, w of a new layer has the same distribution.
         share = 0.5 if self.factorized else 1.0
+        std = self.position_bias_init_std / self.position_bias_multiplier**share
         for parameter in self._learned():
-            init.normal_(parameter, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier**share)
+            if parameter is not None:
+                init.normal_(parameter, mean=0.0, std=std)
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        return Dense(*self._learned(), multiplier=self.position_bias_multiplier)
+        return Dense(*self._learned(), self.position_bias_multiplier)
 
-    def _learned(self) -> tuple[torch.Tensor, ...]:
-        """u and v, or the table."""
-        return (self.position_bias_query, self.position_bias_key) if self.factorized else (self.position_bias_table,)
+    def _learned(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """u and v, or the table and None."""
+        return (
+            (self.position_bias_query, self.position_bias_key) if self.factorized else (self.position_bias_table, None)
+        )
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, None]:
+        assert self.max_positions is not None
         length = self.max_positions if length is None else length
         if length > self.max_positions:
             raise ValueError(
@@ -143,7 +149,7 @@ class AFTLocal(AFTFull):
         **options: the other arguments of `AFTFull` and `AFTMixer`.
     """
 
-    def __init__(self, hidden_size: int, max_positions: int, window_size: int, **options):
+    def __init__(self, hidden_size: int, max_positions: int, window_size: int, **options: Any):
         if window_size < 1:
             raise ValueError(f"window_size must be greater than 0, got {window_size}")
         super().__init__(hidden_size, max_positions, **options)
@@ -154,8 +160,7 @@ class AFTLocal(AFTFull):
         return self.window - 1
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        options = {"size": self.window, "hides_outside": not self.global_connectivity}
-        return Window(*self._learned(), multiplier=self.position_bias_multiplier, **options)
+        return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
 
     def extra_repr(self) -> str:
         return f"window_size={self.window}, {super().extra_repr()}"
@@ -198,7 +203,7 @@ class AFTConv(AFTMixer):
         gumbel_temperature: float = 0.5,
         position_bias_init_std: float = 0.1,
         position_bias_multiplier: float = 1.0,
-        **options,
+        **options: Any,
     ):
         if spatial_dims not in (1, 2) or (causal and spatial_dims != 1):
             raise ValueError(f"spatial_dims must be 1 or 2, and 1 if causal, got {spatial_dims} (causal={causal})")
@@ -225,7 +230,7 @@ class AFTConv(AFTMixer):
     def reset_position_bias(self) -> None:
         # Adam then changes a kernel that is standardized at the pace of gamma and beta.
         init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier)
-        if self.kernel_scale is not None:
+        if self.kernel_scale is not None and self.kernel_shift is not None:
             init.zeros_(self.kernel_scale)
             init.zeros_(self.kernel_shift)
 
@@ -248,7 +253,7 @@ class AFTConv(AFTMixer):
     def _kernels(self) -> torch.Tensor:
         """Eq. 8, or the kernels as they are, times the multiplier."""
         multiplier = self.position_bias_multiplier
-        if self.kernel_scale is None:
+        if self.kernel_scale is None or self.kernel_shift is None:
             return widen(self.kernel) if multiplier == 1.0 else widen(self.kernel) * multiplier
         parameters = self.kernel, self.kernel_scale, self.kernel_shift
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.kernel.is_cpu:
@@ -268,7 +273,9 @@ class AFTConv(AFTMixer):
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         kernels, hides_outside = self._kernel_bias(), not self.global_connectivity
+        biases: GridKernel | LagKernel
         if self.spatial_dims == 2:
+            assert grid_size is not None
             biases = GridKernel(kernels, grid_size, hides_outside)
         else:
             biases = LagKernel(kernels, self.causal, hides_outside)

@@ -10,7 +10,7 @@ that supports it.
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -148,8 +148,9 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     else:
         context = backend.mix(prepared)
         context = context if order is None else gather(context, order)
-    applied = problem.query is None or (backend is not None and backend.applies_gate)
-    return context if applied else torch.sigmoid(problem.query) * context
+    if problem.query is None or (backend is not None and backend.applies_gate):
+        return context
+    return torch.sigmoid(problem.query) * context
 
 
 def fuses_gate(problem: Mixing, implementation: str = "auto") -> bool:
@@ -215,7 +216,7 @@ def mix_prompt(
     return None
 
 
-def _backends(device: torch.device, implementation: str) -> list:
+def _backends(device: torch.device, implementation: str) -> list[Any]:
     """Those of the device that may be taken, the named one first."""
     if implementation == "reference":
         return []
@@ -229,11 +230,12 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
 
     Where their number may not be known to the host, a table of all pairs describes them.
     """
-    if problem.is_pairwise or not problem.documents.can_be_unpacked:
+    documents = problem.documents
+    if documents is None or problem.is_pairwise or not documents.can_be_unpacked:
         return PortableBackend.mix(problem)
     mask = problem.padding_mask
     context = torch.zeros_like(problem.value)
-    for rows in problem.documents.rows:
+    for rows in documents.rows:
         part = replace(
             problem,
             key=rows.take(problem.key, -math.inf),
@@ -253,9 +255,17 @@ def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
     shard, biases, order = problem.shard, problem.biases, None
     if problem.padding_mask is not None:
         problem, order = without_padding(problem, moved=True)
+    assert shard is not None and biases.reach is not None
     past = count_of_past(biases.reach, biases.hides_outside)
-    options = {"reach": biases.reach, "slopes": biases.slopes, "hides_outside": biases.hides_outside}
-    key, value = with_past(shard, problem.key, problem.value, num_heads=problem.num_heads, **options)
+    key, value = with_past(
+        shard,
+        problem.key,
+        problem.value,
+        num_heads=problem.num_heads,
+        reach=biases.reach,
+        slopes=biases.slopes,
+        hides_outside=biases.hides_outside,
+    )
     starts, documents = shard.before - past, shard.real_documents  # positions of the first tokens of the rows
     one_table = biases.relative or bool((starts == starts[0]).all())
     if documents is not None or not one_table:
@@ -281,8 +291,9 @@ def _mix_shard_of_rows(problem: Mixing, implementation: str) -> torch.Tensor:
     farther rows are put before and behind it. Then it is a problem like any other, of an image with more rows.
     """
     shard, biases = problem.shard, problem.biases
+    assert shard is not None and biases.reach_of_rows is not None
     reach = biases.reach_of_rows * biases.columns
-    options = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
+    options: dict[str, Any] = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
     past = count_of_past(reach, biases.hides_outside)
     key, value = with_past(shard, problem.key, problem.value, **options)
     following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
@@ -318,7 +329,9 @@ def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tens
         The problem, and where each token went, (B, T); None where padding is not moved.
     """
     mask = problem.padding_mask
-    hidden, order = hide_padding(problem.key, problem.value, mask), None
+    assert mask is not None
+    hidden: dict[str, Any] = dict(hide_padding(problem.key, problem.value, mask))
+    order = None
     if moved:
         order = real_tokens_first(mask)
         if problem.query is not None:

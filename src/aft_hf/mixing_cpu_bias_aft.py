@@ -52,7 +52,8 @@ def relative_exp(x: torch.Tensor, maximum: torch.Tensor, top: float = TOP) -> to
     """exp(x - maximum + top), and 0 where x is too far below."""
     floor = FLOOR[x.dtype]
     weights = (x - (maximum.clamp_min(EMPTY) - top)).clamp_min_(floor).exp_()
-    return nn.functional.threshold_(weights, math.exp(floor + 0.01), 0.0)
+    threshold = nn.functional.threshold_  # type: ignore[attr-defined]  # torch does not declare it
+    return threshold(weights, math.exp(floor + 0.01), 0.0)
 
 
 class Table(NamedTuple):
@@ -194,6 +195,7 @@ class BandTables:
         filled = nn.functional.pad(by_row, (0, 0, self._reach, self._reach + blocks * QUERY_ROWS - rows)).flatten(2)
         bands = filled.unfold(2, self._band * columns, QUERY_ROWS * columns).flatten(1, 2)
         sums = torch.bmm(bands, table.entries.mT).unflatten(1, (-1, blocks))
+        assert table.outside is not None
         sums += (self._beyond(by_row) * table.outside).unsqueeze(-1).to(sums.dtype)
         return sums.flatten(2)[..., : rows * columns].reshape(summands.shape)
 

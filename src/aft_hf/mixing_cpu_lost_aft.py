@@ -29,7 +29,7 @@ PIECE_SIZE = 2**17
 class Lost(NamedTuple):
     """Lost queries of one feature (or head) each, and their softmax for the backward pass."""
 
-    index: torch.Tensor  # (N,) in the flat (B, T, h k)
+    index: torch.Tensor  # type: ignore[assignment]  # in the place of the method of tuples: (N,) in the flat (B, T, h k)
     log_sum: torch.Tensor  # (N,) log of the denominator in float64, inf where there is nothing to see
     far_inverse: torch.Tensor  # (N,) share of the running sum in the weights over its denominator, 0 without one
 

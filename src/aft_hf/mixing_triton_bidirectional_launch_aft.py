@@ -50,7 +50,7 @@ def forward(
 def kept_shapes(value: torch.Tensor, keep: bool) -> tuple[tuple[int, ...], ...]:
     """Of averages, logarithms of denominators, and numbers of chunks."""
     batch, length, width = value.shape
-    return (*(value.shape,) * 2, (batch, -(-length // CHUNK_SIZE), 3, width)) if keep else ((0,),) * 3
+    return (*(value.shape,) * 2, (batch, -(-length // CHUNK_SIZE), width)) if keep else ((0,),) * 3
 
 
 def _launch(query, key, value, heads: int, largest_block: int) -> tuple[tuple[int, ...], dict, int]:

@@ -105,7 +105,7 @@ class NoBias(PositionBias):
     device: torch.device
     dtype: torch.dtype
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return lags.new_zeros(lags.shape, dtype=self.dtype).unsqueeze(-3).repeat_interleave(self.num_heads, -3)
 
@@ -117,10 +117,10 @@ class LinearDecay(PositionBias):
     slopes: torch.Tensor  # (h,)
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.slopes.device
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return -self.slopes[:, None, None] * lags.unsqueeze(-3)
 
@@ -140,24 +140,24 @@ class Dense(PositionBias):
     reach = None
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.query.device
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         queries, keys = (x.clamp(0, self.query.shape[1] - 1) for x in (queries, keys))
         if self.key is None:
             return self._multiplied(self.query[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
         return (self._multiplied(self.query[:, queries]) @ widen(self.key[:, keys]).mT).movedim(0, -3)
 
-    def from_position(self, start, length):
+    def from_position(self, start: int, length: int) -> "Dense":
         if self.key is None:
             return replace(self, query=_cut(_cut(self.query, 1, start, length), 2, start, length))
         return replace(self, query=_cut(self.query, 1, start, length), key=_cut(self.key, 1, start, length))
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError("w of all positions before a token has no fixed size: ask `between`")
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         if self.key is None:
             return self._multiplied(self.query[:, :length, :length])
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
@@ -175,17 +175,17 @@ class Window(Dense):
     hides_outside: bool = False
 
     @property
-    def reach(self):
+    def reach(self) -> int:  # type: ignore[override]  # read only, as every field is
         return self.size - 1
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self._windowed(super().between(queries, keys), queries, keys)
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         positions = torch.arange(length, device=self.device)
         return self._windowed(super().dense(length), positions, positions)
 
-    def of_chunks(self, count, size, *, following=False):
+    def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
         if not torch.compiler.is_exporting():
             return self._of_chunks(count, size, following)
         # A program of all lengths cuts its table from that of the longest one, whose sizes are known: exporters take
@@ -218,7 +218,7 @@ class Window(Dense):
         distance = (queries[..., :, None] - keys[..., None, :]).abs().unsqueeze(-3)
         return bias.masked_fill(distance >= self.size, self.outside)
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         if isinstance(position, int):
             # The rows lie side by side in memory: slices cost less than a gather.
             first = max(position - self.reach, 0)
@@ -243,15 +243,15 @@ class LagKernel(PositionBias):
     hides_outside: bool = False
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.kernels.device
 
     @property
-    def reach(self):
+    def reach(self) -> int:  # type: ignore[override]  # read only, as every field is
         size = self.kernels.shape[1]
         return size - 1 if self.causal else size // 2
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         size = self.kernels.shape[1]
         lags = queries[..., :, None] - keys[..., None, :]
         index = lags if self.causal else size // 2 - lags
@@ -259,7 +259,7 @@ class LagKernel(PositionBias):
         bias = self.kernels[:, index.clamp(0, size - 1)]
         return bias.masked_fill(~inside, self.outside).movedim(0, -3)
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         return self.kernels.flip(-1).unsqueeze(0)
 
 
@@ -275,22 +275,22 @@ class GridKernel(PositionBias):
     reach = None
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.kernels.device
 
     @property
-    def columns(self):
+    def columns(self) -> int:
         return self.grid_size[1]
 
     @property
-    def reach_of_rows(self):
+    def reach_of_rows(self) -> int:
         return self.kernels.shape[-1] // 2
 
-    def with_more_rows(self, count):
+    def with_more_rows(self, count: int) -> "GridKernel":
         rows, columns = self.grid_size
         return replace(self, grid_size=(rows + count, columns))
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         rows, columns = self.grid_size
         last = rows * columns - 1
         queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
@@ -305,7 +305,7 @@ class GridKernel(PositionBias):
         centre = self.kernels.shape[-1] // 2
         return offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         return grid_table(self.by_offset(), self.grid_size)
 
 
@@ -318,45 +318,47 @@ class SelectedPosition(PositionBias):
     size: torch.Tensor  # (h,), w there
 
     @property
-    def device(self):
+    def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
         return self.index.device
 
-    def tensors(self):
+    def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *self.kernel.tensors()]
 
     @property
-    def ordered(self):
+    def ordered(self) -> bool:  # type: ignore[override]  # read only, as every field is
         return self.kernel.ordered
 
     @property
-    def reach(self):
+    def reach(self) -> int | None:  # type: ignore[override]  # read only, as every field is
         return self.kernel.reach
 
     @property
-    def columns(self):
+    def columns(self) -> int:
         return self.kernel.columns
 
     @property
-    def reach_of_rows(self):
+    def reach_of_rows(self) -> int | None:
         return self.kernel.reach_of_rows
 
-    def with_more_rows(self, count):
-        return replace(self, kernel=self.kernel.with_more_rows(count))
+    def with_more_rows(self, count: int) -> "SelectedPosition":
+        kernel = self.kernel.with_more_rows(count)
+        assert isinstance(kernel, (LagKernel, GridKernel))
+        return replace(self, kernel=kernel)
 
     @property
-    def hides_outside(self):
+    def hides_outside(self) -> bool:  # type: ignore[override]  # read only, as every field is
         return self.kernel.hides_outside
 
-    def between(self, queries, keys):
+    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self.kernel.between(queries, keys)
 
-    def dense(self, length):
+    def dense(self, length: int) -> torch.Tensor:
         return self.kernel.dense(length)
 
-    def of_chunks(self, count, size, *, following=False):
+    def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
         return self.kernel.of_chunks(count, size, following=following)
 
-    def next_token(self, position):
+    def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         return self.kernel.next_token(position)
 
     def places(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,11 +48,12 @@ class Projections(NamedTuple):
         layers = self.of_input()
         gated = self.query is None or (type(self.activation) is nn.Sigmoid and is_untouched(self.activation))
         ends = is_linear(self.output) or (type(self.output) is nn.Identity and is_untouched(self.output))
-        if not (gated and ends and all(map(is_linear, layers))):
+        linear = [layer for layer in layers if is_linear(layer)]
+        if not (gated and ends and len(linear) == len(layers)):
             return False
-        key_shape, *others = (tuple(layer.weight.shape) for layer in layers)
+        key_shape, *others = (tuple(layer.weight.shape) for layer in linear)
         others += [tuple(self.output.weight.shape)] if is_linear(self.output) else []
         usual = key_shape in ((width, width), (self.num_heads, width)) and set(others) == {(width, width)}
-        biases = [layer.bias for layer in layers]
-        whole = all(b is not None and b.shape == y.weight.shape[:1] for b, y in zip(biases, layers))
+        biases = [layer.bias for layer in linear]
+        whole = all(b is not None and b.shape == y.weight.shape[:1] for b, y in zip(biases, linear))
         return usual and (whole or all(b is None for b in biases))

@@ -60,9 +60,11 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
     return labels
 
 
-Layers, Labels = Annotated[Any, _at_most(2**12)], Annotated[Any, _at_most(2**22)]
+Layers = Annotated[Any, _at_most(2**12)]
+Labels = Annotated[Any, _at_most(2**22)]
 Side = Annotated[Any, _at_most(2**13)]  # pixels
-Width, Length = Annotated[Any, _at_most(2**20)], Annotated[Any, _at_most(2**27)]
+Width = Annotated[Any, _at_most(2**20)]
+Length = Annotated[Any, _at_most(2**27)]
 
 
 class ModelConfig(Document):

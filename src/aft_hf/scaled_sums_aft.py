@@ -106,7 +106,7 @@ class ScaledSums(NamedTuple):
     denominator: torch.Tensor  # (..., T, B, k)
     maximum: torch.Tensor  # (..., T, B, k)
 
-    def shifted(self, exponent: torch.Tensor) -> "ScaledSums":
+    def shifted(self, exponent: torch.Tensor | float) -> "ScaledSums":
         """The same sums with `exponent` added to every K + w."""
         return self._replace(maximum=self.maximum + exponent)
 
@@ -258,7 +258,15 @@ def _with_lost_queries(
     bias = bias.expand(*leading, *bias.shape[-2:]).flatten(0, -3)
     shared = key.shape[-1] != value.shape[-1]  # one key for all features of a head
 
-    def some_queries(key, value, bias, head, query, row, feature) -> tuple[torch.Tensor, ...]:
+    def some_queries(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor,
+        head: torch.Tensor,
+        query: torch.Tensor,
+        row: torch.Tensor,
+        feature: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         biases = bias[head, query]  # (N, T')
         logits = (key[head, :, row, feature] + biases).masked_fill(biases == -math.inf, -math.inf)
         values = value[head, :, row] if shared else value[head, :, row, feature].unsqueeze(-1)  # (N, T', c or 1)

@@ -178,9 +178,10 @@ class SequenceShard:
     backward: bool = False
 
     def __post_init__(self):
-        columns = self._pieces[:, 0, 6].tolist()  # a collective: here, where all processes are
-        if len(set(columns)) > 1:
-            raise ValueError(f"pieces of an image are whole rows of patches: the processes hold rows of {columns}")
+        columns = self._pieces[..., 6]  # a collective: here, where all processes are
+        if (columns != self.columns).any():
+            given = columns[:, 0].tolist()
+            raise ValueError(f"pieces of an image are whole rows of patches: the processes hold rows of {given}")
 
     @property
     def rank(self) -> int:

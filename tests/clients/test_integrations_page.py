@@ -30,6 +30,7 @@ def test_an_example_runs(title, saved, tmp_path, monkeypatch, request):
         code = code.replace("localhost:8000", f"127.0.0.1:{request.getfixturevalue('server_port')}")
         code = code.replace("outputs/quickstart-text", str(saved))  # as which it is served here
     (tmp_path / "outputs").mkdir()
+    (tmp_path / "text.txt").write_text("Friends, Romans, countrymen, lend me your ears; \n" * 8)
     (tmp_path / "outputs" / "quickstart-text").symlink_to(saved)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, f"{PAGE.name}: {title}", "exec"), {"__name__": "example"})

@@ -82,6 +82,6 @@ def test_a_magnitude_of_zero_changes_little_and_a_larger_one_changes_more():
 def test_what_comes_in_from_outside_has_the_fill_colour():
     torch.manual_seed(1)
     augment = RandAugment(1, 10, 0.0, FILL)
-    moved = augment._apply(OPERATIONS["translate_x"], torch.ones(1, 3, SIDE, SIDE), torch.tensor([1.0]))
+    moved = augment._transformed(OPERATIONS["translate_x"], torch.ones(1, 3, SIDE, SIDE), torch.tensor([1.0]))
     torch.testing.assert_close(moved[0, :, :, 0], torch.tensor(FILL)[:, None].expand(3, SIDE))
     torch.testing.assert_close(moved[0, :, :, -1], torch.ones(3, SIDE))

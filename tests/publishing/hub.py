@@ -282,6 +282,12 @@ def repo_info(handler, token, body, repo_id, revision):
     repository = handler.hub.repository(repo_id, token)
     oid = handler.hub.commit_of(repository, revision or "main")
     siblings = [{"rfilename": path} for path in repository.commits[oid]]
+    if "blobs" in handler.query:
+        for sibling, (path, blob) in zip(siblings, repository.commits[oid].items()):
+            told = entry(path, blob)
+            sibling |= {"blobId": told["oid"], "size": told["size"]}
+            if blob.lfs:
+                sibling["lfs"] = {"sha256": blob.oid, "size": told["size"], "pointerSize": 130}
     info = {"_id": "0", "id": repo_id, "modelId": repo_id, "sha": oid, "private": repository.private}
     return as_json(info | {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
 

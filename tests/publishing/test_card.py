@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from processes import environment, run
 from typer.testing import CliRunner
 
-from aft_hf import AFTForCausalLM
+from aft_hf import AFTForCausalLM, AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.conversion import ConversionReport
 from aft_hf.publishing import PublishError, build_card, write_card
 from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
@@ -153,6 +153,28 @@ def test_results_stand_beside_the_file_that_holds_them(filled):
     assert "untrained" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "trained"),
+    [
+        ("all_results.json", {"eval_accuracy": 0.5, "eval_runtime": 3.2, "eval_samples": 9, "epoch": 0}, False),
+        ("results.json", {"metrics": {"test": {"accuracy": 0.5}}}, False),
+        ("all_results.json", TRAINER, True),
+        ("results.json", RESULTS, True),
+    ],
+)
+def test_a_model_that_was_only_evaluated_is_called_untrained(directory, name, content, trained):
+    (directory / name).write_text(json.dumps(content))
+    text = str(build_card(directory))
+    assert ("take the weights as untrained" in text) != trained and "| accuracy | 0." in text
+
+
+def test_a_type_without_position_biases_shows_no_constant_of_them(tmp_path):
+    model = tiny.build("text", "simple")
+    model.config.position_bias_multiplier = 10.0
+    tiny.save(model, tmp_path)
+    assert "position bias" not in str(build_card(tmp_path)).split("## Architecture")[1]
+
+
 def test_no_path_of_the_training_and_no_series_is_on_the_card(filled):
     text = str(build_card(filled, repo_id="me/tiny"))
     for hidden in ("outputs/13", "2.718", "0.1111", "54321", "77 reasons"):
@@ -227,6 +249,23 @@ def test_what_learns_no_position_biases_has_no_picture_of_them(tmp_path):
     tiny.save(tiny.build("text", "alibi"), tmp_path)
     write_card(tmp_path)
     assert not (tmp_path / "position_biases.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "task", "summary"),
+    [
+        (AFTForSequenceClassification, "text-classification", "A classifier of texts into 3 classes: AFT-conv"),
+        (AFTForTokenClassification, "token-classification", "A classifier of tokens into 3 classes: AFT-conv"),
+    ],
+)
+def test_a_classifier_of_text_is_called_one_and_its_code_loads_it(tmp_path, head, task, summary):
+    config = tiny.build("text", "conv").config
+    config.num_labels = 3
+    tiny.save(head(config), tmp_path)
+    card = build_card(tmp_path, repo_id="me/tiny")
+    assert card.data.pipeline_tag == task and summary in card.text
+    assert f"model = {head.__name__.replace('AFT', 'AutoModel')}.from_pretrained(name" in card.text
+    assert f'classify = pipeline("{task}", model=name' in card.text
 
 
 def test_limits_follow_from_the_type(tmp_path):

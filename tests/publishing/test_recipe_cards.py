@@ -175,6 +175,12 @@ def test_a_converted_model_is_described_with_the_multiplier_that_the_command_giv
         assert facts.config.position_bias_multiplier == multiplier
 
 
+def test_a_baseline_of_images_is_an_image_classifier(root):
+    card = ModelCard(card_as_if_run(root, "imagenet/deit_tiny", "_training", "_deit")[0])
+    assert card.data.pipeline_tag == "image-classification" and card.data.tags == ["beit", "baseline"]
+    assert "| image size | 224 x 224 |" in card.text and "vocabulary" not in card.text
+
+
 def test_an_ablation_shows_its_switch(root):
     name = "imagenet/ablation_aft_conv_small_11_384_no_query"
     text, _ = card_as_if_run(root, name, "_training", "_aft", "aft_conv_small_11_384")

@@ -4,7 +4,6 @@ import json
 import shutil
 from contextlib import nullcontext
 
-import huggingface_hub
 import pytest
 import typer
 from hub import READ, WRITE, Blob, Hub, Repository
@@ -21,7 +20,7 @@ from aft_hf.publishing.command import publish_command
 CREATE, INFO = ("POST", "/api/repos/create$"), ("GET", "/api/models/me/tiny$")
 VALIDATE, PREUPLOAD = ("POST", "/validate-yaml$"), ("POST", "/preupload/")
 BATCH, PUT, VERIFY = ("POST", "/objects/batch$"), ("PUT", "/storage/"), ("POST", "/lfs/verify$")
-COMMIT, TREE, DOWNLOAD = ("POST", "/commit/"), ("GET", "/tree/"), ("GET", "/storage/|/resolve/")
+COMMIT, CHECK = ("POST", "/commit/"), ("GET", "/revision/[0-9a-f]{40}$")
 BEFORE_COMMIT = {
     "create": CREATE,
     "info": INFO,
@@ -32,7 +31,7 @@ BEFORE_COMMIT = {
     "verify": VERIFY,
     "commit": COMMIT,
 }
-AFTER_COMMIT = {"tree": TREE, "download": DOWNLOAD}
+AFTER_COMMIT = {"check": CHECK}
 EMPTY = {".gitattributes"}
 
 
@@ -183,11 +182,10 @@ def test_a_busy_hub_is_given_the_time_it_asks_for(send, hub, prepared, waits):
     assert_whole(hub, prepared)
 
 
-@pytest.mark.parametrize("stage", [INFO, PREUPLOAD, PUT, COMMIT, DOWNLOAD], ids=lambda stage: stage[1])
+@pytest.mark.parametrize("stage", [INFO, PREUPLOAD, PUT, COMMIT, CHECK], ids=lambda stage: stage[1])
 def test_a_hub_that_does_not_answer_is_asked_again(send, hub, prepared, monkeypatch, stage):
     # What the stand-in answers at all takes milliseconds.
     monkeypatch.setattr(upload, "PATIENCE", 1.0)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1.0)
     hub.fail("silent", *stage)
     send()
     assert_whole(hub, prepared)
@@ -247,15 +245,15 @@ def test_ctrl_c_in_the_upload_leaves_the_repository_as_it_was(send, hub, prepare
 def test_what_somebody_else_commits_meanwhile_is_kept(send, hub, prepared):
     api = HfApi(endpoint=hub.url, token=WRITE)
     api.create_repo("me/tiny")
-    retried = upload._retried
+    create_commit = HfApi.create_commit
 
-    def meanwhile(action, may_retry=None):
-        if may_retry is not None:  # it is the commit's turn
+    def meanwhile(self, *arguments, parent_commit=None, **options):
+        if parent_commit is not None:  # ours, not that of `upload_file`
             api.upload_file(path_or_fileobj=b"theirs", path_in_repo="theirs.txt", repo_id="me/tiny")
-        return retried(action, may_retry)
+        return create_commit(self, *arguments, parent_commit=parent_commit, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upload, "_retried", meanwhile)
+        patch.setattr(HfApi, "create_commit", meanwhile)
         with pytest.raises(PublishError, match=r"412.*run the same again"):
             send()
     send()
@@ -353,7 +351,7 @@ def test_no_network_is_one_line(prepared, send, hub, monkeypatch):
 # ------------------------------------------------------------------------------------------ answers that are no Hub's
 
 ODD = [b"{}", b"[3]", b"<html>", b"[" * 100_000]
-ANSWERED = {"info": INFO, "batch": BATCH, "commit": COMMIT, "tree": TREE}
+ANSWERED = {"info": INFO, "batch": BATCH, "commit": COMMIT, "check": CHECK}
 
 
 @pytest.mark.parametrize("content", ODD, ids=lambda content: ascii(content[:8]))
@@ -375,7 +373,7 @@ def test_an_answer_of_another_shape_ends_in_one_line_or_does_no_harm(send, hub, 
 
 
 @pytest.mark.parametrize("target", ["itself", "another", "ftp://127.0.0.1/x"])
-@pytest.mark.parametrize("stage", [CREATE, PUT, COMMIT, TREE], ids=["create", "put", "commit", "tree"])
+@pytest.mark.parametrize("stage", [CREATE, PUT, COMMIT, CHECK], ids=["create", "put", "commit", "check"])
 def test_redirects_in_circles_and_to_nowhere_end_in_one_line(send, hub, prepared, stage, target):
     known = {"itself": "", "another": f"{hub.url}/api/circle"}  # "": the path that was asked for
     hub.fail("status", *stage, times=10**6, status=307, headers={"Location": known.get(target, target)})
@@ -385,7 +383,7 @@ def test_redirects_in_circles_and_to_nowhere_end_in_one_line(send, hub, prepared
         send()
     said = str(error.value)
     assert said.isprintable() and len(said) < 1000
-    assert ("nothing was committed" in said) == (stage != TREE)
+    assert ("nothing was committed" in said) == (stage != CHECK)
     hub.faults.clear()
     send()
     assert_whole(hub, prepared)

@@ -143,7 +143,7 @@ def _completions(request: Request) -> "Figure":
     from .completions import complete_images, image_side
     from .pictures import draw_images
 
-    model = _load(request.checkpoint)
+    model: Any = _load(request.checkpoint)  # `image_side` refuses other models
     side = image_side(model)
     images = [image.resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)]
     originals = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
@@ -256,7 +256,7 @@ def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | N
     patch = re.fullmatch(r"(\d+),(\d+)", text or f"{rows // 2},{columns // 2}")
     if patch is None or int(patch[1]) >= rows or int(patch[2]) >= columns:
         raise ValueError(f"--position {text!r}: give ROW,COLUMN of one of the {rows} x {columns} patches, from 0")
-    return int(model.config.use_cls_token) + int(patch[1]) * columns + int(patch[2])
+    return int(bool(model.config.use_cls_token)) + int(patch[1]) * columns + int(patch[2])
 
 
 def _maps_of_features(

@@ -76,7 +76,8 @@ def _implicit(mixer: AFTMixer, x: torch.Tensor, position: int, grid_size: tuple[
 
 
 def _mixers(model: AFTPreTrainedModel) -> list[AFTMixer]:
-    return [layer.mixer for layer in getattr(model, model.base_model_prefix, model).layers]
+    layers: Any = getattr(model, model.base_model_prefix, model).layers
+    return [layer.mixer for layer in layers]
 
 
 def _one(hidden: list[torch.Tensor]) -> list[torch.Tensor]:

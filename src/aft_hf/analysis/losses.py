@@ -14,7 +14,7 @@ def metric_of(results: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it has none of them.
     """
-    measured = next(iter(results["metrics"].values()), {})
+    measured: Mapping[str, Any] = next(iter(results["metrics"].values()), {})
     for name in METRICS:
         if name in measured:
             return name

@@ -1,6 +1,6 @@
 """What one patch of an image reads from all others: keys, position biases, and the weights that they make."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +49,8 @@ def patch_maps(
     if not (0 <= row < rows and 0 <= column < columns):
         raise ValueError(f"the patches are {rows} x {columns}: there is none at row {row}, column {column}")
 
-    mixer, projected = layers[layer].mixer, []
+    mixer: Any = layers[layer].mixer
+    projected: list[torch.Tensor] = []
     hook = mixer.k_proj.register_forward_hook(lambda module, inputs, output: projected.append(output))
     try:
         logits = model(pixel_values=pixel_values).logits

@@ -38,7 +38,7 @@ STYLE = {
     "legend.frameon": False,
     "svg.hashsalt": "aft-hf",  # the same picture is the same file
 }
-FORMATS = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
+FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
 LAYERS_IN_A_ROW = 8
 # How maps are coloured: on one scale around 0 or from 0 on; or each on its own, around 0 or from its lowest value on.
 SCALES = {"signed": "RdBu_r", "positive": "viridis", "own signed": "RdBu_r", "own": "viridis"}
@@ -51,7 +51,9 @@ def _style() -> AbstractContextManager[None]:
     """Our settings, whatever the user's are."""
     import matplotlib
 
-    kept = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
+    kept: dict[Any, Any] = {
+        name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")
+    }
     return matplotlib.rc_context(kept | STYLE)
 
 

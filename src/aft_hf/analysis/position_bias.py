@@ -1,5 +1,7 @@
 """Position biases of every layer and head as maps."""
 
+from typing import Any
+
 import torch
 
 from ..mixers_aft import AFTConv
@@ -28,7 +30,7 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
     """
     if values not in VALUES:
         raise ValueError(f"values must be one of {', '.join(VALUES)}, got {values!r}")
-    layers = getattr(model, model.base_model_prefix, model).layers
+    layers: Any = getattr(model, model.base_model_prefix, model).layers
     maps = []
     for mixer in (layer.mixer for layer in layers):
         if isinstance(mixer, AFTConv):

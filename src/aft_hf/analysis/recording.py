@@ -23,7 +23,7 @@ def mixer_inputs(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
     def keep(index: int, args: tuple, kwargs: dict[str, Any]) -> None:
         kept[index] = args[0] if args else kwargs["query"]
 
-    layers = getattr(model, model.base_model_prefix, model).layers
+    layers: Any = getattr(model, model.base_model_prefix, model).layers
     hooks = [
         layer.mixer.register_forward_pre_hook(
             lambda module, args, kwargs, index=index: keep(index, args, kwargs), with_kwargs=True

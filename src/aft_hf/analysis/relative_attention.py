@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +33,8 @@ def mean_attention(
         ValueError: there is no image.
     """
     num_patches = math.prod(patch_grid(model))
-    layers, totals = model.base_model.layers, {}
+    layers: Any = model.base_model.layers
+    totals: dict[int, torch.Tensor] = {}
 
     def add(index: int, attention: torch.Tensor) -> None:
         kept = torch.arange(attention.shape[-1], device=attention.device)

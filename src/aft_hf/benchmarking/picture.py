@@ -1,7 +1,9 @@
 """How time and memory grow, in one picture."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -67,7 +69,7 @@ def _draw(axes: Axes, models: dict[str, Line]) -> None:
         axes.set_axis_off()
         return
     for model, line in models.items():
-        style = {"color": OURS[model]} if model in OURS else {"color": "0.45", "linestyle": "--"}
+        style: dict[str, Any] = {"color": OURS[model]} if model in OURS else {"color": "0.45", "linestyle": "--"}
         axes.plot(*zip(*line), marker=".", label=model, **style)
     axes.set(xscale="log", yscale="log")
     ticks = sorted({size for line in models.values() for size, _ in line})
@@ -91,10 +93,10 @@ def _label(axes: Axes) -> None:
         x, y = (pixels * points_per_pixel for pixels in reversed(_end_in_pixels(line)))
         place = max([y, *(other + LABEL_POINTS for other_x, other in taken if abs(other_x - x) < 60)])
         taken.append((x, place))
-        end = tuple(values[-1] for values in line.get_data())
+        end_x, end_y = (float(np.asarray(values)[-1]) for values in line.get_data())
         axes.annotate(
-            line.get_label(),
-            end,
+            str(line.get_label()),
+            (end_x, end_y),
             xytext=(5, place - y),
             textcoords="offset points",
             va="center",

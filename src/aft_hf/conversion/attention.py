@@ -8,6 +8,7 @@ features that they share.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from PIL import Image
@@ -47,10 +48,10 @@ def fit_position_biases(
     """
     teacher = source.to_transformers().float()
     batches = pixel_batches(images, source.image_processor)
-    maps, num_images = mean_attention(teacher, batches, keep_class_token=model.config.use_cls_token)
+    maps, num_images = mean_attention(teacher, batches, keep_class_token=bool(model.config.use_cls_token))
     fitted = {}
     for i, (layer, attention) in enumerate(zip(model.aft.layers, maps)):
-        mixer = layer.mixer
+        mixer: Any = layer.mixer
         weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size)
         attention = torch.einsum("ij,jts->its", weights.double(), attention.double())
         for name, value in _fit(mixer, attention, source.grid_size).items():

@@ -50,7 +50,7 @@ def canonical_shapes(config: ViTConfig | DeiTConfig, heads: Iterable[str]) -> di
         shapes |= _linear(f"{layer}.attention.output.dense", d, d)
         shapes |= _linear(f"{layer}.intermediate.dense", d, mlp) | _linear(f"{layer}.output.dense", mlp, d)
     for head in heads:
-        shapes |= _linear(head, d, config.num_labels)
+        shapes |= _linear(head, d, config.num_labels or 0)
     return shapes
 
 
@@ -60,7 +60,7 @@ def is_optional(name: str) -> bool:
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    weight = {f"{name}.weight": (outputs, inputs)}
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (outputs, inputs)}
     return weight | {f"{name}.bias": (outputs,)} if bias else weight
 
 

@@ -122,7 +122,7 @@ def convert_deit(
     }
     config = _target_config(source, options)
     _check_init(init, images, source, config)
-    model = AFTForImageClassification(config).to(source.dtype)
+    model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
     target = model.state_dict()
     counterparts = _counterparts(source.derivations, target)
     copies = {name: _copy(source, config, canonical) for name, canonical in counterparts.items()}
@@ -155,7 +155,14 @@ def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) -> AFTConfig:
-    names = ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act")
+    names: tuple[str, ...] = (
+        "patch_size",
+        "num_channels",
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "hidden_act",
+    )
     names += ("hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias", "id2label", "label2id")
     names += ("problem_type",)
     return AFTConfig(modality="image", **{name: getattr(source.config, name) for name in names}, **options)

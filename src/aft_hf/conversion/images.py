@@ -50,7 +50,7 @@ class ImagesOnDisk(Sequence):
     def __len__(self) -> int:
         return self._total
 
-    def __getitem__(self, index: int) -> Image.Image:
+    def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]  # a sequence without slices
         if not 0 <= index < self._total:
             raise IndexError(f"there are {self._total} images, got index {index}")
         return self._image_at(index)

@@ -20,7 +20,13 @@ REASONS = {
     "siglip_vision_model": "it has no class token and pools by attention, which an AFT does not",
     "beit": "its attention has relative position biases, which are no part of a ViT",
 }
-SAME = ("hidden_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "hidden_dropout_prob")
+SAME: tuple[str, ...] = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "hidden_dropout_prob",
+)
 SAME += ("attention_probs_dropout_prob", "initializer_range", "layer_norm_eps", "image_size", "patch_size")
 SAME += ("num_channels", "qkv_bias")
 

@@ -75,7 +75,7 @@ def infer_config(
     patches, blocks = _tensor(name, tensors, "patch_embed.proj.weight", 4), _num_blocks(name, tensors)
     positions = _tensor(name, tensors, "pos_embed", 3)
     distilled = "dist_token" in tensors
-    width, patch_size = patches.shape[0], tuple(patches.shape[2:])
+    width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
     model_args = _model_args(timm_config)
     if num_heads is None:
         # 1 stands for a number that nobody knows: what is copied does not depend on it.
@@ -133,7 +133,7 @@ def _image_size(
     if image_size is None:
         for patches in (length - prefix, length):
             if patches > 0 and math.isqrt(patches) ** 2 == patches:
-                return _one_or_two(tuple(math.isqrt(patches) * size for size in patch_size))
+                return _one_or_two((math.isqrt(patches) * patch_size[0], math.isqrt(patches) * patch_size[1]))
         raise ConversionError(
             f"{name}: {length} positions are no square of patches; give source_image_size, its rows and columns in "
             "pixels"
@@ -168,4 +168,4 @@ def _labels(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> d
 
 
 def _one_or_two(size: tuple[int, int]) -> int | tuple[int, int]:
-    return size[0] if size[0] == size[1] else tuple(size)
+    return size[0] if size[0] == size[1] else size

@@ -33,6 +33,7 @@ def verify_conversion(source: str | os.PathLike, directory: str | os.PathLike) -
     report.check(tensors, saved)
     copied = report.with_status("copied")
     for record in copied:
+        assert record.target is not None  # what was copied, was copied to somewhere
         with explained(f"{path}: {record.target} cannot be made again", ConversionError):
             expected = record.derivation.of(tensors)
         if not _equal_bits(expected, saved[record.target]):

@@ -80,8 +80,8 @@ def crop_box(
         if 0 < w <= width and 0 < h <= height:
             left, top = random.integers(width - w, endpoint=True), random.integers(height - h, endpoint=True)
             return float(left), float(top), float(left + w), float(top + h)
-    w, h = min(width, height * 4 / 3), min(height, width * 4 / 3)
-    return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
+    across, down = min(width, height * 4 / 3), min(height, width * 4 / 3)
+    return (width - across) / 2, (height - down) / 2, (width + across) / 2, (height + down) / 2
 
 
 class BatchAugmentation(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -12,13 +13,13 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
     The margin that a centre crop leaves away keeps its share: a resize to 256 before a crop of 224 becomes one to 438
     before a crop of 384.
     """
-    processor = copy.deepcopy(processor)
+    resized: Any = copy.deepcopy(processor)  # whose class declares the sizes
     height, width = size
-    if getattr(processor, "do_center_crop", False):
-        crop = dict(processor.crop_size)
+    if getattr(resized, "do_center_crop", False):
+        crop = dict(resized.crop_size)
         ratio = max(size) / max(crop["height"], crop["width"])
-        processor.size = {side: math.floor(length * ratio) for side, length in dict(processor.size).items() if length}
-        processor.crop_size = {"height": height, "width": width}
+        resized.size = {side: math.floor(length * ratio) for side, length in dict(resized.size).items() if length}
+        resized.crop_size = {"height": height, "width": width}
     else:
-        processor.size = {"height": height, "width": width}
-    return processor
+        resized.size = {"height": height, "width": width}
+    return resized

@@ -120,7 +120,7 @@ def local_files(
 ) -> list[Path]:
     """The files of the split "train", as `load_splits` reads it, in an order that their folder's name does not change;
     none where they are on the Hub."""
-    place = Path(train if dataset_name is None else dataset_name)
+    place = Path(dataset_name or train or "")
     if place.is_file():
         return [place]
     if dataset_name is None:

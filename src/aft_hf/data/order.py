@@ -11,7 +11,7 @@ class SampleKey(NamedTuple):
     """What a training dataset is indexed by: enough to draw the sample's random numbers from."""
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # in the place of the method of tuples
     repetition: int = 0
 
     def random(self, seed: int) -> np.random.Generator:
@@ -59,7 +59,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
         self.steps_per_epoch = steps_per_epoch(num_samples, global_batch_size)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        epoch, order = -1, None
+        epoch, order = -1, np.empty(0, int)
         for step in range(self.start, self.stop):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch

@@ -70,7 +70,7 @@ class PixelSequences(Dataset):
         return len(self.rows)
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
-        if self.seed is None:
+        if not isinstance(key, SampleKey):
             return self.sample(row_at(self.rows, key))
         return self.sample(row_at(self.rows, key.index), key)
 
@@ -80,7 +80,7 @@ class PixelSequences(Dataset):
         if image.size != (self.image_size, self.image_size):
             image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
         pixels = np.asarray(image)
-        if key is not None:
+        if key is not None and self.seed is not None:
             pixels = self._augment(pixels, key.random(self.seed))
         labels = torch.from_numpy(pixels_to_tokens(pixels).astype(np.int64))
         return {"input_ids": torch.cat([torch.tensor([START_TOKEN]), labels[:-1]]), "labels": labels}

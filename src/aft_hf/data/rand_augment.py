@@ -53,10 +53,10 @@ class RandAugment(nn.Module):
                 rows = (chosen == number).nonzero()[:, 0]
                 if len(rows):
                     few, few_strengths = images[rows.to(images.device)], strength[rows].to(images.device)
-                    images[rows.to(images.device)] = self._apply(operation, few, few_strengths)
+                    images[rows.to(images.device)] = self._transformed(operation, few, few_strengths)
         return images
 
-    def _apply(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    def _transformed(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
         if operation in GEOMETRIC:  # they bring in zeros
             fill = self.fill.to(images.device)
             return operation(images - fill, strength).add(fill).clamp(0, 1)

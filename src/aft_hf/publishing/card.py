@@ -56,9 +56,17 @@ TASKS = {
     ("AFTModel", "image"): "image-feature-extraction",
 }
 PIXELS = "unconditional-image-generation"  # what a causal language model of sub-pixels does
+AUTO_CLASSES = {
+    "text-generation": "AutoModelForCausalLM",
+    PIXELS: "AutoModelForCausalLM",
+    "image-classification": "AutoModelForImageClassification",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+}
 
-# Fields that a card shows where they are not the default: the paper's ablations, and what the paper has not.
-SWITCHES = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
+# Fields that a card shows where they are not the default: the paper's ablations, and what the paper has not. The first
+# two are of any type, the others of position biases.
+SWITCHES: tuple[str, ...] = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
 SWITCHES += ("position_bias_entropy_weight", "position_bias_selection", "position_bias_multiplier")
 
 
@@ -89,8 +97,8 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
     """A temporary directory with what `write_card` writes. Arguments and errors are those of `write_card`."""
     refuse_misplaced_files(directory)
     terms = _license(directory, license)
-    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as made:
-        made, path = Path(made), directory / README
+    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
+        made, path = Path(temporary), directory / README
         if not path.is_file() or is_ours(path.read_text(encoding="utf-8", errors="replace")):
             facts = read_facts(directory)
             _draw_position_biases(directory, facts, made)
@@ -133,7 +141,7 @@ def _card(directory: Path, facts: Facts, made: Path, *, repo_id: str | None, lic
             file: text for file, text in PICTURES.items() if (directory / file).is_file() or (made / file).is_file()
         },
         status="" if facts.was_trained else status,
-        **_license(directory, license),
+        license=_license(directory, license),
     )
 
 
@@ -144,11 +152,9 @@ def fill_card(
     source: str,
     marker: str,
     pictures: dict[str, str],
+    license: dict[str, str],
     status: str = "",
-    license: str = DEFAULT,
-    license_name: str | None = None,
-    license_link: str | None = None,
-    **more: Any,
+    recipe: dict[str, str] | None = None,
 ) -> ModelCard:
     """The template, filled.
 
@@ -158,40 +164,38 @@ def fill_card(
         source: where the code on the card loads it from: an id on the Hub, or a directory.
         marker: a comment that says where the card comes from.
         pictures: what they show, by their path from the card.
+        license: of the metadata: `license`, and of another one `license_name` and `license_link`.
         status: what a reader has to know first.
-        license, license_name, license_link: of the metadata.
-        more: for the template.
+        recipe: what the template tells of it, if the card is that of a recipe.
     """
+    task = _task(facts)
     return ModelCard.from_template(
-        _metadata(facts, name, license=license, license_name=license_name, license_link=license_link),
+        _metadata(facts, name, license),
         template_path=str(TEMPLATE),
         marker=marker,
-        model_name=escaped(name),
-        summary=_summary(facts),
-        is_aft=facts.is_aft,
+        name=name,
+        source=source,
         status=status,
-        is_gated=facts.is_aft and facts.config.use_query,
-        is_image=facts.is_pixels or not facts.is_text,
-        load_remote=_code(facts, source, remote=True, on_hub="recipe" not in more),
-        load_local=_code(facts, source, remote=False),
-        architecture=[{"name": label, "value": value} for label, value in _architecture(facts)],
-        config_file=facts.config_file,
-        parameters=facts.parameters,
-        was_trained=facts.was_trained,
-        conversion=_conversion(facts),
-        training=_rows(facts.training),
-        training_file=_one_file(facts.training),
-        versions=escaped(facts.versions or ""),
-        results=[
-            row | {"value": measured(fact.value), "data": _data(facts, fact)}
-            for row, fact in zip(_rows(facts.results), facts.results)
-        ],
-        results_file=_one_file(facts.results),
-        paper=facts.paper,
+        recipe=recipe,
+        facts=facts,
+        config=facts.config,
+        kind=_kind(facts),
+        task=task,
+        auto=AUTO_CLASSES.get(task, "AutoModel"),
+        architecture=_architecture(facts),
+        longest=_longest(facts.config) if facts.is_text else None,
+        any_size=facts.is_aft and not facts.config.use_position_embeddings and _types(facts) == {"conv"},
+        side=_side(facts) if facts.is_pixels else None,
+        size=None if facts.is_text else _size(facts.config.image_size),
+        conversion_file=CONVERSION,
         pictures=[{"file": file, "name": _label(Path(file).stem), "text": text} for file, text in pictures.items()],
-        limits=_limits(facts),
-        cost=_rows(facts.cost),
-        **more,
+        hub_link=_hub_link,
+        data_of=lambda fact: _data(facts, fact),
+        label=_label,
+        one_file=_one_file,
+        escaped=escaped,
+        measured=measured,
+        quoted=quoted,
     )
 
 
@@ -229,7 +233,7 @@ def card_problems(path: str | os.PathLike, names: Collection[str] = ()) -> list[
 
 def card_license(path: Path) -> str:
     """What a card without problems names as the license of the weights."""
-    return metadata_load(path)["license"]
+    return (metadata_load(path) or {})["license"]
 
 
 def _license(directory: Path, license: str | None) -> dict[str, str]:
@@ -263,14 +267,14 @@ def _task(facts: Facts) -> str:
     if facts.is_pixels:
         return PIXELS
     if not facts.is_aft:
-        return "text-generation" if hasattr(facts.config, "vocab_size") else "image-classification"
+        return "text-generation" if facts.is_text else "image-classification"
     task = TASKS.get((facts.architecture, facts.config.modality))
     if task is None:
         raise PublishError(f"architectures names {facts.architecture} for modality {facts.config.modality}")
     return task
 
 
-def _metadata(facts: Facts, name: str, **license: str | None) -> ModelCardData:
+def _metadata(facts: Facts, name: str, license: dict[str, str]) -> ModelCardData:
     task = _task(facts)
     results = None
     if facts.dataset:
@@ -287,18 +291,19 @@ def _metadata(facts: Facts, name: str, **license: str | None) -> ModelCardData:
             for fact in facts.results
             if Path(fact.file).name == RESULTS
         ]
-    base = {} if facts.base_model is None else {"base_model_relation": "finetune"}
+    more: dict[str, Any] = dict(license)
+    if facts.base_model is not None:
+        more["base_model_relation"] = "finetune"
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
-        **license,
         tags=_tags(facts),
-        datasets=[facts.dataset] if facts.dataset_on_hub else None,
+        datasets=[facts.dataset] if facts.dataset and facts.dataset_on_hub else None,
         base_model=facts.base_model,
         metrics=sorted({plain(fact.name) for fact in facts.results}) or None,
         model_name=plain(name) if results else None,
         eval_results=results or None,
-        **base,
+        **more,
     )
 
 
@@ -312,56 +317,51 @@ def _tags(facts: Facts) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- body
 
 
-def _summary(facts: Facts) -> str:
-    config = facts.config
-    what = {
-        "text-generation": "A causal language model",
-        PIXELS: "A causal language model of the sub-pixels of images",
-        "image-classification": f"An image classifier of {config.num_labels} classes",
-        "feature-extraction": "A causal backbone for text",
-        "image-feature-extraction": "A backbone for images",
-    }[_task(facts)]
-    kind = "AFT-" + "/".join(sorted(set(config.layer_aft_types))) if facts.is_aft else config.model_type.upper()
-    kind = {"VIT": "ViT", "GPT2": "GPT-2"}.get(kind, kind)
-    return f"{what}: {kind} with {config.num_hidden_layers} layers of width {config.hidden_size}."
+def _types(facts: Facts) -> set[str]:
+    return set(facts.config.layer_aft_types) if facts.is_aft else set()
 
 
-def _architecture(facts: Facts) -> list[tuple[str, str]]:
-    """The numbers of the config that matter for its types."""
-    config = facts.config
-    rows = [("parameters", facts.parameters)] if facts.parameters else []
-    if not facts.is_aft:
-        rows += [("type", config.model_type), ("layers", config.num_hidden_layers), ("width", config.hidden_size)]
-        rows.append(("attention heads", config.num_attention_heads))
-        return [(label, escaped(str(value))) for label, value in [*rows, *_input_sizes(facts)]]
-    types = set(config.layer_aft_types)
-    rows += [
-        ("type", config.aft_type if isinstance(config.aft_type, str) else ", ".join(config.aft_type)),
-        ("layers", config.num_hidden_layers),
-        ("width", config.hidden_size),
-        ("width of the MLPs", config.intermediate_size),
-        ("position-bias heads", config.num_heads),
-    ]
-    if "conv" in types:
-        rows.append(("kernel size", config.conv_kernel_size))
-    if "local" in types:
-        rows.append(("window", config.local_window_size))
-    if types & {"full", "local"}:
-        rank = config.position_bias_dim
-        rows.append(("rank of the position biases", "not factorized" if rank is None else rank))
-    usual = AFTConfig()
-    switched = [name for name in SWITCHES if getattr(config, name) != getattr(usual, name)]
-    rows += [(name.replace("_", " "), getattr(config, name)) for name in switched]
-    return [(label, escaped(str(value))) for label, value in [*rows, *_input_sizes(facts)]]
+def _kind(facts: Facts) -> str:
+    """AFT-conv, or what a baseline is called."""
+    if facts.is_aft:
+        return f"AFT-{'/'.join(sorted(_types(facts)))}"
+    return {"vit": "ViT", "gpt2": "GPT-2"}.get(facts.config.model_type, facts.config.model_type.upper())
 
 
-def _input_sizes(facts: Facts) -> list[tuple[str, Any]]:
-    config = facts.config
+def _architecture(facts: Facts) -> dict[str, Any]:
+    """The numbers of the config that matter for its types, by what a card calls them; None where there is none."""
+    config, types, usual = facts.config, _types(facts), AFTConfig()
+    common = {"parameters": facts.parameters, "layers": config.num_hidden_layers, "width": config.hidden_size}
+    if facts.is_aft:
+        rank = "not factorized" if config.position_bias_dim is None else config.position_bias_dim
+        rows = {
+            "parameters": facts.parameters,
+            "type": config.aft_type if isinstance(config.aft_type, str) else ", ".join(config.aft_type),
+            **common,
+            "width of the MLPs": config.intermediate_size,
+            "position-bias heads": config.num_heads,
+            "kernel size": config.conv_kernel_size if "conv" in types else None,
+            "window": config.local_window_size if "local" in types else None,
+            "rank of the position biases": rank if types & {"full", "local"} else None,
+        }
+        for name in SWITCHES if types - {"simple"} else SWITCHES[:2]:  # "simple" has no position biases
+            if getattr(config, name) != getattr(usual, name):
+                rows[name.replace("_", " ")] = getattr(config, name)
+    else:
+        rows = {"parameters": facts.parameters, "type": config.model_type, **common}
+        rows["attention heads"] = config.num_attention_heads
     if facts.is_text:
-        return [("vocabulary", config.vocab_size), ("longest sequence", _longest(config))]
-    size, patch = pair(config.image_size), pair(config.patch_size)
-    sizes = [("image size", f"{size[0]} x {size[1]}"), ("patch size", f"{patch[0]} x {patch[1]}")]
-    return sizes + ([("classes", config.num_labels)] if _task(facts) == "image-classification" else [])
+        return rows | {"vocabulary": config.vocab_size, "longest sequence": _longest(config)}
+    classes = config.num_labels if _task(facts) == "image-classification" else None
+    return rows | {
+        "image size": _size(config.image_size),
+        "patch size": _size(config.patch_size),
+        "classes": classes,
+    }
+
+
+def _size(sides: int | tuple[int, int]) -> str:
+    return " x ".join(map(str, pair(sides)))
 
 
 def _longest(config: PreTrainedConfig) -> int | str:
@@ -369,10 +369,6 @@ def _longest(config: PreTrainedConfig) -> int | str:
         return config.max_position_embeddings
     limited = config.use_position_embeddings or set(config.layer_aft_types) & {"full", "local"}
     return config.max_position_embeddings if limited else "no limit"
-
-
-def _rows(facts: list[Fact]) -> list[dict[str, str]]:
-    return [{"name": _label(fact.name), "value": escaped(fact.text), "file": fact.file} for fact in facts]
 
 
 def _one_file(facts: list[Fact]) -> str | None:
@@ -391,123 +387,16 @@ def _data(facts: Facts, fact: Fact) -> str:
     return escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
 
 
-def _conversion(facts: Facts) -> dict[str, Any] | None:
-    """What the model was converted from, and what became of the tensors."""
-    if facts.conversion is None:
-        return None
-    source, counts = facts.conversion["source"], facts.conversion["counts"]
-    link = f"[{escaped(source)}](https://huggingface.co/{source})" if is_hub_id(source) else code(Path(source).name)
-    numbers = [f"{count} tensors ({size} parameters) {escaped(status)}" for status, count, size in counts]
-    is_new = any(status == "new" for status, _, _ in counts)
-    distillation = facts.conversion["distillation"]
-    return {
-        "source": link,
-        "file": CONVERSION,
-        "counts": ", ".join(numbers),
-        "new": is_new,
-        "distillation": None if distillation is None else escaped(distillation),
-    }
-
-
-def _limits(facts: Facts) -> list[str]:
-    config, limits = facts.config, []
-    if not facts.is_text:
-        if facts.is_aft and set(config.layer_aft_types) == {"conv"} and not config.use_position_embeddings:
-            limits.append(
-                "Takes images whose sides are multiples of the patch size; other sizes than that of the training are "
-                "untested unless a result above says so."
-            )
-        else:
-            size = pair(config.image_size)
-            limits.append(f"Takes images of {size[0]} x {size[1]} pixels only: it has learned positions for these.")
-        limits.append(
-            "Knows the classes of its training data and no others: whatever it is shown, it names one of them."
-        )
-    elif facts.is_pixels:
-        limits.append("Draws what is likely after its training data, which need not be harmless or original.")
-        limits.append(f"Draws images of {_side(facts)} x {_side(facts)} pixels only, a sub-pixel at a time.")
-    else:
-        longest = _longest(config)
-        if isinstance(longest, int):
-            limits.append(
-                f"Takes {longest} tokens at most, of prompt and answer together: it has learned positions for these."
-            )
-        else:
-            limits.append(
-                "Takes texts of any length; how good it is beyond the length of its training is untested unless a "
-                "result above says so."
-            )
-        limits.append("Writes what is likely after its training data, which need not be true, harmless or original.")
-    if facts.is_text and facts.is_aft:
-        limits.append("Its state cannot give tokens back: no assisted decoding. It takes no `position_ids`.")
-    limits.append("Repeats the biases of its training data. Test it on data like yours before anything depends on it.")
-    if not facts.results:
-        limits.append("Its quality is unknown: no evaluation is recorded here.")
-    return limits
+def _hub_link(source: str) -> str:
+    """A source on the Hub as a link; the name of a directory as code."""
+    if is_hub_id(source):
+        return f"[{escaped(source)}](https://huggingface.co/{source})"
+    return code(Path(source).name)
 
 
 def _side(facts: Facts) -> int:
     """Of the images whose sub-pixels a model of them writes."""
     return math.isqrt(facts.config.max_position_embeddings // 3)
-
-
-def _code(facts: Facts, source: str, *, remote: bool, on_hub: bool = True) -> str:
-    """How to load and run the model; from the code beside it or, with aft_hf imported, without it."""
-    task, option = _task(facts), ", trust_remote_code=True" if remote and facts.is_aft else ""
-    lines = [] if remote else ["import aft_hf  # makes the Auto classes know AFT"]
-    name = ["", f"name = {quoted(source)}"]
-    if option and on_hub:  # a directory has no revisions
-        name.append('revision = "main"  # the hash of a commit runs its code and no later one')
-        option = f", revision=revision{option}"
-    auto = {
-        "image-classification": "AutoModelForImageClassification",
-        "text-classification": "AutoModelForSequenceClassification",
-        "token-classification": "AutoModelForTokenClassification",
-    }.get(task, "AutoModel" if task.endswith("feature-extraction") else "AutoModelForCausalLM")
-    if task == PIXELS:
-        side, start = _side(facts), facts.config.bos_token_id
-        lines += [
-            "import numpy as np",
-            "import torch",
-            "from PIL import Image",
-            f"from transformers import {auto}",
-            *name,
-            f"model = {auto}.from_pretrained(name{option})",
-            f"draw = {{'do_sample': True, 'top_k': 0, 'suppress_tokens': [{start}]}}".replace("'", '"'),
-            f"tokens = model.generate(torch.tensor([[{start}]]), max_new_tokens=3 * {side} * {side}, **draw)[0, 1:]",
-            f'Image.fromarray(np.uint8(tokens).reshape({side}, {side}, 3)).save("drawn.png")',
-        ]
-        return "\n".join(lines)
-    if facts.is_text:
-        companion, variable, inputs = "AutoTokenizer", "tokenizer", 'tokenizer("Once", return_tensors="pt")'
-    else:
-        companion, variable = "AutoImageProcessor", "processor"
-        inputs = 'processor(Image.open("picture.png").convert("RGB"), return_tensors="pt")'
-        lines.append("from PIL import Image")
-    piped = task in ("text-generation", "image-classification", "text-classification", "token-classification")
-    imported = [*sorted((companion, auto)), *(["pipeline"] if piped else [])]
-    lines += [
-        f"from transformers import {', '.join(imported)}",
-        *name,
-        f"model = {auto}.from_pretrained(name{option})",
-        f"{variable} = {companion}.from_pretrained(name{option})",
-    ]
-    if task == "text-generation":
-        lines += [f"inputs = {inputs}", "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"]
-        lines += ["", f'write = pipeline("{task}", model=name{option})', 'print(write("Once", max_new_tokens=20))']
-    elif task in ("text-classification", "token-classification"):
-        lines += [f"inputs = {inputs}", "print(model(**inputs).logits.softmax(-1))"]
-        lines += ["", f'classify = pipeline("{task}", model=name{option})', 'print(classify("Once"))']
-    elif task == "image-classification":
-        lines += [
-            f"inputs = {inputs}",
-            "logits = model(**inputs).logits",
-            "print(model.config.id2label[logits.argmax(-1).item()])",
-        ]
-        lines += ["", f'classify = pipeline("{task}", model=name{option})', 'print(classify("picture.png"))']
-    else:
-        lines += [f"inputs = {inputs}", "print(model(**inputs).last_hidden_state.shape)"]
-    return "\n".join(lines)
 
 
 def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:

@@ -7,6 +7,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,6 +19,7 @@ from ..configuration_aft import AFTConfig, pair
 from ..loading import read_image_processor
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, explained
+from ..reading import read_json as read_document
 from .card import ARCHITECTURES, card_problems
 from .errors import PublishError
 from .facts import RESULTS, Results, read_json
@@ -34,7 +36,7 @@ PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
 
 # Whatever the config names as attention: AFT has none, and the name of a kernel has it fetched from the Hub and run.
-LOADING = {"dtype": "auto", "attn_implementation": "eager"}
+LOADING: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -127,7 +129,7 @@ def _safetensors_header(path: Path) -> bytes:
 
 def _line(content: str | bytes, match: re.Match) -> int:
     before = content[: match.start()]
-    return before.count(b"\n" if isinstance(before, bytes) else "\n") + 1
+    return (before.count(b"\n") if isinstance(before, bytes) else before.count("\n")) + 1
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -143,7 +145,7 @@ def _model_problems(directory: Path) -> Iterator[str]:
         yield f"{CONFIG}: is missing{hint}"
         return
     try:
-        config = read_json(config_file, ModelConfig)
+        config = read_document(config_file, ModelConfig, PublishError)
         if config.model_type != AFTConfig.model_type:
             yield f'{CONFIG}: model_type is {config.model_type!r}, not "aft"'
             return
@@ -153,8 +155,8 @@ def _model_problems(directory: Path) -> Iterator[str]:
         yield str(error)
         return
     yield from _code_problems(directory, config)
-    names = config.architectures or [None]
-    if names[0] not in ARCHITECTURES:
+    names = config.architectures or []
+    if not names or names[0] not in ARCHITECTURES:
         yield f"{CONFIG}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
         return
     weights = [directory / WEIGHTS, directory / WEIGHTS_INDEX]
@@ -186,9 +188,9 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
             for path in directory.glob("*.safetensors"):
                 with safe_open(path, "pt"):
                     pass
-            model, info = model_class.from_pretrained(
-                directory, output_loading_info=True, ignore_mismatched_sizes=True, **LOADING
-            )
+            options = LOADING | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            loaded: Any = model_class.from_pretrained(directory, **options)
+            model, info = loaded
     except PublishError as error:
         yield str(error)
         return

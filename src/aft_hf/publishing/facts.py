@@ -27,7 +27,16 @@ METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", 
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # What a card does not tell as training: the model is described by its config, places by nothing, the series of losses
 # are for pictures, and some keys change nothing.
-UNTOLD = ("metrics", "losses", "evaluations", "parameters", "versions", "recipe.model", "recipe.notes", "recipe.paper")
+UNTOLD: tuple[str, ...] = (
+    "metrics",
+    "losses",
+    "evaluations",
+    "parameters",
+    "versions",
+    "recipe.model",
+    "recipe.notes",
+    "recipe.paper",
+)
 UNTOLD += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
 UNTOLD += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
 UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
@@ -80,7 +89,7 @@ class Facts:
     @property
     def is_text(self) -> bool:
         """Whether it reads tokens; else images."""
-        return self.config.modality == "text" if self.is_aft else hasattr(self.config, "vocab_size")
+        return self.config.modality == "text" if self.is_aft else not hasattr(self.config, "image_size")
 
     @property
     def is_pixels(self) -> bool:
@@ -89,7 +98,10 @@ class Facts:
 
     @property
     def was_trained(self) -> bool:
-        return bool(self.training or self.results)
+        """Whether something tells of a training, and not only how long an evaluation took."""
+        return any(
+            _split_of(fact.name)[0] is None and (fact.name, fact.value) != ("epoch", 0) for fact in self.training
+        )
 
 
 def is_hub_id(name: str) -> bool:
@@ -151,7 +163,7 @@ class Results(Document):
     versions: Section = {}
 
 
-def read_json(path: Path, kind: type[Content] = dict[str, Any]) -> Content | None:
+def read_json(path: Path, kind: type[Content]) -> Content | None:
     """What a file holds; None where there is none.
 
     Raises:
@@ -187,10 +199,8 @@ def _is_number(value: Any) -> bool:
 
 def _split_of(name: str) -> tuple[str | None, str]:
     """("validation", "accuracy") of "eval_accuracy", "validation.accuracy" and the like."""
-    head, separator, rest = re.match(r"(?s)([a-z]+)?([._])?(.*)", name).groups()
-    if head in SPLITS and separator:
-        return SPLITS[head], rest
-    return None, name
+    head, rest = (re.split("[._]", name, maxsplit=1) + [""])[:2]
+    return (SPLITS[head], rest) if head in SPLITS and rest else (None, name)
 
 
 def _is_result(name: str) -> bool:
@@ -240,7 +250,7 @@ def add_results(facts: Facts, results: Results, file: str) -> None:
 
 def _read_trainer(directory: Path, facts: Facts) -> None:
     """What transformers' Trainer writes: all_results.json and trainer_state.json."""
-    for name, value in _flat(read_json(directory / TRAINER_RESULTS)):
+    for name, value in _flat(read_json(directory / TRAINER_RESULTS, dict[str, Any])):
         split, metric = _split_of(name)
         if not _is_number(value):
             continue
@@ -250,7 +260,7 @@ def _read_trainer(directory: Path, facts: Facts) -> None:
             facts.cost.append(Fact(name, value, TRAINER_RESULTS))
         else:
             facts.training.append(Fact(name, value, TRAINER_RESULTS))
-    state = read_json(directory / TRAINER_STATE) or {}
+    state = read_json(directory / TRAINER_STATE, dict[str, Any]) or {}
     for name in ("global_step", "train_batch_size", "best_metric"):
         if _is_number(state.get(name)):
             facts.training.append(Fact(name, state[name], TRAINER_STATE))
@@ -263,7 +273,9 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
     report = read_json(directory / CONVERSION, SavedReport)
     if report is None:
         return
-    source, counts, sizes = report.source, Counter(), Counter()
+    source = report.source
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for each in report.tensors:
         counts[each.status] += 1
         sizes[each.status] += math.prod(each.shape)
@@ -271,6 +283,7 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
     facts.conversion = {
         "source": source,
         "counts": [(each, counts[each], sizes[each]) for each in counts],
+        "has_new": "new" in counts,
         "distillation": _distillation(report.options.get("distillation")),
     }
 

@@ -27,6 +27,7 @@ from ..training.tasks import TASKS
 from .card import PICTURE, PICTURES, fill_card
 from .errors import PublishError
 from .facts import RESULTS, Facts, Results, add_results, read_json
+from .licenses import DEFAULT
 
 
 MARKER = "<!-- Written by scripts/write_model_cards.py from the recipe and the results of its run. -->"
@@ -121,7 +122,7 @@ def recipe_names(root: Path) -> list[str]:
     names = [path.relative_to(configs).with_suffix("").as_posix() for path in configs.glob("*/[!_]*.yaml")]
     # Numbers in names by their size: 2 before 16.
     order = {name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)] for name in names}
-    return sorted((name for name in names if not name.startswith("accelerate/")), key=order.get)
+    return sorted((name for name in names if not name.startswith("accelerate/")), key=lambda name: order[name])
 
 
 def recipe_facts(root: Path, name: str) -> Facts:
@@ -134,7 +135,7 @@ def recipe_facts(root: Path, name: str) -> Facts:
     if results is not None:
         check_same_run(recipe, results.recipe.model_dump(exclude_unset=True), _kept(root, name) / RESULTS)
         add_results(facts, results, f"model_cards/results/{name}/{RESULTS}")
-        facts.paper = recipe.paper and recipe.paper.model_dump()
+        facts.paper = recipe.paper.model_dump() if recipe.paper else None
     facts.dataset, facts.dataset_name, facts.dataset_on_hub = data.dataset, data.name, True
     _, source = _about(path)
     facts.base_model = source[0] if source else None
@@ -167,9 +168,10 @@ def keep_run(root: Path, name: str, directory: Path) -> Path:
     if (directory / "losses.png").is_file():
         shutil.copyfile(directory / "losses.png", kept / "losses.png")
     config = read_document(directory / "config.json", ModelConfig, PublishError)
-    if config.model_type == AFTConfig.model_type and config.model_extra["aft_type"] not in ("simple", "alibi"):
+    aft_type = (config.model_extra or {}).get("aft_type")
+    if config.model_type == AFTConfig.model_type and aft_type not in ("simple", "alibi"):
         models = (AFTForCausalLM, AFTForImageClassification)
-        model = next(each for each in models if each.__name__ in config.architectures)
+        model = next(each for each in models if each.__name__ in (config.architectures or ()))
         plot_position_biases(model.from_pretrained(directory), kept / PICTURE)
     return kept
 
@@ -219,11 +221,14 @@ def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
     text = re.sub(r":? data\.\w+=.*$", "", text)
     if not command:
         return text, None
-    source = re.search(r"aft-hf convert (\S+)", command)[1]
-    sizes = {key: int(re.search(rf"--{key} (\d+)", command)[1]) for key in ("kernel-size", "num-heads")}
-    fields = {"aft_type": "conv", "conv_kernel_size": sizes["kernel-size"], "num_heads": sizes["num-heads"]}
-    multiplier = re.search(r"--position-bias-multiplier (\S+)", command)
-    fields["position_bias_multiplier"] = float(multiplier[1]) if multiplier else POSITION_BIAS_MULTIPLIER
+    source, _, *words = command.partition("aft-hf convert ")[2].replace("\\", " ").split()
+    values = dict(zip(words[::2], words[1::2]))  # of each option, the word after it
+    fields = {
+        "aft_type": "conv",
+        "conv_kernel_size": int(values["--kernel-size"]),
+        "num_heads": int(values["--num-heads"]),
+        "position_bias_multiplier": float(values.get("--position-bias-multiplier", POSITION_BIAS_MULTIPLIER)),
+    }
     return text, (source, fields | CONVERTED[source])
 
 
@@ -244,6 +249,7 @@ def _card(root: Path, name: str, facts: Facts) -> str:
         path.stem,
         source=recipe.output_dir,
         marker=MARKER,
+        license={"license": DEFAULT},
         pictures={f"../results/{name}/{file}": text for file, text in PICTURES.items() if (kept / file).is_file()},
         status="The weights are not on the Hub: the command below makes them.",
         recipe={
@@ -280,7 +286,7 @@ def _index(root: Path, facts: dict[str, Facts]) -> str:
         ours = [f"{fact.value:.3f} ({fact.split})" for fact in last if fact.name == SCORES[recipe.task]]
         rows, score = (recipe.paper.rows, f"{recipe.paper.score:.3f}") if recipe.paper else (["none, ours"], "")
         link = f"{name}.md" if each.results else f"../configs/{name}.yaml"
-        size = f"{each.parameters / 1e6:.2f} M"
+        size = f"{(each.parameters or 0) / 1e6:.2f} M"
         lines.append(f"| [{title}]({link}) | {'; '.join(rows)} | {size} | {score} | {(ours or ['not run'])[0]} |")
     lines += ["", "## Rows of the paper without a recipe", "", "| where | model | paper |", "|---|---|---:|"]
     lines += [f"| {' | '.join(row)} |" for row in QUOTED]

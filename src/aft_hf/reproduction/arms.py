@@ -137,8 +137,8 @@ _SIMPLE = {"aft_type": "simple", "max_position_embeddings": 3072}
 
 def _beside_transformer(aft: Mapping[str, Any], size: Mapping[str, Any], heads: int, batch: int, length: int) -> Speed:
     """A training step of a language model of the paper beside its Transformer."""
-    peer = _GPT2 | size | {"num_attention_heads": heads, "n_positions": length}
-    return Speed(_TEXT | aft | size, peer, "training", batch, length)
+    peer = {**_GPT2, **size} | {"num_attention_heads": heads, "n_positions": length}
+    return Speed({**_TEXT, **aft, **size}, peer, "training", batch, length)
 
 
 SPEEDS: dict[str, Speed] = {

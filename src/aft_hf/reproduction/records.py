@@ -46,8 +46,13 @@ class Records:
     def judge(self, comparison: Comparison) -> Judgement:
         """What the runs say about a comparison."""
         other = comparison.other if isinstance(comparison.other, float) else self.values(*comparison.other)
-        options = {"higher": comparison.higher, "margin": comparison.margin, "paired": comparison.paired}
-        return judge(self.values(*comparison.ours), other, **options)
+        return judge(
+            self.values(*comparison.ours),
+            other,
+            higher=comparison.higher,
+            margin=comparison.margin,
+            paired=comparison.paired,
+        )
 
     def verdict(self, claim: Claim) -> str:
         """What the runs say about a claim."""

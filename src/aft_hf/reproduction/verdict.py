@@ -40,18 +40,17 @@ def judge(
         margin: by how much ours may be worse.
         paired: whether the numbers of a seed come from the same run.
     """
-    fixed = isinstance(other, (int, float))
-    if paired and not fixed:
+    if paired and isinstance(other, Mapping):
         ours = {seed: ours[seed] - other[seed] for seed in ours.keys() & other.keys()}
-        other, fixed = 0.0, True
-    counts = [len(ours)] if fixed else [len(ours), len(other)]
+        other = 0.0
+    counts = [len(ours), len(other)] if isinstance(other, Mapping) else [len(ours)]
     if min(counts) == 0:
         return Judgement(math.nan, math.nan, NOT_RUN)
-    others = [float(other)] if fixed else list(other.values())
+    others = list(other.values()) if isinstance(other, Mapping) else [float(other)]
     difference = statistics.fmean(ours.values()) - statistics.fmean(others)
     if min(counts) < LEAST_SEEDS:
         return Judgement(difference, math.nan, UNDECIDED)
-    error = math.hypot(standard_error(list(ours.values())), 0.0 if fixed else standard_error(others))
+    error = math.hypot(standard_error(list(ours.values())), standard_error(others) if len(counts) > 1 else 0.0)
     advantage = (difference if higher else -difference) + margin
     if advantage > FACTOR * error:
         return Judgement(difference, error, HOLDS)

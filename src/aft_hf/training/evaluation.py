@@ -1,6 +1,7 @@
 """Metrics of any saved model on any data: AFT, and what it is compared with."""
 
 import inspect
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -90,7 +91,8 @@ def evaluate_classifier(
     """
     if image_size is not None:
         processor = resized_processor(processor, image_size)
-    names, numbers = [model.config.id2label[number] for number in range(model.config.num_labels)], None
+    labels: Any = model.config.id2label
+    names, numbers = [labels[number] for number in range(len(labels))], None
     given = class_names(dataset, label_column)
     if set(given) <= set(names):
         numbers = class_numbers(dataset, label_column, names)
@@ -115,7 +117,7 @@ def evaluate_classifier(
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         logits = model(pixel_values=pixels, **options).logits
         metric.add_batch(predictions=logits.float().cpu().numpy(), references=batch["labels"])
-    return metric.compute(top_k=(1, 5) if model.config.num_labels > 5 else (1,))
+    return metric.compute(top_k=(1, 5) if len(names) > 5 else (1,))
 
 
 @torch.inference_mode()

@@ -119,8 +119,8 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
     show = run.accelerator.is_main_process
     run.model.eval()
     with averaged_weights(run):
-        hidden = None if show else True  # None: in a log
-        for batch in tqdm(run.evaluated[split], desc=split, unit="batch", leave=False, disable=hidden):
+        bar = {"desc": split, "unit": "batch", "leave": False, "disable": None if show else True}
+        for batch in tqdm(run.evaluated[split], **bar):
             predictions, references = run.accelerator.gather_for_metrics(run.pieces.scores(run.task, run.model, batch))
             metric.add_batch(predictions=predictions.cpu().numpy(), references=references.cpu().numpy())
     run.model.train()

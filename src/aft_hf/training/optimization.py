@@ -22,7 +22,9 @@ def parameter_groups(
         weight_decay: of parameters with two dimensions or more that are no position biases.
         position_bias_scale: factor on the learning rate of the position biases, for models without a multiplier.
     """
-    decayed, plain, position_biases = [], [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    position_biases: list[nn.Parameter] = []
     # A mixer's own parameters are those of w; its projections are modules of their own.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
     of_mixers = {id(parameter) for mixer in mixers for parameter in mixer.parameters(recurse=False)}

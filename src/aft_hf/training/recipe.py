@@ -5,7 +5,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -426,7 +426,7 @@ def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
 
 def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
     for name in path:
-        kind = kind.model_fields[name].annotation
+        kind = cast(type[BaseModel], kind.model_fields[name].annotation)  # a section
     return list(kind.model_fields)
 
 

@@ -154,7 +154,9 @@ def plot_losses(path: Path, record: Record) -> None:
     except ImportError:
         record.accelerator.print("matplotlib is not installed: no picture of the losses")
         return
-    panels = {"loss (nats)": {"training": [(step, loss) for step, loss, _ in record.curve()]}}
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {
+        "loss (nats)": {"training": [(step, loss) for step, loss, _ in record.curve()]}
+    }
     for row in record.evaluations:
         for name, value in row.items():
             if name in NATS:

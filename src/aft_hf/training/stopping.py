@@ -3,6 +3,7 @@
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ class StopSignal:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator, self.received = accelerator, 0
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
