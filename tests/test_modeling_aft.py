@@ -190,6 +190,13 @@ def test_text_is_causal_and_images_are_not(modality, causal):
         assert layer.mixer.causal is causal
 
 
+def test_modules_that_are_not_split_over_devices_are_those_of_the_model(config):
+    model = build(config)
+    embeddings = "AFTTextEmbeddings" if config.modality == "text" else "AFTImageEmbeddings"
+    # FSDP of Accelerate refuses a name that no module has.
+    assert set(model._no_split_modules) == {embeddings, "AFTLayer"}
+
+
 def test_the_config_selects_any_implementation(config):
     model, inputs = build(config), inputs_of(config)
     for name in ("reference", "portable", "cpu"):

@@ -288,7 +288,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     _is_stateful = True
     _can_compile_fullgraph = True
     _skip_keys_device_placement = ["past_key_values"]
-    _no_split_modules = ["AFTTextEmbeddings", "AFTImageEmbeddings", "AFTLayer"]
+    _no_split_modules = ["AFTLayer"]  # and the embeddings of the modality
     _can_record_outputs = {
         "hidden_states": AFTLayer,
         "attentions": OutputRecorder(AFTMixer, index=1),
@@ -313,6 +313,8 @@ class AFTModel(AFTPreTrainedModel):
         self.is_text = config.modality == "text"
         self.main_input_name = "input_ids" if self.is_text else "pixel_values"
         self.embeddings = AFTTextEmbeddings(config) if self.is_text else AFTImageEmbeddings(config)
+        # FSDP of Accelerate refuses a name that no module has.
+        self._no_split_modules = [*self._no_split_modules, type(self.embeddings).__name__]
         self.layers = nn.ModuleList([AFTLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
