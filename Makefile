@@ -68,7 +68,7 @@ test: install  ## All tests but the slow ones
 test-all: install  ## All tests
 	$(PYTEST) $(ARGS)
 
-coverage: install  ## The same with the lines counted that they run
+coverage: install  ## The tests of make test, with line coverage
 	$(PYTEST) -m "not slow" --cov --cov-report=term-missing $(ARGS)
 
 kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
@@ -119,7 +119,7 @@ release: $(AUDIT_INSTALLED) lint test audit  ## Wheel and sdist of a clean tree 
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	if $(RUN) -c "import sys; sys.exit(sys.version_info < (3, 11))"; then $(VENV)/bin/mypy; fi
+	if [ "$$($(RUN) -c 'import sys; print(sys.version_info < (3, 11))')" != True ]; then $(VENV)/bin/mypy; fi
 
 format: install
 	$(VENV)/bin/ruff check --fix .

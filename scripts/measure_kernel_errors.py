@@ -34,7 +34,7 @@ def main() -> None:
             error = (found[name].detach().cpu().double() - exact).abs().max() / exact.abs().max().clamp_min(1e-30)
             kind = "output" if name == "output" else "gradients"
             worst[dtype][kind] = max(worst[dtype][kind], error.item())
-    print("| dtype | cases | worst error of outputs | of gradients |\n|---|---|---|---|")
+    print("| dtype | problems | worst error of outputs | of gradients |\n|---|---|---|---|")
     for dtype, errors in worst.items():
         name = str(dtype).removeprefix("torch.")
         print(f"| {name} | {counts[dtype]} | {errors['output']:.1e} | {errors['gradients']:.1e} |")

@@ -374,7 +374,11 @@ def pixels(
     overrides = [f"{section}.{name}={value}" for section, values in changes.items() for name, value in values.items()]
     overrides += [f"steps={steps}", f"evaluate_every={steps}", f"save_every={steps}", "global_batch_size=16"]
     recipe = load_recipe(CONFIGS / "examples" / "pixels_aft_local.yaml", [*files, *overrides, f"output_dir={out}"])
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)  # an earlier run is not gone on with
     results = train_recipe(recipe)
+    again = AutoModelForCausalLM.from_pretrained(out)
+    if again.num_parameters() != results["parameters"]:
+        sys.exit(f"the reloaded model has {again.num_parameters()} parameters, not {results['parameters']}")
     table = Table("model", "parameters", "bits per sub-pixel", "saved in")
     bits = results["metrics"]["validation"]["bits_per_dim"]
     table.add_row("AFT-local-48", f"{results['parameters'] / 1e6:.2f} M", f"{bits:.3f}", str(out))

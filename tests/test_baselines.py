@@ -1,11 +1,14 @@
 """The layers that the paper compares AFT with: each computes the formula of its source, and trains in AFT's block."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
+from aft_hf import build_byte_tokenizer
 from aft_hf.baselines import BaselineConfig, DenseSynthesizer, LambdaLayer, LinearAttention, Performer
 
 
@@ -130,6 +133,15 @@ def test_a_model_trains_is_saved_and_loaded_again(mixer, tmp_path):
     assert config.mixer == mixer and config.to_diff_dict() == model.config.to_diff_dict()
     again = auto.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits, rtol=0.0, atol=0.0)
+
+
+def test_the_command_line_evaluates_a_baseline(tmp_path):
+    AutoModelForCausalLM.from_config(config_of("linear")).save_pretrained(tmp_path / "model")
+    build_byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Some text. " * 20)
+    command = [sys.executable, "-m", "aft_hf.cli", "evaluate", tmp_path / "model", tmp_path / "text.txt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "bits_per_token" in done.stdout, done.stderr
 
 
 def test_what_a_baseline_does_not_compute_is_an_error():

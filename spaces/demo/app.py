@@ -1,4 +1,4 @@
-"""AFT in a browser: classify an image and see what the layers look at, write a text on, draw the rest of an image.
+"""AFT in a browser: classify an image and see what the layers look at, continue a text, draw the rest of an image.
 
     python spaces/demo/app.py --image-model outputs/quickstart/aft-conv --text-model outputs/quickstart-text
 

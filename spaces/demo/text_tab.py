@@ -1,4 +1,4 @@
-"""The second tab: a text, written on."""
+"""The second tab: a text is continued."""
 
 import html
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def build(app: gr.Blocks, model, tokenizer) -> None:
                 stop = gr.Button("Stop", min_width=80, scale=0)
             with gr.Accordion("Settings", open=False, elem_classes="aft-settings"):
                 count = gr.Slider(
-                    1, most, min(200, most * 3 // 4), step=1, label="New tokens", buttons=[], elem_id="count"
+                    1, most, max(1, min(200, most * 3 // 4)), step=1, label="New tokens", buttons=[], elem_id="count"
                 )
                 temperature = gr.Slider(
                     0,

@@ -181,6 +181,21 @@ def test_a_baseline_of_images_is_an_image_classifier(root):
     assert "| image size | 224 x 224 |" in card.text and "vocabulary" not in card.text
 
 
+@pytest.mark.parametrize(
+    ("name", "bases", "kind", "task"),
+    [
+        ("imagenet/resnet50", ["_training"], "ResNet with 16 layers.", "image-classification"),
+        ("imagenet/lambda_tiny", ["_training", "_lambda"], "lambda layers with 12 layers", "image-classification"),
+        ("enwik8/performer_l12_d512_h8", ["_training", "_baseline"], "Performer with 12 layers", "text-generation"),
+        ("enwik8/reformer_l12_d512_h8", ["_training"], "Reformer with 12 layers", "text-generation"),
+    ],
+)
+def test_every_kind_of_baseline_has_a_card(root, name, bases, kind, task):
+    card = ModelCard(card_as_if_run(root, name, *bases)[0])
+    assert kind in card.text and "It is a baseline" in card.text and card.data.pipeline_tag == task
+    assert ("import aft_hf.baselines" in card.text) == ("lambda" in name or "performer" in name)
+
+
 def test_an_ablation_shows_its_switch(root):
     name = "imagenet/ablation_aft_conv_small_11_384_no_query"
     text, _ = card_as_if_run(root, name, "_training", "_aft", "aft_conv_small_11_384")

@@ -54,7 +54,7 @@ def test_the_average_is_exponential_and_in_place_only_within_its_context():
         weight.grad = torch.tensor([1.0])
         optimizer.step()
         values.append(weight.item())
-    with averaged(optimizer):
+    with averaged(optimizer, nn.ParameterList([weight])):
         average = weight.item()
     assert average == pytest.approx(0.75**2 * values[0] + 0.75 * 0.25 * values[1] + 0.25 * values[2])
     assert weight.item() == values[2] != average
@@ -74,7 +74,7 @@ def test_the_average_is_saved_and_loaded_with_the_state():
     second.data.copy_(first.data)
     loaded.load_state_dict(deepcopy(saved.state_dict()))
     trained = first.item()
-    with averaged(saved), averaged(loaded):
+    with averaged(saved, nn.ParameterList([first])), averaged(loaded, nn.ParameterList([second])):
         assert first.item() == second.item() != trained
 
 
@@ -84,7 +84,7 @@ def test_without_an_average_weights_stay_as_they_are():
     weight.grad = torch.tensor([0.3, 0.1])
     optimizer.step()
     trained = weight.detach().clone()
-    with averaged(optimizer):
+    with averaged(optimizer, nn.ParameterList([weight])):
         assert torch.equal(weight, trained)
 
 

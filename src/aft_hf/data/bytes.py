@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -81,9 +82,9 @@ class ByteWindows(Dataset):
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
         if self.seed is None:
-            assert isinstance(key, int)
-            return self._window(self.start + key * self.stride, self.seq_len - self.stride if key else 0)
-        assert isinstance(key, SampleKey)
+            number = cast(int, key)
+            return self._window(self.start + number * self.stride, self.seq_len - self.stride if number else 0)
+        key = cast(SampleKey, key)
         slack = min(self.seq_len, self.predicted - len(self) * self.seq_len + 1)
         offset = int(np.random.default_rng((self.seed, key.epoch)).integers(slack))
         return self._window(self.start + offset + key.index * self.seq_len, 0)

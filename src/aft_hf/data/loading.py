@@ -1,7 +1,7 @@
 """Datasets from where people have them: the Hub, local folders, parquet and text files."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsspec
 from datasets import (
@@ -120,7 +120,7 @@ def local_files(
 ) -> list[Path]:
     """The files of the split "train", as `load_splits` reads it, in an order that their folder's name does not change;
     none where they are on the Hub."""
-    place = Path(dataset_name or train or "")
+    place = Path(cast(str, dataset_name or train))
     if place.is_file():
         return [place]
     if dataset_name is None:

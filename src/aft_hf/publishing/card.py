@@ -55,6 +55,18 @@ TASKS = {
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
+# What cards call other models, by model_type or, of `aft_hf.baselines`, by mixer.
+KINDS = {
+    "beit": "DeiT",
+    "gpt2": "GPT-2",
+    "lambda": "lambda layers",
+    "linear": "Linear Transformer",
+    "performer": "Performer",
+    "reformer": "Reformer",
+    "resnet": "ResNet",
+    "synthesizer": "Synthesizer",
+    "vit": "ViT",
+}
 PIXELS = "unconditional-image-generation"  # what a causal language model of sub-pixels does
 AUTO_CLASSES = {
     "text-generation": "AutoModelForCausalLM",
@@ -184,9 +196,9 @@ def fill_card(
         auto=AUTO_CLASSES.get(task, "AutoModel"),
         architecture=_architecture(facts),
         longest=_longest(facts.config) if facts.is_text else None,
-        any_size=facts.is_aft and not facts.config.use_position_embeddings and _types(facts) == {"conv"},
+        any_size=_takes_any_size(facts),
         side=_side(facts) if facts.is_pixels else None,
-        size=None if facts.is_text else _size(facts.config.image_size),
+        size=None if facts.is_text else _size(getattr(facts.config, "image_size", None)),
         conversion_file=CONVERSION,
         pictures=[{"file": file, "name": _label(Path(file).stem), "text": text} for file, text in pictures.items()],
         hub_link=_hub_link,
@@ -325,13 +337,14 @@ def _kind(facts: Facts) -> str:
     """AFT-conv, or what a baseline is called."""
     if facts.is_aft:
         return f"AFT-{'/'.join(sorted(_types(facts)))}"
-    return {"vit": "ViT", "gpt2": "GPT-2"}.get(facts.config.model_type, facts.config.model_type.upper())
+    return KINDS.get(getattr(facts.config, "mixer", facts.config.model_type), facts.config.model_type.upper())
 
 
 def _architecture(facts: Facts) -> dict[str, Any]:
     """The numbers of the config that matter for its types, by what a card calls them; None where there is none."""
     config, types, usual = facts.config, _types(facts), AFTConfig()
-    common = {"parameters": facts.parameters, "layers": config.num_hidden_layers, "width": config.hidden_size}
+    layers = getattr(config, "num_hidden_layers", None) or sum(getattr(config, "depths", ()))
+    common = {"parameters": facts.parameters, "layers": layers, "width": getattr(config, "hidden_size", None)}
     if facts.is_aft:
         rank = "not factorized" if config.position_bias_dim is None else config.position_bias_dim
         rows = {
@@ -349,19 +362,26 @@ def _architecture(facts: Facts) -> dict[str, Any]:
                 rows[name.replace("_", " ")] = getattr(config, name)
     else:
         rows = {"parameters": facts.parameters, "type": config.model_type, **common}
-        rows["attention heads"] = config.num_attention_heads
+        rows["heads"] = getattr(config, "num_attention_heads", getattr(config, "num_heads", None))
     if facts.is_text:
         return rows | {"vocabulary": config.vocab_size, "longest sequence": _longest(config)}
     classes = config.num_labels if _task(facts) == "image-classification" else None
     return rows | {
-        "image size": _size(config.image_size),
-        "patch size": _size(config.patch_size),
+        "image size": _size(getattr(config, "image_size", None)),
+        "patch size": _size(getattr(config, "patch_size", None)),
         "classes": classes,
     }
 
 
-def _size(sides: int | tuple[int, int]) -> str:
-    return " x ".join(map(str, pair(sides)))
+def _takes_any_size(facts: Facts) -> bool:
+    """Whether nothing that the model has learned belongs to one size of images."""
+    if facts.is_aft:
+        return not facts.config.use_position_embeddings and _types(facts) == {"conv"}
+    return not hasattr(facts.config, "image_size")  # as of a ResNet
+
+
+def _size(sides: int | tuple[int, int] | None) -> str | None:
+    return None if sides is None else " x ".join(map(str, pair(sides)))
 
 
 def _longest(config: PreTrainedConfig) -> int | str:

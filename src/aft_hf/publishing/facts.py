@@ -84,12 +84,14 @@ class Facts:
 
     @property
     def is_aft(self) -> bool:
-        return isinstance(self.config, AFTConfig)
+        return self.config.model_type == AFTConfig.model_type
 
     @property
     def is_text(self) -> bool:
         """Whether it reads tokens; else images."""
-        return self.config.modality == "text" if self.is_aft else not hasattr(self.config, "image_size")
+        if isinstance(self.config, AFTConfig):
+            return self.config.modality == "text"
+        return not hasattr(self.config, "image_size") and hasattr(self.config, "vocab_size")
 
     @property
     def is_pixels(self) -> bool:
@@ -212,7 +214,8 @@ def _is_result(name: str) -> bool:
 
 def _read_results(directory: Path, facts: Facts) -> None:
     results = read_json(directory / RESULTS, Results)
-    if results is not None:
+    # One with neither is not of a training: `aft-hf evaluate --out` may have written it.
+    if results is not None and {"metrics", "recipe"} & results.model_fields_set:
         add_results(facts, results, RESULTS)
 
 

@@ -213,7 +213,8 @@ def _outcome(
 
 
 def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit: CommitInfo) -> None:
-    """Compare the check sums of the commit with those of the files.
+    """Compare the check sums of the commit with those of the files. Of weights it is the sum that the Hub recorded
+    when it took them, not one of the bytes that it would send.
 
     Raises:
         PublishError: a file is missing or another.

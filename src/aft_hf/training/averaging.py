@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -36,17 +37,17 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 @contextmanager
-def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the parameters are their averages; the same without an average, or before the first step."""
-    swap_average(optimizer)
+def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
+    """Within, the parameters of the model are their averages; unchanged without one, or before the first step."""
+    swap_average(optimizer, model)
     try:
         yield
     finally:
-        swap_average(optimizer)
+        swap_average(optimizer, model)
 
 
 @torch.no_grad()
-def swap_average(optimizer: torch.optim.Optimizer) -> None:
+def swap_average(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Exchange the parameters and their averages, where there are any."""
     for parameter in _parameters(optimizer):
         average = optimizer.state[parameter].get("average")
@@ -54,6 +55,10 @@ def swap_average(optimizer: torch.optim.Optimizer) -> None:
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)
+    # FSDP keeps some of the gathered weights from one forward pass to the next: it has to gather them anew.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

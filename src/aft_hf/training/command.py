@@ -60,6 +60,7 @@ def evaluate_command(
         AutoTokenizer,
     )
 
+    from .. import baselines  # noqa: F401  (makes the Auto classes know them)
     from ..data.json_files import write_json
     from ..data.loading import load_local
     from ..loading import load

@@ -85,6 +85,7 @@ class FineTuner(Trainer):
             )
         self.teacher, self.distillation = teacher, distillation or {}
         self.mixing, self.ema_decay = {"mixup": mixup, "cutmix": cutmix}, ema_decay
+        self._averaged: torch.optim.Optimizer | None = None  # the optimizer that keeps an average
         self._check_mixing_and_average()
         if teacher is not None or any(self.mixing.values()):
             # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
@@ -129,15 +130,16 @@ class FineTuner(Trainer):
             )
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(groups, **options)
-            if self.ema_decay is not None:
-                keep_average(self.optimizer, self.ema_decay)
+        if self.ema_decay is not None and self._averaged is not self.optimizer:
+            keep_average(self.optimizer, self.ema_decay)
+            self._averaged = self.optimizer
         return self.optimizer
 
     def train(self, *arguments, **options) -> TrainOutput:
         """Trainer's; with `ema_decay`, the model is the average of its weights in the end."""
         output = super().train(*arguments, **options)
         if self.ema_decay is not None:
-            swap_average(_inner(self.optimizer))
+            swap_average(_inner(self.optimizer), self.model_wrapped)
         return output
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -186,7 +188,8 @@ class FineTuner(Trainer):
         """Trainer's, which leaves the random numbers of a training that continues as they were, and which evaluates
         the average of the weights where there is one."""
         during_training = self.ema_decay is not None and self.is_in_train
-        with torch.random.fork_rng(devices=[]), averaged(_inner(self.optimizer)) if during_training else nullcontext():
+        weights = averaged(_inner(self.optimizer), self.model_wrapped) if during_training else nullcontext()
+        with torch.random.fork_rng(devices=[]), weights:
             return super().evaluate(*arguments, **options)
 
     def create_model_card(self, *arguments, **options) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from ..reading import first_line
@@ -133,17 +131,8 @@ def averaged_weights(run: Run) -> Iterator[None]:
     if run.recipe.ema_decay is None:
         yield
         return
-    with averaged(run.optimizer.optimizer):
-        _drop_gathered(run.model)
+    with averaged(run.optimizer.optimizer, run.model):
         yield
-    _drop_gathered(run.model)
-
-
-def _drop_gathered(model: nn.Module) -> None:
-    """Have FSDP gather its shards anew: it keeps some of them from one forward pass to the next."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def check_weights(run: Run, step: int, rate: float) -> None:
