@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 
 from aft_hf import build_byte_tokenizer
 from aft_hf.baselines import BaselineConfig, DenseSynthesizer, LambdaLayer, LinearAttention, Performer
+from aft_hf.baselines.linear_attention import causal_linear_attention
 
 
 WIDTH, HEADS = 12, 3
@@ -56,10 +57,23 @@ def test_the_directions_of_a_performer_are_orthogonal_in_blocks_and_as_many_as_i
     torch.testing.assert_close(cosines @ cosines.T, torch.eye(64), rtol=0.0, atol=1e-5)
 
 
-def test_features_of_large_keys_stay_finite():
+@pytest.mark.parametrize("name", TEXT_LAYERS)
+def test_large_keys_and_their_gradients_stay_finite(name):
     torch.manual_seed(0)
-    layer, x = TEXT_LAYERS["performer"](), 100 * torch.randn(1, 70, WIDTH)
-    assert layer(x).isfinite().all()
+    layer, x = TEXT_LAYERS[name](), torch.randn(1, 130, WIDTH)
+    output = layer(torch.cat([14 * x[:, :40], 0.1 * x[:, 40:90], 100 * x[:, 90:]], 1))
+    output.square().sum().backward()
+    assert output.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_sums_do_not_lose_the_past_to_a_larger_key_of_their_chunk():
+    torch.manual_seed(0)
+    query, key, value = (torch.rand(1, 1, 128, 3, dtype=torch.float64) for _ in range(3))
+    key[:, :, 127] = 1e9
+    expected = (query @ key.mT).tril() @ value / (query @ key.mT).tril().sum(-1, keepdim=True)
+    found = causal_linear_attention(query.float(), key.float(), value.float())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_synthesizer_predicts_its_weights_without_keys():
@@ -152,7 +166,12 @@ def test_what_a_baseline_does_not_compute_is_an_error():
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="no attention_mask"):
         model(input_ids=tokens, attention_mask=mask)
-    with pytest.raises(ValueError, match="mixer of a text model must be one of linear"):
+    with pytest.raises(NotImplementedError, match="does not generate"):
+        model.generate(tokens)
+    torch.testing.assert_close(model(tokens, torch.ones_like(tokens)).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="no class token"):
+        BaselineConfig(mixer="lambda", modality="image", use_cls_token=True)
+    with pytest.raises(ValueError, match="mixer with modality='text' must be one of linear"):
         BaselineConfig(mixer="lambda")
     with pytest.raises(ValueError, match="does not divide"):
         BaselineConfig(num_heads=3, hidden_size=32)

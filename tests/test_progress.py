@@ -1,5 +1,6 @@
 """A log gets no bars."""
 
+import os
 import subprocess
 import sys
 
@@ -22,7 +23,10 @@ print(huggingface_hub.utils.are_progress_bars_disabled())
 def bars(terminal, before=""):
     """Whether transformers has bars, and whether datasets and huggingface_hub have none, in a new process."""
     program = PROGRAM.format(terminal=terminal, before=before)
-    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    # What an earlier test has switched off in this process is not inherited.
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_DISABLE_PROGRESS_BARS")}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
 
 
 def test_bars_are_off_where_the_standard_error_is_no_terminal():

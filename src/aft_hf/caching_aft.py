@@ -104,11 +104,14 @@ class AFTLayerState(CacheLayerMixin):
         if problem.shard is not None:
             self._take_in_pieces(problem)
             return mix(problem, implementation)
-        if problem.length == 1 and problem.padding_mask is None and self.is_initialized:
+        one_token = problem.length == 1 and problem.padding_mask is None and self.is_initialized
+        if one_token:
             context = mix_next(self, problem, implementation)
             if context is not None:
                 return context
-        if self._is_step(problem, implementation):
+        # One next token of every row has a short way.
+        windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
+        if one_token and windowed:
             biases = problem.biases
             # `len` would fix the batch size of an exported program.
             key, value = (widen(x.view(x.shape[0], problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
@@ -157,12 +160,6 @@ class AFTLayerState(CacheLayerMixin):
         self.cumulative_length += shard.total_length
         self._store(padding=self.cumulative_length - shard.starts[-1].to(self.device))
         self.padded, self.is_empty = bool(self.padding.any()), False
-
-    def _is_step(self, problem: Mixing, implementation: str) -> bool:
-        """Whether this is one next token of every row: then there is a short way."""
-        alone = problem.length == 1 and problem.padding_mask is None and self.is_initialized
-        windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
-        return alone and windowed
 
     def next_bias(self, biases: PositionBias) -> torch.Tensor | None:
         """w of the window and of the token itself, (B or 1, h, W + 1, 1); None where there is no window."""

@@ -275,7 +275,8 @@ class AFTConv(AFTMixer):
         kernels, hides_outside = self._kernel_bias(), not self.global_connectivity
         biases: GridKernel | LagKernel
         if self.spatial_dims == 2:
-            assert grid_size is not None
+            if grid_size is None:
+                raise ValueError("the biases of a kernel on a grid need grid_size, (rows, columns)")
             biases = GridKernel(kernels, grid_size, hides_outside)
         else:
             biases = LagKernel(kernels, self.causal, hides_outside)

@@ -297,7 +297,7 @@ def _mix_shard_of_rows(problem: Mixing, implementation: str) -> torch.Tensor:
     past = count_of_past(reach, biases.hides_outside)
     key, value = with_past(shard, problem.key, problem.value, **options)
     following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
-    filling = -past % biases.columns  # what stands for farther rows fills rows
+    filling = -past % biases.columns  # hidden tokens that complete the rows of the summary tokens
     key, value = (
         nn.functional.pad(torch.cat([x, after[:, :past].flip(1)], 1), (0, 0, filling, filling), value=hidden)
         for x, after, hidden in zip((key, value), following, (-math.inf, 0.0))

@@ -46,12 +46,15 @@ class Backend:
 
     @staticmethod
     def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor | None:
-        """The next token of every row, which the state takes in: (B, 1, d); None where the state does that itself."""
+        """Eq. 2 of the next token of every row, times the gate: (B, 1, d); adds the token to the state. None if this
+        backend does not compute it: then the state does.
+        """
         return None
 
     @staticmethod
     def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | None) -> torch.Tensor | None:
-        """More tokens, which the state takes in: (B, T, d); None where the state does that itself.
+        """Eq. 2 of more tokens, times the gate: (B, T, d); adds them to the state. None if this backend does not
+        compute it: then the state does.
 
         Args:
             state: not initialized before the first tokens.

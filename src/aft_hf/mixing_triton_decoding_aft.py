@@ -57,8 +57,9 @@ def _writable(state: "AFTLayerState") -> tuple[torch.Tensor, ...]:
         read_only = not torch.is_inference_mode_enabled()
         for name in STATE:
             tensor = getattr(state, name)
-            if not tensor.is_contiguous() or (read_only and tensor.is_inference()):
-                setattr(state, name, tensor.clone(memory_format=torch.contiguous_format))
+            # A backward pass that is still to come needs the numbers of before.
+            if not tensor.is_contiguous() or tensor.requires_grad or (read_only and tensor.is_inference()):
+                setattr(state, name, tensor.detach().clone(memory_format=torch.contiguous_format))
     return tuple(getattr(state, name) for name in STATE)
 
 

@@ -502,8 +502,8 @@ class AFTModel(AFTPreTrainedModel):
             logger.warning_once(
                 f"position_bias_entropy_weight={self.config.position_bias_entropy_weight} has no effect: the loss of "
                 "the last step was not computed by the model and leaves the entropy of the position biases (Eq. 9) "
-                "out. Add position_bias_entropy_weight * outputs.position_bias_entropy to the loss, or pass labels to "
-                "the model"
+                "out. Add position_bias_entropy_weight * model.base_model.position_bias_entropy() to the loss, or "
+                "pass labels to the model"
             )
         self._reached.clear()
         self._note_when_reached(hidden_states, "output")

@@ -36,14 +36,19 @@ class BaselineConfig(AFTConfig):
     key_dim: int = 16
     num_random_features: int | None = None
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.use_cls_token is None:
+            self.use_cls_token = False
+        super().__post_init__(**kwargs)
+
     def validate_mixer(self) -> None:
         allowed = MIXERS[self.modality]
         if self.mixer not in allowed:
             raise ValueError(
-                f"mixer of a {self.modality} model must be one of {', '.join(allowed)}, got {self.mixer!r}"
+                f"mixer with modality={self.modality!r} must be one of {', '.join(allowed)}, got {self.mixer!r}"
             )
-        if self.num_heads < 1 or self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}")
+        if self.mixer == "lambda" and self.use_cls_token:
+            raise ValueError("a lambda layer takes the patches of a grid: it has no class token")
         for name in ("key_dim", "num_random_features"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 2**17:

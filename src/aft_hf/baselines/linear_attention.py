@@ -12,6 +12,9 @@ from torch import nn
 
 CHUNK_SIZE = 64
 
+# Added to the features of a Performer: none is 0, and no average is 0 / 0.
+EPSILON = 1e-6
+
 
 def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Averages of values with weights phi(q_t) . phi(k_t') over t' <= t, in time linear in T.
@@ -31,11 +34,11 @@ def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch
         nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK_SIZE)) for x in (query, key, value)
     )
     states = key.mT @ value  # (B, h, chunks, m, v + 1)
-    before = states.cumsum(2) - states
+    before = nn.functional.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
     sums = (query @ key.mT).tril() @ value + query @ before
     sums = sums.flatten(2, 3)[:, :, :length]
-    tiny = torch.finfo(sums.dtype).tiny
-    return sums[..., :-1] / sums[..., -1:].clamp_min(tiny)
+    # elu(x) + 1 rounds to 0 for x below -17: then there is nothing to average.
+    return sums[..., :-1] / sums[..., -1:].clamp_min(EPSILON**2)
 
 
 class LinearAttention(nn.Module):
@@ -100,6 +103,8 @@ class Performer(LinearAttention):
     def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key = (x * query.shape[-1] ** -0.25 for x in (query, key))
         logs = [x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)]
-        # Factors of a query, and of all keys of a head, cancel in the quotient.
+        # Factors of a query, and of all keys of a head, cancel in the quotient. Keys of which later ones are larger by
+        # more than log(1 / EPSILON) count alike.
         shifts = logs[0].amax(-1, keepdim=True), logs[1].amax((-2, -1), keepdim=True)
-        return tuple(torch.exp(log - shift.detach()) for log, shift in zip(logs, shifts))
+        features = (torch.exp(log - shift.detach()) + EPSILON for log, shift in zip(logs, shifts))
+        return tuple(features)

@@ -22,7 +22,7 @@ class _Mixer(nn.Module):
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        self.layer = layer
+        self.layer, self.max_positions = layer, getattr(layer, "max_positions", None)
 
     def forward(self, x: torch.Tensor, *, grid_size: tuple[int, int] | None, **others: Any) -> torch.Tensor:
         for name, value in others.items():
@@ -68,11 +68,23 @@ class _Baseline:
 class BaselineForCausalLM(_Baseline, AFTForCausalLM):
     """A language model of linear attention, Performer or Synthesizer layers."""
 
-    def forward(self, *arguments: Any, use_cache: bool | None = None, **options: Any) -> Any:
-        """As of `AFTForCausalLM`, without a cache."""
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """As of `AFTForCausalLM`, without a cache and without padding."""
         if use_cache:
             raise ValueError("a baseline has no cache: call it with use_cache=False")
-        return super().forward(*arguments, use_cache=False, **options)
+        if attention_mask is not None and bool(attention_mask.all()):
+            attention_mask = None
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **options)
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        """Not possible: a baseline has no cache."""
+        raise NotImplementedError("a baseline does not generate: it trains on and evaluates whole rows")
 
 
 class BaselineForImageClassification(_Baseline, AFTForImageClassification):

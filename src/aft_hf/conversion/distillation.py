@@ -250,12 +250,13 @@ class _Run:
                 self.step, self.seconds, since = self.step + 1, self.seconds + now - since, now
                 done = 100 * self._progress(own=True)
                 bar.update(done - bar.n)
-                if self.step % 10 == 0:
+                if self.step % 10 == 0:  # in all processes: the losses are means over them
                     self._check()
-                    bar.set_postfix_str(self._line())
-                if bar.disable and done >= reported + 10:
-                    reported = done
-                    self.accelerator.print(f"Distillation: {done:.0f} %, step {self.step}: {self._line()}", flush=True)
+                    line = self._line()
+                    bar.set_postfix_str(line)
+                    if bar.disable and done >= reported + 10:
+                        reported = done
+                        self.accelerator.print(f"Distillation: {done:.0f} %, {line}", flush=True)
                 stopped = stop.agreed()
                 if self.checkpoints is not None and (stopped or self._agreed(now - saved) > SAVE_EVERY):
                     path, saved = self._save(), now
