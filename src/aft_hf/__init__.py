@@ -24,6 +24,7 @@ from .conversion import convert_deit, convert_labml
 from .data import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import (
+    HEADS,
     AFTBackbone,
     AFTForCausalLM,
     AFTForImageClassification,
@@ -53,8 +54,7 @@ def _register() -> None:
     AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
     # `transformers serve` and TRL look for the class that config.json names among those of the library. (The library
     # replaces itself in `sys.modules` when some of its modules are imported, so what was imported first may be stale.)
-    heads = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
-    for model in (AFTModel, *heads):
+    for model in (AFTModel, *HEADS):
         setattr(sys.modules["transformers"], model.__name__, model)
 
 

@@ -866,6 +866,9 @@ def _with_entropy(
     return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
 
 
+# All models with a head, for what treats them alike: cards, pictures, and the names that the library looks up.
+HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
+
 # The library goes by the names of classes where it has to know the task of a model: Trainer, to shift the labels for
 # label smoothing; pipelines and model cards; `transformers serve`.
 modeling_auto.MODEL_MAPPING_NAMES[AFTConfig.model_type] = AFTModel.__name__
@@ -885,6 +888,7 @@ AFTForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassi
 AFTForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 
 __all__ = [
+    "HEADS",
     "AFTBackbone",
     "AFTForCausalLM",
     "AFTForImageClassification",

@@ -182,21 +182,14 @@ def _load(checkpoint: str) -> "AFTPreTrainedModel":
 
     from ..configuration_aft import AFTConfig
     from ..loading import load
-    from ..modeling_aft import (
-        AFTForCausalLM,
-        AFTForImageClassification,
-        AFTForSequenceClassification,
-        AFTForTokenClassification,
-        AFTModel,
-    )
+    from ..modeling_aft import HEADS, AFTModel
 
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
             f"{checkpoint} is no AFT but a {config.model_type}: of a ViT or DeiT there is the kind attention to see"
         )
-    heads = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
-    classes = {each.__name__: each for each in heads}
+    classes = {each.__name__: each for each in HEADS}
     model = classes.get((config.architectures or [""])[0], AFTModel)
     return load(model, checkpoint).eval()
 

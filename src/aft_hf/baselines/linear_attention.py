@@ -103,8 +103,8 @@ class Performer(LinearAttention):
     def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key = (x * query.shape[-1] ** -0.25 for x in (query, key))
         logs = [x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)]
-        # Factors of a query, and of all keys of a head, cancel in the quotient. Keys of which later ones are larger by
-        # more than log(1 / EPSILON) count alike.
+        # A factor of a query cancels in the quotient, and so does one of all keys of a head. EPSILON is relative to
+        # the largest feature of the keys, later ones included.
         shifts = logs[0].amax(-1, keepdim=True), logs[1].amax((-2, -1), keepdim=True)
         features = (torch.exp(log - shift.detach()) + EPSILON for log, shift in zip(logs, shifts))
         return tuple(features)

@@ -19,13 +19,7 @@ from transformers import PreTrainedConfig
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..data.whole_files import write_whole
-from ..modeling_aft import (
-    AFTForCausalLM,
-    AFTForImageClassification,
-    AFTForSequenceClassification,
-    AFTForTokenClassification,
-    AFTModel,
-)
+from ..modeling_aft import HEADS, AFTModel
 from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
@@ -45,7 +39,6 @@ MAX_POSITIONS_DRAWN = 1100  # tables of T x T numbers, for all layers and heads 
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
 SOFTWARE = "aft-hf"  # in our pictures
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
-HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 TASKS = {
     ("AFTForCausalLM", "text"): "text-generation",
