@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -240,6 +241,21 @@ def failures(found: Compiled, spills: int) -> str:
     return f"needs {found.shared} bytes of shared memory, more than {limit}" if found.shared > limit else ""
 
 
+def summary(table: list[dict]) -> str:
+    """A Markdown table: of each kernel and GPU the number of variants, and the most that one of them takes."""
+    lines = [
+        "| kernel | GPU | variants | registers | spilled bytes per thread | shared bytes |",
+        "|---|---|---|---|---|---|",
+    ]
+    variants = defaultdict(list)
+    for entry in table:
+        variants[entry["kernel"].removesuffix("_kernel"), entry["architecture"]].append(entry)
+    for (kernel, architecture), entries in sorted(variants.items()):
+        most = (max(entry[name] for entry in entries) for name in ("registers", "spilled", "shared"))
+        lines.append(f"| {kernel} | sm_{architecture} | {len(entries)} | {' | '.join(map(str, most))} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90], help="compute capabilities")
@@ -259,7 +275,7 @@ def main() -> int:
         print(f"compile_kernels: no kernel or problem has {arguments.only!r} in its name", file=sys.stderr)
         return 1
     print(f"{len(variants)} variants for {' and '.join(f'sm_{sm}' for sm in arguments.architectures)}", flush=True)
-    row = "{:6} {:22} {:42} {:>5} {:>9} {:>6} {:>7} {:>8}  {}"
+    row = "{:6} {:32} {:42} {:>5} {:>9} {:>6} {:>7} {:>8}  {}"
     print(
         row.format("GPU", "kernel", "first needed by", "warps", "registers", "spill", "shared", "instr.", "products")
     )
@@ -279,6 +295,7 @@ def main() -> int:
             table.append(entry)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(table, indent=1) + "\n")
+    print(summary(table))
     print(f"{len(table) - len(failed)} of {len(table)} accepted", *failed, sep="\n")
     return 1 if failed else 0
 

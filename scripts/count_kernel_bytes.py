@@ -3,21 +3,24 @@
 An element is one feature of one position. "Issued" counts each load and store of a kernel, "distinct" each address
 once per kernel: what memory has to move where caches hold what one kernel reads again.
 
-    python scripts/count_kernel_bytes.py --length 128 --width 256
+    python scripts/count_kernel_bytes.py --length 128 --width 256 --side 8 --rows 8
 """
 
 import argparse
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from torch import nn
 from triton.runtime import interpreter
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf import mixing_triton_bidirectional_launch_aft as both_ways
 from aft_hf import mixing_triton_launch_aft as launches
 from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.mixing_aft import Mixing
@@ -33,14 +36,15 @@ class Traffic:
         builder = interpreter.interpreter_builder
         for name in ("create_masked_load", "create_masked_store"):
             setattr(builder, name, self._counting(getattr(builder, name), name))
-        for name in [name for name in vars(launches) if name.endswith("_kernel")]:
-            setattr(launches, name, self._named(name, getattr(launches, name)))
+        for module in (launches, both_ways):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                setattr(module, name, self._named(name, getattr(module, name)))
 
     def _counting(self, access, name: str):
         def counted(pointers, *arguments):
             mask = arguments[0 if name.endswith("load") else 1]
             size = pointers.get_element_ty().primitive_bitwidth // 8
-            places = pointers.data[mask.data]
+            places = pointers.data[mask.data.astype(bool)]  # a mask may be of integers
             self.issued[self.kernel] += places.size * size
             self.addresses[self.kernel].append(np.unique(places // size) * size * 8 + size)  # and how many bytes there
             return access(pointers, *arguments)
@@ -53,8 +57,7 @@ class Traffic:
         class Named:
             def __getitem__(self, grid):
                 def launch(*arguments, **options):
-                    reduced = " (scan)" if name == "scan_kernel" else ""
-                    traffic.kernel = name.removesuffix("_kernel") + reduced
+                    traffic.kernel = name.removesuffix("_kernel")
                     return kernel[grid](*arguments, **options)
 
                 return launch
@@ -72,54 +75,95 @@ class Traffic:
         return found
 
 
-def structures(width: int, length: int) -> dict:
-    return {
+def causal_problems(length: int, width: int) -> Iterator[tuple[str, nn.Module, Mixing]]:
+    """Each causal type: its mixer, and a problem of one row."""
+    for name, mixer in {
         "simple": AFTSimple(width, causal=True),
         "alibi": AFTAlibi(width, 4),
         "local, s = 32": AFTLocal(width, length, 32, position_bias_dim=8, causal=True),
         "conv, s = 11": AFTConv(width, 4, 11, spatial_dims=1, causal=True),
         "full": AFTFull(width, length, position_bias_dim=8, causal=True),
-    }
+    }.items():
+        yield name, mixer, problem_of(mixer, torch.randn(1, length, width).bfloat16(), causal=True)
+
+
+def image_problems(side: int, width: int, rows: int) -> Iterator[tuple[str, nn.Module, Mixing]]:
+    """Each type for images with kernels: its mixer, and a problem of several rows, which share the table of w."""
+    for name, mixer in {
+        "full, images": AFTFull(width, side**2, position_bias_dim=8),
+        "conv, images, s = 11": AFTConv(width, 4, 11),
+        "conv, images, s = 11, a head per feature": AFTConv(width, width, 11),
+    }.items():
+        yield name, mixer, problem_of(mixer, torch.randn(rows, side**2, width).bfloat16(), causal=False, side=side)
+
+
+def problem_of(mixer: nn.Module, value: torch.Tensor, *, causal: bool, side: int | None = None) -> Mixing:
+    key = torch.randn(*value.shape[:2], mixer.k_proj.out_features).bfloat16()
+    biases = mixer.biases(value, (side, side)) if side else mixer.biases(value)
+    return Mixing(key, value, mixer.num_heads, biases, causal, query=value + 1)
+
+
+def count_causal(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[str, dict]:
+    """What each pass moves, by kernel. A decoded token is counted as if there were one for each position."""
+    inputs, geometry = Inputs(*(detached(x) for x in problem_tensors(problem))), Geometry.of(problem)
+    passes = {}
+    launches.forward(inputs, geometry, keep=False)
+    passes["inference"] = traffic.take()
+    _, kept, _ = launches.forward(inputs, geometry, keep=True)
+    passes["training, forward"] = traffic.take()
+    launches.backward(problem.value + 2, inputs, kept, geometry, of_table=inputs.table is not None)
+    passes["training, backward"] = traffic.take()
+    if problem.biases.reach is not None:
+        state = AFTStaticLayerState(mixer.state_window, problem.length)
+        state.lazy_initialization(*(x.float() for x in problem.by_head()))
+        bias, token = detached(state.next_bias(problem.biases)), [x[:, :1] for x in inputs[:3]]
+        bias = bias if bias is None else bias.contiguous()
+        tensors = [getattr(state, name) for name in STATE]
+        options = {"alone": problem.biases.hides_outside}
+        launches.decode(*token, bias, inputs.slopes, tensors, state.cumulative_length, mixer.num_heads, **options)
+        counts = traffic.take()
+        passes["a decoded token"] = {x: tuple(y * problem.length for y in both) for x, both in counts.items()}
+    return passes
+
+
+def count_images(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[str, dict]:
+    """What each pass moves, by kernel."""
+    table = detached(problem.biases.dense(problem.length)).float()
+    inputs = problem.query, problem.key, problem.value, table
+    passes = {}
+    both_ways.forward(*inputs, problem.num_heads, keep=False)
+    passes["inference"] = traffic.take()
+    _, kept = both_ways.forward(*inputs, problem.num_heads, keep=True)
+    passes["training, forward"] = traffic.take()
+    both_ways.backward(problem.value + 2, *inputs, kept, problem.num_heads, of_table=True)
+    passes["training, backward"] = traffic.take()
+    return passes
+
+
+def detached(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None else x.detach()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--length", type=int, default=128, help="tokens of the causal types")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--only", default="", help="a part of the names of structures")
-    arguments = parser.parse_args()
-    batch, length, width = arguments.batch, arguments.length, arguments.width
+    parser.add_argument("--side", type=int, default=8, help="patches of a side of an image")
+    parser.add_argument("--rows", type=int, default=8, help="images")
+    parser.add_argument("--only", default="", help="a part of the names of types")
+    given = parser.parse_args()
     traffic = Traffic()
-    print(f"bytes per element, bfloat16, {batch} x {length} x {width}")
+    print(f"bytes per element, bfloat16: texts of 1 x {given.length} x {given.width}, ", end="")
+    print(f"images of {given.rows} x {given.side}^2 x {given.width}")
     print("| type | pass | kernel | issued | distinct |\n|---|---|---|---|---|")
-    for name, mixer in structures(width, length).items():
-        if arguments.only not in name:
+    counted = [(count_causal, *x) for x in causal_problems(given.length, given.width)]
+    counted += [(count_images, *x) for x in image_problems(given.side, given.width, given.rows)]
+    for count, name, mixer, problem in counted:
+        if given.only not in name:
             continue
-        value = torch.randn(batch, length, width).bfloat16()
-        key = torch.randn(batch, length, mixer.k_proj.out_features).bfloat16()
-        problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1)
-        inputs, geometry = (None if x is None else x.detach() for x in problem_tensors(problem)), Geometry.of(problem)
-        inputs = Inputs(*inputs)
-        passes = {}
-        launches.forward(inputs, geometry, keep=False)
-        passes["inference"] = traffic.take()
-        _, kept, _ = launches.forward(inputs, geometry, keep=True)
-        passes["training, forward"] = traffic.take()
-        launches.backward(value + 2, inputs, kept, geometry, of_table=inputs.table is not None)
-        passes["training, backward"] = traffic.take()
-        if problem.biases.reach is not None:  # per feature of one token
-            state = AFTStaticLayerState(mixer.state_window, length)
-            state.lazy_initialization(*(x.float() for x in problem.by_head()))
-            bias, token = state.next_bias(problem.biases), [x[:, :1] for x in inputs[:3]]
-            bias = None if bias is None else bias.detach().contiguous()
-            tensors = [getattr(state, name) for name in STATE]
-            options = {"alone": problem.biases.hides_outside}
-            launches.decode(*token, bias, inputs.slopes, tensors, state.cumulative_length, mixer.num_heads, **options)
-            passes["a decoded token"] = {x: tuple(y * length for y in both) for x, both in traffic.take().items()}
-        for label, kernels in passes.items():
+        for label, kernels in count(problem, mixer, traffic).items():
             for kernel, counts in (*kernels.items(), ("all", tuple(map(sum, zip(*kernels.values()))))):
-                issued, distinct = (x / value.numel() for x in counts)
+                issued, distinct = (x / problem.value.numel() for x in counts)
                 print(f"| {name} | {label} | {kernel} | {issued:.1f} | {distinct:.1f} |", flush=True)
 
 

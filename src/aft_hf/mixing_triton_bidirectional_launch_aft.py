@@ -5,12 +5,12 @@ Tensors are those of `mix_both_ways`. Nothing here waits for the device.
 
 import torch
 
-from .kernels_aft import query_gradient_kernel
 from .kernels_bidirectional_aft import (
     both_ways_kernel,
     both_ways_key_gradient_kernel,
     both_ways_table_gradient_kernel,
 )
+from .kernels_causal_aft import query_gradient_kernel
 from .scaled_sums_aft import power_of_two_from
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .kernels_aft import (
+from .kernels_causal_aft import (
     forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
