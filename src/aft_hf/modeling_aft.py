@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.get_logger(__name__)
+
+# Earlier versions do not tell the later chunks of a prompt (`prefill_chunk_size`) from tokens written after it.
+CHUNKS_ARE_NAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 23)
 
 
 class AFTTextEmbeddings(nn.Module):
@@ -666,8 +670,8 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         is_first_iteration: bool = False,
         **kwargs,
     ) -> torch.Tensor | None:
-        """With a static cache, the padding of the new tokens: only a prompt has any, and all other steps are alike."""
-        if attention_mask is None or not is_first_iteration:
+        """With a static cache, the padding of the new tokens, which only a prompt has."""
+        if attention_mask is None or (CHUNKS_ARE_NAMED and not is_first_iteration):
             return None
         return attention_mask[:, -inputs_embeds.shape[1] :]
 
