@@ -58,6 +58,7 @@ def test_a_conversation_is_continued_in_the_format_of_the_tokenizer(server, save
 def test_the_chat_of_the_command_line_answers(server_port, saved, monkeypatch, capsys):
     typed = iter([PROMPT, "n", "!exit"])  # it asks whether to go on when the limit is reached
     monkeypatch.setattr("builtins.input", lambda *_: next(typed))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # it blocks servers of this machine, too
     with pytest.raises(SystemExit, match="0"):
         cli.app(["transformers", "chat", str(saved), f"http://127.0.0.1:{server_port}", "max_new_tokens=6"])
     assert next(typed, None) is None
