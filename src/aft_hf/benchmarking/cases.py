@@ -93,6 +93,26 @@ def model_builder(
     return build
 
 
+def random_images(batch: int, side: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
+    """Makes the inputs of an image classifier; for training with labels of 1,000 classes."""
+
+    def inputs() -> dict[str, torch.Tensor]:
+        pixels = {"pixel_values": torch.randn(batch, 3, side, side)}
+        return pixels | ({"labels": torch.randint(1000, (batch,))} if task == "training" else {})
+
+    return inputs
+
+
+def random_tokens(batch: int, length: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
+    """Makes the inputs of a language model of bytes; for training with labels."""
+
+    def inputs() -> dict[str, torch.Tensor]:
+        tokens = torch.randint(256, (batch, length))
+        return {"input_ids": tokens} | ({"labels": tokens} if task == "training" else {})
+
+    return inputs
+
+
 def layer_builder(make: Callable[[], nn.Module], shape: tuple[int, ...], task: str) -> Builder:
     """Makes a layer in fp32, and what one call of it is; a training step has gradients of the inputs, too."""
 

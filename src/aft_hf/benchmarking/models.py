@@ -42,9 +42,10 @@ class VisionRow:
         kernel = f" {self.kernel_size}/{self.num_heads}" if self.aft_type == "conv" else ""
         return f"AFT-{self.aft_type} {self.size}{kernel} at {self.image_size}"
 
-    def aft(self) -> PreTrainedModel:
+    def aft(self, mixing_implementation: str = "auto") -> PreTrainedModel:
         """The AFT."""
-        sizes = {"hidden_size": WIDTHS[self.size], "num_hidden_layers": self.num_layers, "num_labels": 1000}
+        sizes = {"mixing_implementation": mixing_implementation}
+        sizes |= {"hidden_size": WIDTHS[self.size], "num_hidden_layers": self.num_layers, "num_labels": 1000}
         sizes["position_bias_dim"] = 128  # of the paper's AFT-full
         if self.aft_type == "conv":
             sizes |= {"conv_kernel_size": self.kernel_size, "num_heads": self.num_heads}
@@ -79,7 +80,7 @@ class TextRow:
         """For people."""
         return f"AFT-{self.aft_type}{'-32' if self.aft_type == 'local' else ''} L{self.num_layers} d{self.width}"
 
-    def aft(self, length: int) -> PreTrainedModel:
+    def aft(self, length: int, mixing_implementation: str = "auto") -> PreTrainedModel:
         """The AFT for texts of `length` tokens."""
         config = AFTConfig(
             aft_type=self.aft_type,
@@ -88,6 +89,7 @@ class TextRow:
             num_heads=8 if self.aft_type in ("alibi", "conv") else 1,
             conv_kernel_size=32,
             max_position_embeddings=length,
+            mixing_implementation=mixing_implementation,
             use_cache=False,
         )
         return AFTForCausalLM(config)

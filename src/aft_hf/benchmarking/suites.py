@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .cases import DTYPES, FULL, Builder, Case, Sizes, model_builder
+from .cases import DTYPES, FULL, Builder, Case, Sizes, model_builder, random_images, random_tokens
 from .layers import mixer_cases
 from .models import TextRow, VisionRow, without_mixing
 
@@ -30,7 +30,7 @@ def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
         for task in ("inference", "training"):
             if task == "training" and row.image_size == 1024:
                 continue
-            inputs = _images(batch, row.image_size, task)
+            inputs = random_images(batch, row.image_size, task)
             for (dtype_name, dtype), ratio in zip(DTYPES.items(), required):
                 builders = {
                     "ours": model_builder(row.aft, inputs, task, dtype),
@@ -50,18 +50,10 @@ def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
                     required_memory={"peer": 1.0},
                 )
     row, batch = VisionRow("tiny", "conv", 11, 32, num_layers=sizes.vision_layers), min(sizes.largest_batch, 32)
-    inputs = _images(batch, row.image_size, "inference")
+    inputs = random_images(batch, row.image_size, "inference")
     builders = _compiled_builders(row.aft, row.vit, inputs, "inference")
     name = f"{row.name} inference fp32 compiled"
     yield Case(name, "vision", "inference", "fp32", batch, "images", builders, peer="ViT compiled", peaks=())
-
-
-def _images(batch: int, side: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
-    def inputs() -> dict[str, torch.Tensor]:
-        pixels = {"pixel_values": torch.randn(batch, 3, side, side)}
-        return pixels | ({"labels": torch.randint(1000, (batch,))} if task == "training" else {})
-
-    return inputs
 
 
 def _compiled_builders(
@@ -95,7 +87,7 @@ def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterat
     """All types at the i-th length, beside one GPT-2."""
     length = sizes.lengths[i]
     batch = max(1, sizes.lengths[1] // length)
-    inputs = _tokens(batch, length, task)
+    inputs = random_tokens(batch, length, task)
 
     def builder(make: Callable[[], PreTrainedModel]) -> Builder:
         return model_builder(make, inputs, task, DTYPES[dtype_name])
@@ -127,10 +119,10 @@ def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
     """AFT-local at the first length: compiled, and beside other models that are linear in it."""
     row, length = TextRow("local", sizes.text_layers, sizes.text_width), sizes.lengths[0]
     batch, aft = sizes.lengths[1] // length, lambda: row.aft(length)
-    builders = _compiled_builders(aft, lambda: row.gpt2(length), _tokens(batch, length, "training"), "training")
+    builders = _compiled_builders(aft, lambda: row.gpt2(length), random_tokens(batch, length, "training"), "training")
     name, tokens = f"{row.name} T={length} training fp32 compiled", batch * length
     yield Case(name, "causal", "training", "fp32", tokens, "tokens", builders, peer="GPT-2 compiled", peaks=())
-    inputs = _tokens(1, length, "inference")
+    inputs = random_tokens(1, length, "inference")
     for peer, make in {"Reformer": row.reformer, "RWKV": row.rwkv}.items():
         builders = {
             "ours": model_builder(aft, inputs, "inference", torch.float32),
@@ -138,14 +130,6 @@ def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
         }
         name = f"{row.name} T={length} batch 1 inference fp32 beside {peer}"
         yield Case(name, "causal", "inference", "fp32", length, "tokens", builders, peer=peer)
-
-
-def _tokens(batch: int, length: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
-    def inputs() -> dict[str, torch.Tensor]:
-        tokens = torch.randint(256, (batch, length))
-        return {"input_ids": tokens} | ({"labels": tokens} if task == "training" else {})
-
-    return inputs
 
 
 def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
@@ -225,12 +209,14 @@ def growth_cases(sizes: Sizes = FULL) -> Iterator[Case]:
             if length <= sizes.longest_gpt2:
                 makes["GPT-2"] = TextRow("local", 2, sizes.text_width).gpt2
             builders = {
-                name: model_builder(lambda make=make, n=length: make(n), _tokens(1, length, task), task, torch.float32)
+                name: model_builder(
+                    lambda make=make, n=length: make(n), random_tokens(1, length, task), task, torch.float32
+                )
                 for name, make in makes.items()
             }
             yield _growth_case(f"T={length}", task, length, "tokens", length, builders)
     for side in sizes.growth_sides:
-        row, inputs = VisionRow("base", "conv", 25, 32, side, num_layers=2), _images(1, side, "inference")
+        row, inputs = VisionRow("base", "conv", 25, 32, side, num_layers=2), random_images(1, side, "inference")
         builders = {
             name: model_builder(make, inputs, "inference", torch.float32)
             for name, make in {"AFT-conv base 25/32": row.aft, "ViT base": row.vit}.items()

@@ -1,0 +1,219 @@
+"""What is measured on a GPU: groups of candidates that take turns, AFT with its kernels first in each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import product
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..mixers_aft import AFTAlibi, AFTConv, AFTLocal, AFTSimple
+from ..mixing_aft import Mixing, mix
+from .cases import DTYPES, Builder, model_builder, random_images, random_tokens
+from .models import TextRow, VisionRow
+
+
+TYPES = ("local", "simple", "alibi", "conv")
+
+# Bytes that the kernels load and store per element in bfloat16, each address once per kernel: inference and training,
+# from scripts/count_kernel_bytes.py.
+COUNTED_BYTES = {"local": (13.9, 58.4), "simple": (13.3, 51.8), "alibi": (13.3, 51.8), "conv": (10.0, 52.0)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Candidates of one task.
+
+    Attributes:
+        section: "mixing", "text", "images" or "decoding".
+        name: what is compared.
+        task: "inference", "training" or "decoding".
+        dtype: "fp32" or "bf16" (autocast in training of models).
+        items, unit: how many tokens or images one call takes.
+        builders: candidates by name; each makes what to call.
+        moved: the bytes that a call of a candidate has to move, where they are counted.
+        shortened: for a candidate, the one whose time is to be subtracted: what it does before the items.
+    """
+
+    section: str
+    name: str
+    task: str
+    dtype: str
+    items: int
+    unit: str
+    builders: dict[str, Builder]
+    moved: dict[str, float] = field(default_factory=dict)
+    shortened: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GpuSizes:
+    """How large the groups are."""
+
+    tokens: int = 65_536  # of a step: a batch has as many rows as that takes
+    layers: int = 24
+    width: int = 256
+    lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144)
+    longest_fp32: int = 4096
+    mixing_length: int = 4096
+    images: tuple[tuple[tuple, int], ...] = (
+        (("tiny", "conv", 11, 32, 224), 256),
+        (("small", "conv", 11, 16, 384), 64),
+        (("small", "full", 0, 1, 224), 128),
+        (("base", "conv", 25, 32, 1024), 4),
+    )
+    image_layers: int = 12
+    contexts: tuple[int, ...] = (1, 4096)
+    decoded: int = 64
+    decoding_batches: tuple[int, ...] = (1, 64)
+
+
+# To see in seconds that every group runs; the numbers say nothing.
+SMALLEST = GpuSizes(64, 1, 64, (32, 64), 32, 32, ((("tiny", "conv", 3, 3, 32), 2),), 1, (1, 4), 2, (1, 2))
+
+
+def mixing_groups(sizes: GpuSizes) -> Iterator[Group]:
+    """The operation by itself, whose bytes are counted: how much of what memory can move it moves."""
+    rows, length = max(1, sizes.tokens // sizes.mixing_length), sizes.mixing_length
+    elements = rows * length * sizes.width
+    for name in TYPES:
+        for dtype in ("bf16", "fp32"):
+            for task, counted in zip(("inference", "training"), COUNTED_BYTES[name]):
+                builders = {
+                    backend: _mixing(name, backend, (rows, length, sizes.width), task, DTYPES[dtype])
+                    for backend in ("triton", "portable")
+                }
+                moved = {"triton": counted * elements} if dtype == "bf16" else {}
+                yield Group("mixing", f"{name} T={length}", task, dtype, rows * length, "tokens", builders, moved)
+
+
+def _mixing(name: str, backend: str, shape: tuple[int, int, int], task: str, dtype: torch.dtype) -> Builder:
+    """Eq. 2 with its gate; in training also the gradients of query, key, value and position biases."""
+
+    def build(device: torch.device) -> Callable[[], object]:
+        torch.manual_seed(0)
+        mixer = _mixer(name, shape[-1], shape[1]).to(device)
+        widths = shape[-1], mixer.k_proj.out_features, shape[-1]
+        query, key, value = (torch.randn(*shape[:2], width, device=device, dtype=dtype) for width in widths)
+        gradient = torch.randn_like(value)
+        learned = [x for name, x in mixer.named_parameters() if "_proj" not in name]
+        asked = [x.requires_grad_() for x in (query, key, value, *learned)]
+
+        def forward() -> torch.Tensor:
+            problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), causal=True, query=query)
+            return mix(problem, backend)
+
+        def infer() -> torch.Tensor:
+            with torch.inference_mode():
+                return forward()
+
+        return infer if task == "inference" else lambda: torch.autograd.grad(forward(), asked, gradient)
+
+    return build
+
+
+def _mixer(name: str, width: int, length: int) -> nn.Module:
+    if name == "local":
+        return AFTLocal(width, length, 32, causal=True)
+    if name == "conv":
+        return AFTConv(width, 4, 11, spatial_dims=1, causal=True)
+    return AFTAlibi(width, 4) if name == "alibi" else AFTSimple(width, causal=True)
+
+
+def text_groups(sizes: GpuSizes) -> Iterator[Group]:
+    """Language models beside a GPT-2 with the attention of PyTorch, and beside HGRN of fla where that is installed."""
+    wanted = [("bf16", x) for x in sizes.lengths] + [("fp32", x) for x in sizes.lengths if x <= sizes.longest_fp32]
+    text = {name: TextRow(name, sizes.layers, sizes.width) for name in TYPES}
+    for (dtype, length), task in product(wanted, ("training", "inference")):
+        rows = max(1, sizes.tokens // length)
+        inputs = random_tokens(rows, length, task)
+        makes = {f"{name}, triton": _bound(row.aft, length, "triton") for name, row in text.items()}
+        makes["GPT-2"] = _bound(text["local"].gpt2, length)
+        makes["local, portable"] = _bound(text["local"].aft, length, "portable")
+        if find_spec("fla") is not None:
+            makes["HGRN (fla)"] = _bound(_hgrn, sizes)
+        builders = {name: model_builder(make, inputs, task, DTYPES[dtype]) for name, make in makes.items()}
+        if length == sizes.lengths[0]:
+            make = makes["local, portable"]
+            builders["local, portable, compiled"] = model_builder(make, inputs, task, DTYPES[dtype], compiled=True)
+        yield Group("text", f"T={length}", task, dtype, rows * length, "tokens", builders)
+
+
+def _bound(make: Callable, *arguments: object) -> Callable[[], nn.Module]:
+    return lambda: make(*arguments)
+
+
+def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
+    """The layer of flash-linear-attention nearest to AFT: a recurrence for each feature by itself, with a gate."""
+    from fla.models import HGRNConfig, HGRNForCausalLM
+
+    config = HGRNConfig(
+        vocab_size=256, hidden_size=sizes.width, num_hidden_layers=sizes.layers, bos_token_id=None, eos_token_id=None
+    )
+    return HGRNForCausalLM(config)
+
+
+def image_groups(sizes: GpuSizes) -> Iterator[Group]:
+    """Image classifiers beside ViT."""
+    for dtype in ("bf16", "fp32"):
+        for values, batch in sizes.images:
+            row = VisionRow(*values, num_layers=sizes.image_layers)
+            for task in ("inference", "training"):
+                makes = {backend: _bound(row.aft, backend) for backend in ("triton", "portable")} | {"ViT": row.vit}
+                inputs = random_images(batch, row.image_size, task)
+                builders = {name: model_builder(make, inputs, task, DTYPES[dtype]) for name, make in makes.items()}
+                yield Group("images", row.name, task, dtype, batch, "images", builders)
+
+
+def decoding_groups(sizes: GpuSizes) -> Iterator[Group]:
+    """`generate` after a prompt, less what the prompt and the first token take.
+
+    With a static cache, `generate` compiles the step and replays it as a CUDA graph.
+    """
+    for dtype, batch, context in product(("bf16", "fp32"), sizes.decoding_batches, sizes.contexts):
+        longest = context + 1 + sizes.decoded
+        local, simple = (TextRow(name, sizes.layers, sizes.width) for name in ("local", "simple"))
+        makes = {
+            "local, triton": _bound(local.aft, longest, "triton"),
+            "simple, triton": _bound(simple.aft, longest, "triton"),
+            "local, portable": _bound(local.aft, longest, "portable"),
+            "GPT-2": _bound(local.gpt2, longest),
+        }
+        builders, shortened = {}, {}
+        for (name, make), cache in product(makes.items(), (None, "static")):
+            label = f"{name}, CUDA graph" if cache else name
+            shortened[label] = f"{label}, first token"
+            for key, count in ((label, 1 + sizes.decoded), (shortened[label], 1)):
+                builders[key] = _generation(make, batch, context, count, DTYPES[dtype], cache)
+        name, items = f"after {context}, batch {batch}", batch * sizes.decoded
+        yield Group("decoding", name, "decoding", dtype, items, "tokens", builders, shortened=shortened)
+
+
+def _generation(
+    make: Callable[[], PreTrainedModel], batch: int, context: int, count: int, dtype: torch.dtype, cache: str | None
+) -> Builder:
+    def build(device: torch.device) -> Callable[[], object]:
+        torch.manual_seed(0)
+        model = make().to(device, dtype).eval()
+        prompt = torch.randint(256, (batch, context), device=device)
+        options = {"do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
+        options |= {} if cache is None else {"cache_implementation": cache}
+        mask = torch.ones_like(prompt)
+
+        def call() -> object:
+            return model.generate(prompt, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, **options)
+
+        return call
+
+    return build
+
+
+# What matters most comes first, here and within each.
+SECTIONS: dict[str, Callable[[GpuSizes], Iterator[Group]]] = {
+    "mixing": mixing_groups,
+    "text": text_groups,
+    "images": image_groups,
+    "decoding": decoding_groups,
+}

@@ -1,0 +1,56 @@
+"""The benchmark of a GPU at its smallest sizes, on a CPU: every section runs and reports what was asked."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from aft_hf.benchmarking.gpu_groups import SECTIONS, SMALLEST, GpuSizes
+from aft_hf.benchmarking.gpu_measuring import measure
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_group_of_each_section_is_measured(section, spend):
+    group = next(x for x in SECTIONS[section](SMALLEST) if x.task != "training")  # kernels are interpreted here
+    left_out = ("compiled", "alibi", "conv", "CUDA graph")
+    builders = {name: build for name, build in group.builders.items() if not any(x in name for x in left_out)}
+    rows = {row["candidate"]: row for row in measure(dataclasses.replace(group, builders=builders), CPU, 1, 1e9)}
+    assert set(rows) == set(builders) - set(group.shortened.values())
+    for name, row in rows.items():
+        assert (row["section"], row["dtype"], row["task"]) == (section, group.dtype, group.task)
+        assert ("of_bandwidth" in row) == (name in group.moved)
+
+
+def test_what_a_prompt_takes_is_subtracted(spend):
+    group = next(SECTIONS["decoding"](SMALLEST))
+    builders = {
+        "GPT-2": lambda device: lambda: spend(3.0),
+        "GPT-2, first token": lambda device: lambda: spend(1.0),
+    }
+    asked = dataclasses.replace(group, builders=builders, shortened={"GPT-2": "GPT-2, first token"})
+    (row,) = measure(asked, CPU, 1, 1e9)
+    assert row["seconds"] == pytest.approx(2.0)
+    assert row["tokens_per_second"] == pytest.approx(group.items / 2.0)
+
+
+def test_what_does_not_fit_is_said_and_the_others_are_measured(spend):
+    def build(device):
+        raise torch.OutOfMemoryError("no room")
+
+    group = next(SECTIONS["images"](SMALLEST))
+    builders = {"triton": build, "ViT": lambda device: lambda: spend(0.5)}
+    rows = {row["candidate"]: row for row in measure(dataclasses.replace(group, builders=builders), CPU, 1, 1e9)}
+    assert rows["triton"]["skipped"] == "out of memory"
+    assert rows["ViT"]["images_per_second"] == pytest.approx(group.items / 0.5)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_kernels_are_asked_for_at_all_sizes_of_the_page(section):
+    groups = list(SECTIONS[section](GpuSizes()))
+    assert all(any("triton" in name for name in group.builders) for group in groups)
+    assert {group.dtype for group in groups} == {"bf16", "fp32"}
+    if section == "text":
+        assert {f"T={2**i}" for i in (10, 12, 14, 16, 18)} <= {group.name for group in groups}
