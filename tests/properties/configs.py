@@ -35,8 +35,8 @@ def valid_configs(draw) -> dict[str, Any]:
         "layer_norm_eps": epsilon,
         "initializer_range": draw(st.sampled_from([1e-12, 0.02, 1.0])),
         "position_bias_init_std": draw(DEVIATIONS),
-        # At a zero vector, which dropout can leave, an epsilon of 1e-12 makes the slope of a LayerNorm 1e6. That of
-        # seven such LayerNorms overflows in any model.
+        # At a zero vector, which dropout can leave and padding has, an epsilon of 1e-12 makes the slope of a LayerNorm
+        # 1e6. That of seven such LayerNorms overflows in any model.
         "hidden_dropout_prob": draw(SHARES) if epsilon > 1e-12 else 0.0,
         "drop_path_rate": draw(SHARES),
         "qkv_bias": draw(st.booleans()),
@@ -55,11 +55,11 @@ def valid_configs(draw) -> dict[str, Any]:
         values["position_bias_selection"] = "gumbel"
     if "conv" in used:
         values["position_bias_entropy_weight"] = draw(st.sampled_from([0, 0.001, 1.0]))
-    return values | draw(_text_fields() if is_text else _image_fields(used))
+    return values | draw(_text_fields(epsilon) if is_text else _image_fields(used))
 
 
 @st.composite
-def _text_fields(draw) -> dict[str, Any]:
+def _text_fields(draw, epsilon: float) -> dict[str, Any]:
     vocabulary = draw(st.integers(1, 20))
     token = st.none() | st.integers(0, vocabulary - 1)
     return {
@@ -69,7 +69,7 @@ def _text_fields(draw) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "bos_token_id": draw(token),
         "eos_token_id": draw(token | st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=2)),
-        "pad_token_id": draw(token),
+        "pad_token_id": draw(token) if epsilon > 1e-12 else None,
     }
 
 
