@@ -17,7 +17,7 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
-from ..data.classes import are_names, shortened
+from ..data.classes import are_names, in_order_of_numbers, shortened
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
@@ -105,6 +105,7 @@ def evaluate_classifier(
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
     else:
         logger.warning(f"classes are taken by number: the data has {shortened(given)}, the model {shortened(names)}")
+        numbers = class_numbers(dataset, label_column, in_order_of_numbers(given, len(names)))
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}
