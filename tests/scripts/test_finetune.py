@@ -28,6 +28,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.publishing.folder import files_to_upload
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
@@ -312,6 +313,30 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(clas
         said = capsys.readouterr().out
         assert (hint in said) == told
         assert said.splitlines()[-1] == f"finetune.py: the model is in {tmp_path}"
+
+
+def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
+    second = [sys.executable, str(SCRIPT), "--model_name_or_path", str(classifier), "--output_dir", str(tmp_path)]
+    refused = []
+
+    class Slow(finetune.FineTuner):
+        def _save_checkpoint(self, *arguments):
+            super()._save_checkpoint(*arguments)
+            if not refused:
+                before = sorted(tmp_path.rglob("*"))
+                command = [*second, *map(str, QUIET), *map(str, options)]
+                refused.append(subprocess.run(command, capture_output=True, text=True))
+                assert sorted(tmp_path.rglob("*")) == before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "FineTuner", Slow)
+        start(classifier, tmp_path, *options)
+    assert refused[0].returncode == 1
+    line = refused[0].stderr.strip().splitlines()[-1]
+    assert line.startswith(f"finetune.py: {tmp_path}/_run is in use by process {os.getpid()} on ")
+    start(classifier, tmp_path, *options)  # it is free again
+    assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
 
 def write_content(path: Path, content: object) -> None:
