@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from datasets import DatasetDict, Image
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -38,7 +39,7 @@ from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_colu
 from aft_hf.data.text import group_into_blocks
 from aft_hf.loading import load
 from aft_hf.progress import no_bars_in_logs
-from aft_hf.reading import explained, read_json
+from aft_hf.reading import explained, read_json, read_text
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner, SavedState
@@ -169,8 +170,10 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments), description=__doc__, usage=usage)
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
-        parse = parser.parse_json_file if arguments[0].endswith(".json") else parser.parse_yaml_file
-        parsed = parse(arguments[0])
+        path = Path(arguments[0])
+        with explained(f"{path}: cannot be used as options"):
+            values = read_json(path, dict[str, Any]) if path.suffix == ".json" else yaml.safe_load(read_text(path))
+            parsed = parser.parse_dict(values)
     else:
         parsed = parser.parse_args_into_dataclasses(arguments)
     training_args = parsed[2]

@@ -481,6 +481,32 @@ def test_options_come_from_a_json_file(classifier, images, tmp_path):
     assert "train_loss" in finetune.main([str(tmp_path / "options.json")])
 
 
+BAD_OPTIONS = {
+    "a function of Python": ("yaml", "!!python/object/apply:os.getcwd []"),
+    "an alias of nothing": ("yaml", "<<: *x"),
+    "no model": ("yaml", "do_train: true"),
+    "a list": ("yaml", "[do_train]"),
+    "nothing": ("yml", ""),
+    "an unknown option": ("json", '{"model_name_or_path": "x", "output_dir": "x", "evil": 1}'),
+    "100,000 levels": ("json", '{"a":' * 100_000),
+    "a number": ("json", "1"),
+    "a pipe": ("json", None),
+}
+
+
+@pytest.mark.parametrize(("suffix", "content"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_a_file_that_is_no_options_is_said_to_be_in_one_line(suffix, content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / f"options.{suffix}"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{path}: ") as stopped:
+        finetune.main([str(path)])
+    assert str(stopped.value).isprintable() and len(str(stopped.value)) < 600
+
+
 def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifier, images, tmp_path, monkeypatch):
     pushed = []
 
