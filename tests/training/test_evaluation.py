@@ -1,5 +1,7 @@
 """Metrics of saved models: what they are compared with here is computed by hand."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.data.image_files import ImageError
+from aft_hf.data.loading import ImageColumn, load_local
 from aft_hf.training.evaluation import (
     evaluate_classifier,
     evaluate_language_model,
@@ -145,6 +149,23 @@ def test_labels_that_are_no_numbers_of_classes_are_refused(images, names):
     )
     with pytest.raises(ValueError, match=f"label '{names[1]}' is none of the class numbers 0 .. 6"):
         evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
+
+
+def test_an_image_that_cannot_be_used_is_told_with_its_row(images, tmp_path):
+    rows = [{"bytes": image_file(row["image"]), "path": None} for row in images]
+    rows[7]["bytes"] = rows[7]["bytes"][:60]
+    labelled(images, [str(i) for i in range(CLASSES)]).remove_columns("image").add_column("image", rows).to_parquet(
+        tmp_path / "rows.parquet"
+    )
+    data = load_local(tmp_path / "rows.parquet").cast_column("image", ImageColumn())
+    with pytest.raises(ImageError, match="row 7: an image: cannot be read as an image"):
+        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data, batch_size=4)
+
+
+def image_file(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def test_data_of_more_classes_than_the_model_has_is_refused(images):
