@@ -26,7 +26,10 @@ def in_order_of_numbers(labels: Sequence[str], count: int) -> list[str]:
     for label in labels:
         number = int(NUMBER.fullmatch(label)[1])
         if number >= count or ordered[number]:
-            raise ValueError(f"label {label!r} is none of the class numbers 0 .. {count - 1}, or is there twice")
+            raise ValueError(
+                f"label {label!r} is none of the class numbers 0 .. {count - 1}, or is there twice: give each class "
+                "its number, or the name that the model has for it"
+            )
         ordered[number] = label
     return ordered
 
