@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from datasets import DatasetDict, Image
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -38,11 +39,12 @@ from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_colu
 from aft_hf.data.text import group_into_blocks
 from aft_hf.loading import load
 from aft_hf.progress import no_bars_in_logs
-from aft_hf.reading import explained, read_json
+from aft_hf.reading import explained, read_json, read_text
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner, SavedState
 from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
+from aft_hf.training.ownership import owned
 from aft_hf.training.safe_loading import data_only
 
 
@@ -147,20 +149,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         ema_decay=model_args.ema_decay,
         **options,
     )
-    metrics = {}
-    if training_args.do_train:
-        checkpoint = _checkpoint(training_args)
-        if checkpoint is not None:
-            read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
-            with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
-                TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-        with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
-            result = trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.save_model()
-        trainer.save_state()
-        metrics |= result.metrics
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
+    metrics = _train(trainer, training_args) if training_args.do_train else {}
     if training_args.do_eval:
         result = trainer.evaluate()
         metrics |= result
@@ -181,8 +170,10 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments), description=__doc__, usage=usage)
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
-        parse = parser.parse_json_file if arguments[0].endswith(".json") else parser.parse_yaml_file
-        parsed = parse(arguments[0])
+        path = Path(arguments[0])
+        with explained(f"{path}: cannot be used as options"):
+            values = read_json(path, dict[str, Any]) if path.suffix == ".json" else yaml.safe_load(read_text(path))
+            parsed = parser.parse_dict(values)
     else:
         parsed = parser.parse_args_into_dataclasses(arguments)
     training_args = parsed[2]
@@ -193,6 +184,24 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     if training_args.fp16 and training_args.device.type == "cpu":  # where Accelerate would compute in float32
         raise ValueError("--fp16 needs a GPU, and there is none to use: give --bf16, or neither")
     return parsed
+
+
+def _train(trainer: FineTuner, training_args: TrainingArguments) -> dict[str, float]:
+    """Train, or go on, and save; no other run can do so in the same directory meanwhile."""
+    # Trainer does not push what begins with "_".
+    with owned(Path(training_args.output_dir, "_run")):
+        checkpoint = _checkpoint(training_args)
+        if checkpoint is not None:
+            read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
+            with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
+                TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+        with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
+            metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    return metrics
 
 
 def _checkpoint(training_args: TrainingArguments) -> str | None:

@@ -232,6 +232,7 @@ INVALID |= {
     "a table that is large": ({"position_bias_dim": None, "max_position_embeddings": 2**22}, ("parameters",)),
     "labels less than none": ({"num_labels": -1}, ("num_labels", "-1")),
     "type of the number of labels": ({"num_labels": 2.5}, ("num_labels", "2.5")),
+    "truth as the number of labels": ({"num_labels": True}, ("num_labels", "True")),
     "labels with a gap": ({"id2label": {0: "a", 2: "b"}}, ("id2label", "0 .. num_labels - 1")),
     "labels without numbers": ({"id2label": {"cat": "dog"}}, ("id2label",)),
     "labels that are a list": ({"id2label": ["cat", "dog"]}, ("id2label",)),

@@ -252,7 +252,8 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     @PreTrainedConfig.num_labels.setter  # type: ignore[attr-defined]  # a property under a decorator of transformers
     def num_labels(self, num_labels: int) -> None:
         """Name the classes LABEL_0, LABEL_1, ...; the config keeps the names, and counts them."""
-        if not hasattr(num_labels, "__index__") or not 0 <= num_labels <= LARGEST["num_labels"]:
+        is_integer = hasattr(num_labels, "__index__") and not isinstance(num_labels, bool)
+        if not is_integer or not 0 <= num_labels <= LARGEST["num_labels"]:
             raise ValueError(f"num_labels must be in 0 .. {LARGEST['num_labels']}, got {shown(num_labels)}")
         count = operator.index(num_labels)
         PreTrainedConfig.num_labels.fset(self, count)  # type: ignore[attr-defined]  # likewise

@@ -90,3 +90,20 @@ def load(auto_class: Any, source: str | os.PathLike, error: type[ValueError] = U
         read_image_processor(source, error, **hub)
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
         return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})
+
+
+def load_trained(auto_class: Any, source: str | os.PathLike, **options: Any) -> Any:
+    """`load` of a model that has all of its weights in the source. Of what is missing there, transformers makes new
+    weights, and whatever is measured with these says nothing.
+
+    Raises:
+        UnreadableError: it cannot be loaded, or lacks weights.
+    """
+    model, info = load(auto_class, source, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UnreadableError(
+            f"{source}: there are no weights for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
+            "describes: take a checkpoint that has them, or train it first"
+        )
+    return model

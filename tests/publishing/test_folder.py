@@ -85,6 +85,19 @@ def test_a_link_within_the_folder_is_followed(directory):
     assert "also.txt" in done.files
 
 
+@pytest.mark.parametrize("name", [".env", ".git/config"])
+def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, name):
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_text(PASSWORD)
+    (directory / "more").mkdir()
+    (directory / "more" / "notes.txt").symlink_to(f"../{name}")
+    with pytest.raises(
+        PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; put a copy"
+    ) as error:
+        dry_run(directory)
+    assert "letmein" not in str(error.value)
+
+
 def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(directory):
     os.mkfifo(directory / "notes.txt")
     assert any(problem.startswith("notes.txt: is no regular file") for problem in find_problems(directory))

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.publishing.folder import files_to_upload
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
@@ -314,6 +315,30 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(clas
         assert said.splitlines()[-1] == f"finetune.py: the model is in {tmp_path}"
 
 
+def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
+    second = [sys.executable, str(SCRIPT), "--model_name_or_path", str(classifier), "--output_dir", str(tmp_path)]
+    refused = []
+
+    class Slow(finetune.FineTuner):
+        def _save_checkpoint(self, *arguments):
+            super()._save_checkpoint(*arguments)
+            if not refused:
+                before = sorted(tmp_path.rglob("*"))
+                command = [*second, *map(str, QUIET), *map(str, options)]
+                refused.append(subprocess.run(command, capture_output=True, text=True))
+                assert sorted(tmp_path.rglob("*")) == before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "FineTuner", Slow)
+        start(classifier, tmp_path, *options)
+    assert refused[0].returncode == 1
+    line = refused[0].stderr.strip().splitlines()[-1]
+    assert line.startswith(f"finetune.py: {tmp_path}/_run is in use by process {os.getpid()} on ")
+    start(classifier, tmp_path, *options)  # it is free again
+    assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
+
+
 def write_content(path: Path, content: object) -> None:
     """As JSON or as torch saves it, by the name of the file."""
     if path.suffix == ".json":
@@ -454,6 +479,32 @@ def test_options_come_from_a_json_file(classifier, images, tmp_path):
     options |= {"do_train": True, "max_steps": 1, "disable_tqdm": True, "use_cpu": True}
     (tmp_path / "options.json").write_text(json.dumps({**options, "resume_from_checkpoint": True}))
     assert "train_loss" in finetune.main([str(tmp_path / "options.json")])
+
+
+BAD_OPTIONS = {
+    "a function of Python": ("yaml", "!!python/object/apply:os.getcwd []"),
+    "an alias of nothing": ("yaml", "<<: *x"),
+    "no model": ("yaml", "do_train: true"),
+    "a list": ("yaml", "[do_train]"),
+    "nothing": ("yml", ""),
+    "an unknown option": ("json", '{"model_name_or_path": "x", "output_dir": "x", "evil": 1}'),
+    "100,000 levels": ("json", '{"a":' * 100_000),
+    "a number": ("json", "1"),
+    "a pipe": ("json", None),
+}
+
+
+@pytest.mark.parametrize(("suffix", "content"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_a_file_that_is_no_options_is_said_to_be_in_one_line(suffix, content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / f"options.{suffix}"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{path}: ") as stopped:
+        finetune.main([str(path)])
+    assert str(stopped.value).isprintable() and len(str(stopped.value)) < 600
 
 
 def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifier, images, tmp_path, monkeypatch):

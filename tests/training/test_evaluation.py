@@ -1,9 +1,11 @@
 """Metrics of saved models: what they are compared with here is computed by hand."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
+from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
@@ -11,6 +13,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.data.image_files import ImageError
+from aft_hf.data.loading import ImageColumn, load_local
 from aft_hf.training.evaluation import (
     evaluate_classifier,
     evaluate_language_model,
@@ -21,6 +25,9 @@ from aft_hf.training.evaluation import (
 
 
 CLASSES = 7
+SIZES = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 3}
+SIZES |= {"image_size": 16, "patch_size": 4}
+TEXT_LABELS = {"image": Image(), "label": Value("string")}
 
 
 @pytest.fixture
@@ -36,8 +43,7 @@ def classifier(aft=True):
     if not aft:
         sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
         return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=CLASSES)).eval()
-    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 3}
-    config = AFTConfig(modality="image", aft_type="conv", **sizes, image_size=16, patch_size=4, num_labels=CLASSES)
+    config = AFTConfig(modality="image", aft_type="conv", num_labels=CLASSES, **SIZES)
     model = AFTForImageClassification(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -114,6 +120,52 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
     model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
     with pytest.raises(ValueError, match=r"classes 'tree 0', .* \(7 in all\), the model 'animal 0'"):
         evaluate_classifier(model, processor, data)
+
+
+def test_labels_that_are_numbers_mean_these_classes_in_whatever_order_a_folder_sorts_them(images):
+    """As text "10" comes before "2"; and not every class need occur."""
+    numbers = [10, 2, 0, 5, 10, 2, 11]
+    names = sorted(map(str, set(numbers)))
+    config = AFTConfig(modality="image", aft_type="conv", num_labels=12, **SIZES)
+    torch.manual_seed(0)
+    model, processor = (
+        AFTForImageClassification(config).eval(),
+        ViTImageProcessorPil(size={"height": 16, "width": 16}),
+    )
+    torch.nn.init.normal_(model.classifier.weight, std=10)
+    rows = {"image": images["image"][: len(numbers)], "label": [names.index(str(number)) for number in numbers]}
+    folder = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=names)}))
+    texts = Dataset.from_dict(rows | {"label": list(map(str, numbers))}, features=Features(TEXT_LABELS))
+    expected = metrics_by_hand(model, processor, [{**row, "label": n} for row, n in zip(folder, numbers)])
+    for data in (folder, texts):
+        assert evaluate_classifier(model, processor, data) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("names", [["0", "7"], ["3", "03"]], ids=str)
+def test_labels_that_are_no_numbers_of_classes_are_refused(images, names):
+    data = Dataset.from_dict(
+        {"image": images["image"][:2], "label": [0, 1]},
+        features=Features({"image": Image(), "label": ClassLabel(names=names)}),
+    )
+    with pytest.raises(ValueError, match=f"label '{names[1]}' is none of the class numbers 0 .. 6"):
+        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
+
+
+def test_an_image_that_cannot_be_used_is_told_with_its_row(images, tmp_path):
+    rows = [{"bytes": image_file(row["image"]), "path": None} for row in images]
+    rows[7]["bytes"] = rows[7]["bytes"][:60]
+    labelled(images, [str(i) for i in range(CLASSES)]).remove_columns("image").add_column("image", rows).to_parquet(
+        tmp_path / "rows.parquet"
+    )
+    data = load_local(tmp_path / "rows.parquet").cast_column("image", ImageColumn())
+    with pytest.raises(ImageError, match="row 7: an image: cannot be read as an image"):
+        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data, batch_size=4)
+
+
+def image_file(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def test_data_of_more_classes_than_the_model_has_is_refused(images):

@@ -208,6 +208,16 @@ def test_half_precision_is_refused_without_a_gpu(tmp_path):
         run(bytes_recipe(tmp_path, mixed_precision="fp16"))
 
 
+@pytest.mark.parametrize(("launched", "told"), [("no", False), ("fp16", True)])
+def test_the_precision_of_a_launch_is_not_that_of_the_recipe_and_that_is_told(
+    tmp_path, monkeypatch, capsys, launched, told
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)  # what `accelerate launch` sets
+    run(bytes_recipe(tmp_path, steps=1))
+    line = "mixed_precision='no' by the recipe; 'fp16' of the launch has no effect"
+    assert (line in capsys.readouterr().out) == told
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant_with_warmup", "cosine_with_restarts", "polynomial"])
 def test_a_schedule_goes_on_from_the_numbers_in_the_manifest(tmp_path, name):
     values = bytes_recipe(tmp_path, steps=8, save_every=3, schedule={"name": name, "warmup_steps": 2})

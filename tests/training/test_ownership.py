@@ -92,6 +92,15 @@ def test_who_holds_a_directory_may_be_unreadable(tmp_path, content):
         assert json.loads((tmp_path / "run" / OWNER).read_text())["pid"] == os.getpid()
 
 
+def test_who_holds_a_directory_is_told_in_a_line(tmp_path):
+    owner = {"host": "\x1b[31m\n" + "h" * 10_000, "pid": 1, "since": "now"}
+    with owned(tmp_path):
+        (tmp_path / OWNER).write_text(json.dumps(owner))
+        with pytest.raises(OSError, match=r"is in use by process 1 on  ?\[31m hhh") as refused, owned(tmp_path):
+            pass
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 600 + len(str(tmp_path))
+
+
 def test_what_a_killed_run_left_is_taken_over(tmp_path):
     (tmp_path / LOCK).write_text("")
     (tmp_path / OWNER).write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "since": "long ago"}))

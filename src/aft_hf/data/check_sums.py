@@ -1,7 +1,12 @@
 """Check sums of files that are too large to read at once."""
 
 import hashlib
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
+
+
+BLOCK = 2**20  # bytes that are read at once
 
 
 def sha256(path: Path) -> str:
@@ -10,6 +15,16 @@ def sha256(path: Path) -> str:
         return ""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
+        while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def crc32(path: Path, parts: Iterable[tuple[int, int]], crc: int = 0) -> int:
+    """The CRC-32 of parts of a file, each from one byte to before another; goes on from `crc`."""
+    with path.open("rb") as file:
+        for start, stop in parts:
+            file.seek(start)
+            while block := file.read(min(BLOCK, stop - file.tell())):
+                crc = zlib.crc32(block, crc)
+    return crc

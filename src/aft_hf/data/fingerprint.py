@@ -15,6 +15,8 @@ import numpy as np
 from datasets import Dataset
 from PIL import Image
 
+from .check_sums import crc32
+
 
 WHOLE = 2**30  # bytes: seconds to read
 BLOCK = 2**20
@@ -24,7 +26,7 @@ PICTURES = 256  # to be decoded: seconds, too
 def sum_file(path: str | Path, span: tuple[int, int] | None = None) -> str:
     """That of a file, or of the part between two bytes."""
     start, stop = (0, Path(path).stat().st_size) if span is None else span
-    return f"{stop - start} bytes, {_sum_blocks(Path(path), start, stop, WHOLE):08x}"
+    return f"{stop - start} bytes, {crc32(Path(path), _parts(start, stop, WHOLE)):08x}"
 
 
 def sum_files(files: Sequence[Path]) -> str:
@@ -35,7 +37,7 @@ def sum_files(files: Sequence[Path]) -> str:
     names = [path.relative_to(folder).as_posix() for path in files] if len(files) > 1 else []
     crc = zlib.crc32(repr((sizes, names)).encode())
     for path, size in zip(files, sizes):
-        crc = _sum_blocks(path, 0, size, -(-size * WHOLE // max(total, 1)), crc)
+        crc = crc32(path, _parts(0, size, -(-size * WHOLE // max(total, 1))), crc)
     return f"{len(files)} files, {total} bytes, {crc:08x}"
 
 
@@ -86,21 +88,13 @@ def _content(image: Any) -> bytes:
     return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
 
 
-def _sum_blocks(path: Path, start: int, stop: int, most: int, crc: int = 0) -> int:
-    """The CRC-32 of a part of a file, or of blocks of it that come to about `most` bytes, the first and last among
-    them; goes on from `crc`."""
-    with path.open("rb") as file:
-        for offset in _offsets(start, stop, most):
-            file.seek(offset)
-            crc = zlib.crc32(file.read(min(BLOCK, stop - offset)), crc)
-    return crc
-
-
-def _offsets(start: int, stop: int, most: int) -> Iterable[int]:
-    """Where blocks begin: one after the other, or at even distances."""
+def _parts(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:
+    """All between two bytes, or blocks at even distances that come to about `most` bytes, the first and last among
+    them."""
     if stop - start <= most:
-        return range(start, stop, BLOCK)
-    return (start + offset for offset in spread(max(stop - start - BLOCK, 0) + 1, max(most // BLOCK, 2)))
+        return [(start, stop)]
+    offsets = spread(max(stop - start - BLOCK, 0) + 1, max(most // BLOCK, 2))
+    return ((start + offset, min(start + offset + BLOCK, stop)) for offset in offsets)
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -10,6 +10,7 @@ from .errors import PublishError
 
 # What training and conversion leave behind and nobody loads stays where it is. Hidden files too, but for Git's own.
 LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
+LEFT_OUT += ["_run"]  # of finetune.py: who trains there
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
 LEFT_OUT += [MANIFEST_NAME]
@@ -21,8 +22,7 @@ def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
     for folder, folders, names in os.walk(directory):
         here = Path(folder)
         for name in [*folders, *names]:
-            hidden = name.startswith(".") and name not in (".gitattributes", ".gitignore")
-            if hidden or any(fnmatch(name, pattern) for pattern in LEFT_OUT):
+            if _is_hidden(name) or any(fnmatch(name, pattern) for pattern in LEFT_OUT):
                 left_out.append(here / name)
             elif name in names or (here / name).is_symlink():
                 kept.append(here / name)
@@ -51,6 +51,11 @@ def refuse_misplaced_files(directory: Path) -> None:
         raise PublishError(f"{directory} is not fit to be published: {'; '.join(problems)}")
 
 
+def _is_hidden(name: str) -> bool:
+    """Whether a file or folder is to stay where it is: of hidden ones, all but Git's own."""
+    return name.startswith(".") and name not in (".gitattributes", ".gitignore")
+
+
 def _misplacement(path: Path, directory: Path) -> str | None:
     if path.is_symlink():
         target = Path(os.path.realpath(path))
@@ -58,6 +63,11 @@ def _misplacement(path: Path, directory: Path) -> str | None:
             return f"is a link to nothing ({os.readlink(path)}); remove it"
         if not target.is_relative_to(os.path.realpath(directory)):
             return f"is a link out of the folder, to {target}; put a copy in its place if it is to be published"
+        inside = target.relative_to(os.path.realpath(directory))
+        if any(map(_is_hidden, inside.parts)):
+            return (
+                f"is a link to the hidden file {inside.as_posix()}; put a copy in its place if it is to be published"
+            )
         if target.is_dir():
             return "is a link to a folder; put a copy in its place if it is to be published"
     return None if path.is_file() else "is no regular file; remove it"

@@ -63,7 +63,7 @@ def evaluate_command(
     from .. import baselines  # noqa: F401  (makes the Auto classes know them)
     from ..data.json_files import write_json
     from ..data.loading import load_local
-    from ..loading import load
+    from ..loading import load, load_trained
     from ..reading import explained
     from .evaluation import (
         evaluate_classifier,
@@ -81,7 +81,7 @@ def evaluate_command(
     config._attn_implementation = None  # by default as transformers has it; a name here may be of a kernel to fetch
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
-        classifier = load(AutoModelForImageClassification, model, config=config).to(place)
+        classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
         processor = load(AutoImageProcessor, model)
         options = {"batch_size": batch_size, "image_column": image_column, "label_column": label_column}
         for side in image_size or [None]:
@@ -90,7 +90,7 @@ def evaluate_command(
             with explained(f"{model}: cannot be evaluated on {data}"):
                 results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
     else:
-        language_model = load(AutoModelForCausalLM, model, config=config).to(place)
+        language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
         tokenizer = load(AutoTokenizer, model)
         block_size = own_block_size(config, tokenizer) if block_size is None else block_size
         options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}

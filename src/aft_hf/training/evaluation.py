@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as Samples
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -17,7 +18,8 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
-from ..data.classes import are_names, shortened
+from ..data.classes import are_names, in_order_of_numbers, shortened
+from ..data.image_files import ImageError, row_at
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
@@ -105,6 +107,7 @@ def evaluate_classifier(
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
     else:
         logger.warning(f"classes are taken by number: the data has {shortened(given)}, the model {shortened(names)}")
+        numbers = class_numbers(dataset, label_column, in_order_of_numbers(given, len(names)))
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}
@@ -112,12 +115,30 @@ def evaluate_classifier(
         options["interpolate_pos_encoding"] = True
     metric = AccuracyAndLoss(keep_in_memory=True)
     model.eval()
-    loader = DataLoader(dataset.with_transform(pipeline), batch_size, collate_fn=default_data_collator)
+    loader = DataLoader(_Rows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
     for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         logits = model(pixel_values=pixels, **options).logits
         metric.add_batch(predictions=logits.float().cpu().numpy(), references=batch["labels"])
     return metric.compute(top_k=(1, 5) if len(names) > 5 else (1,))
+
+
+class _Rows(Samples):
+    """Rows that are read in batches; an image that cannot be used is told with its row."""
+
+    def __init__(self, rows: Dataset):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        try:
+            return self.rows.__getitems__(indices)
+        except ImageError:
+            for index in indices:
+                row_at(self.rows, index)
+            raise
 
 
 @torch.inference_mode()

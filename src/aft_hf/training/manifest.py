@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..data.check_sums import crc32
 from ..reading import Document, FileName, UnreadableError, parse_json
 
 
@@ -91,8 +92,5 @@ def check_sum(content: bytes) -> str:
 
 def file_check_sum(path: Path) -> str:
     """Size and CRC-32 of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return f"{size}:{crc:08x}"
+    size = path.stat().st_size
+    return f"{size}:{crc32(path, [(0, size)]):08x}"

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from ..data.json_files import write_json
-from ..reading import Document, UnreadableError, first_line, read_json
+from ..reading import Document, UnreadableError, first_line, read_json, shortened
 
 
 LOCK, OWNER = "run.lock", "run.json"
@@ -74,6 +74,6 @@ def _acquire(lock: FileLock, directory: Path) -> None:
 
 def _owner(directory: Path) -> str:
     try:
-        return str(read_json(directory / OWNER, Owner))
+        return shortened(str(read_json(directory / OWNER, Owner)))
     except UnreadableError:  # it has the lock, and has not written its name yet
         return "another process"

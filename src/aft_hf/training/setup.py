@@ -1,5 +1,6 @@
 """What a run is made of, from its recipe: the accelerator, the data, the model and its optimizer, where it begins."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,11 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
         log_with=tracker,
         project_dir=recipe.output_dir,
     )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", recipe.mixed_precision):
+        accelerator.print(
+            f"mixed_precision={recipe.mixed_precision!r} by the recipe; {launched!r} of the launch has no effect"
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if recipe.ema_decay is not None:
             raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
