@@ -49,8 +49,8 @@ def is_moderate(x: torch.Tensor) -> bool:
 
 
 def relative_exp(x: torch.Tensor, maximum: torch.Tensor, top: float = TOP) -> torch.Tensor:
-    """exp(x - maximum + top), and 0 where x is too far below."""
-    floor = FLOOR[x.dtype]
+    """exp(x - maximum + top) in the dtype of the maximum, and 0 where x is too far below."""
+    floor = FLOOR[maximum.dtype]
     weights = (x - (maximum.clamp_min(EMPTY) - top)).clamp_min_(floor).exp_()
     threshold = nn.functional.threshold_  # type: ignore[attr-defined]  # torch does not declare it
     return threshold(weights, math.exp(floor + 0.01), 0.0)

@@ -5,9 +5,11 @@ Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k =
 moderate, exp(K) is summed as it is. Otherwise it is taken relative to the maximum over the positions of a row
 (b, feature). A query that sees none of the largest keys, or sees them at small biases only, may then lose terms.
 
-- In a causal table few queries do so, because they are done in pieces: the last third with all keys, the last third of
-  the others with the keys before the first piece, and so on. The first few have a softmax.
-- The denominators show which queries are lost nonetheless. These have a softmax of their own.
+- In a causal table few queries do so, because they are done in pieces: the last ones with all keys, the last ones of
+  the others with the keys before the first piece, and so on. A piece reaches back as long as few of its queries would
+  be lost, at least a third of the way. The first few have a softmax.
+- The denominators show which queries are lost nonetheless. In a causal table with moderate biases they see none of the
+  largest keys, so their rows are summed again without these. What is left has a softmax for each query.
 """
 
 import math
@@ -15,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .mixing_cpu_bias_aft import FLOOR, Table, Tables, relative_exp
+from .mixing_cpu_bias_aft import FLOOR, Table, Tables, is_moderate, relative_exp
 from .scaled_sums_aft import working_dtype
 
 
@@ -32,6 +35,15 @@ LARGEST_EXPONENT = 40.0
 # The first so many queries of a causal table, where the running maximum of the keys grows fastest, have a softmax; all
 # pieces begin at multiples of this.
 FIRST = 16
+
+# The part of all keys that may be summed again after a piece, because the first queries of their rows are lost.
+SUMMED_AGAIN = 1 / 32
+
+# Rows by which pieces are chosen.
+SAMPLED_ROWS = 128
+
+# How often the rows with lost queries are summed again, without the keys that these do not see.
+ROUNDS = 3
 
 # Numbers in a block of keys of which the weights are written.
 WEIGHTS_BLOCK = 2**17
@@ -84,8 +96,10 @@ class Block:
                 inverse[..., queries] = 1.0
                 continue
             _average(*seen, self.tables, table, self._size, context[..., queries], inverse[..., queries])
-        if not self.moderate and not float(inverse.amin()) > 0:
-            self._restore_lost(context, inverse)
+            if self._sums_again:
+                self._sum_again(start, end, table, context, inverse)
+        if not self.moderate and not self._sums_again and not float(inverse.amin()) > 0:
+            self._restore(*self._lost(inverse), context)
 
     def gradients(
         self,
@@ -99,7 +113,7 @@ class Block:
         """From the gradient of `average` to those of keys and values, written into `of_keys` and `of_values`, and to
         that of the biases, if needed.
         """
-        of_table = of_first = None
+        of_table = of_first = of_bias = None
         for start, end, table in self._pieces():
             if table is None:
                 of_first = self._add_first_gradients(end, of_context, of_keys, of_values, bias_needed)
@@ -112,9 +126,11 @@ class Block:
                     of_table = of_part if start == 0 else nn.functional.pad(of_part, (0, 0, start, 0))
             else:
                 self._add_gradients(upstream, start, of_keys, of_values, of_table)
-        of_bias = None
-        if not self.moderate and not float(inverse.amin()) > 0:
-            of_bias = self._add_lost_gradients(of_context, context, inverse, of_keys, of_values, bias_needed)
+        upstream, downstream = (of_context, context, inverse), (of_keys, of_values)
+        if self._sums_again:
+            of_bias = self._add_gradients_again(*upstream, *downstream, of_table)
+        elif not self.moderate and not float(inverse.amin()) > 0:
+            of_bias = self._add_lost_gradients(self._lost(inverse)[0], of_context, *downstream, bias_needed)
         if not bias_needed:
             return None
         through_table = self.tables.bias_gradient(of_table, self.table, self.bias)
@@ -127,7 +143,17 @@ class Block:
     def _size(self) -> Size:
         if self.moderate:
             return Size.MODERATE
-        return Size.BOUNDED if float(self.keys.amax()) < torch.inf and are_bounded(self.values) else Size.ANY
+        return Size.BOUNDED if self._range_of_keys[1] < torch.inf and are_bounded(self.values) else Size.ANY
+
+    @cached_property
+    def _range_of_keys(self) -> tuple[float, float]:
+        lowest, highest = self.keys.aminmax()
+        return float(lowest), float(highest)
+
+    @cached_property
+    def _sums_again(self) -> bool:
+        """Whether rows with lost queries are summed again."""
+        return self.tables.causal and self._size == Size.BOUNDED and is_moderate(self.bias)
 
     def _pieces(self) -> Iterator[tuple[int, int, Table | None]]:
         """Queries from start to end that see keys up to the end, the last ones first, and their part of the table, or
@@ -138,11 +164,39 @@ class Block:
             yield 0, end, self.table
             return
         while end > FIRST:
-            start = max(2 * end // 3 // FIRST, 1) * FIRST
+            start = self._start_of_piece(end)
             yield start, end, self.table.part(start, end)
             end = start
-        by_softmax = end < self.keys.shape[-1] and self._first_are_finite
-        yield 0, end, None if by_softmax else self.table.part(0, end)
+        by_softmax = end < self.keys.shape[-1] and not self._sums_again and self._first_are_finite
+        if end > 0:
+            yield 0, end, None if by_softmax else self.table.part(0, end)
+
+    def _start_of_piece(self, end: int) -> int:
+        """The first query of a piece. Where lost rows are summed again, a piece begins as early as these are few."""
+        latest = max(2 * end // 3 // FIRST, 1) * FIRST
+        if not self._sums_again:
+            return latest
+        allowed = SUMMED_AGAIN * self.keys.shape[-1] / end
+        if allowed >= 1:
+            return 0
+        starts, peaks = self._peaks
+        below = peaks[len([x for x in starts if x < end])] - _reach(self.table)
+        early = (x for x, peak in zip(starts, peaks) if x < latest and (peak < below).float().mean() <= allowed)
+        return next(early, latest)
+
+    @cached_property
+    def _peaks(self) -> tuple[list[int], list[torch.Tensor]]:
+        """Multiples of `FIRST`, and the largest key of some rows before each of them and before the end."""
+        length, starts = self.keys.shape[-1], [FIRST]
+        while 3 * starts[-1] // 2 < length:
+            starts.append(-(-3 * starts[-1] // 2 // FIRST) * FIRST)
+        starts = [x for x in starts if x < length]
+        rows = self.keys.flatten(0, 2)
+        pieces = rows[:: max(1, len(rows) // SAMPLED_ROWS)].tensor_split(starts, -1)
+        peaks = [pieces[0].amax(-1)]
+        for piece in pieces[1:]:
+            peaks.append(torch.maximum(peaks[-1], piece.amax(-1)))
+        return starts, peaks
 
     @cached_property
     def _first_are_finite(self) -> bool:
@@ -170,11 +224,113 @@ class Block:
         if of_table is not None:
             of_table[:, start:end, :end] += of_part
 
+    # ------------------------------------------------------------------------------- rows that are summed once more
+
+    def _sum_again(self, start: int, end: int, table: Table, context: torch.Tensor, inverse: torch.Tensor) -> None:
+        """Write the averages of the lost queries from start to end."""
+        left = []
+        for rows in self._rows_with_lost(start, end, table, inverse):
+            found = self._of_keys(context)[rows.queries]
+            for again in self._rounds(rows):
+                found = torch.where(again.here.unsqueeze(1), again.context, found)
+            self._of_keys(context)[rows.queries] = found
+            left.append(rows)
+        lost = self._left(left, inverse)
+        if lost is not None:
+            self._restore(lost, None, context)
+
+    def _add_gradients_again(
+        self, of_context, context, inverse, of_keys, of_values, of_table: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Add the part of lost queries to the gradients of keys, values and table; that of the biases, for queries
+        that have a softmax.
+        """
+        left, of_context_by_key = [], self._of_keys(of_context)
+        for start, end, table in self._pieces():
+            for rows in self._rows_with_lost(start, end, table, inverse):
+                seen = *rows.place, slice(None), slice(0, end)
+                upstream = of_context_by_key[rows.queries].to(context.dtype).transpose(0, 1).unsqueeze(0)
+                for again in self._rounds(rows):
+                    of_rows = torch.empty_like(rows.values).transpose(0, 1).unsqueeze(0)
+                    of_row_keys = torch.empty_like(again.keys)[None, None]
+                    of_part = _gradients(
+                        upstream,
+                        again.context.transpose(0, 1).unsqueeze(0),
+                        again.inverse.masked_fill(~again.here, 0.0)[None, None],
+                        again.keys[None, None],
+                        rows.values.transpose(0, 1).unsqueeze(0),
+                        rows.table,
+                        Size.BOUNDED,
+                        of_row_keys,
+                        of_rows,
+                        of_table is not None,
+                    )
+                    of_keys[..., :end][rows.place] += of_row_keys[0, 0]
+                    self._of_keys(of_values)[seen] += of_rows[0].transpose(0, 1)
+                    if of_table is not None:
+                        of_table[rows.group, start:end, :end] += of_part[0]
+                left.append(rows)
+        lost = self._left(left, inverse)
+        if lost is None:
+            return None
+        return self._add_lost_gradients(lost, of_context, of_keys, of_values, of_table is not None)
+
+    def _rows_with_lost(self, start: int, end: int, table: Table, inverse: torch.Tensor) -> Iterator["_Rows"]:
+        """The rows in which queries from start to end are lost, of one group at a time."""
+        part = inverse[..., start:end].to(working_dtype(inverse))  # in which a minimum is found faster
+        if self._first_visible is not None:
+            query = torch.arange(start, end, device=part.device)
+            part = part.masked_fill(query < self._first_visible, 1.0)
+        rows = (part.amin(-1) == 0).nonzero()  # (N, 3)
+        for group in rows[:, 0].unique().tolist():
+            place = rows[rows[:, 0] == group].unbind(1)
+            keys, values = self.keys[..., :end][place], self._of_keys(self.values)[..., :end][place]
+            of_group = table._replace(entries=table.entries[group : group + 1])
+            queries = *place, slice(None), slice(start, end)
+            yield _Rows(group, start, place, queries, keys, values, of_group, part[place] == 0)
+
+    def _rounds(self, rows: "_Rows") -> Iterator["_Again"]:
+        """Sum rows without their largest keys.
+
+        A query is lost if all keys that it sees, with their biases, are far below the largest key of its row. So it
+        sees none of those that are near that one, and its sums are the same without them.
+        """
+        near, keys = _reach(rows.table) + float(self.bias.amin()), rows.keys
+        for _ in range(ROUNDS):
+            keys = keys.masked_fill(keys > keys.amax(-1, keepdim=True) - near, -torch.inf)
+            size = rows.lost.shape[-1]
+            context = rows.values.new_empty(1, rows.values.shape[1], len(keys), size)
+            inverse = keys.new_empty(1, 1, len(keys), size)
+            values = rows.values.transpose(0, 1).unsqueeze(0)
+            _average(keys[None, None], values, self.tables, rows.table, Size.BOUNDED, context, inverse)
+            again = _Again(keys, context[0].transpose(0, 1), inverse[0, 0], rows.lost & (inverse[0, 0] > 0))
+            yield again
+            rows.lost = rows.lost ^ again.here
+            rows.any_lost = bool(rows.lost.any())
+            if not rows.any_lost:
+                break
+
+    @cached_property
+    def _first_visible(self) -> torch.Tensor | None:
+        """The first position of each row that is not hidden, (G, k, B, 1); None where no position is hidden."""
+        if self._range_of_keys[0] > -torch.inf:
+            return None
+        visible = self.keys > -torch.inf
+        return visible.byte().argmax(-1, keepdim=True).masked_fill_(~visible.any(-1, keepdim=True), visible.shape[-1])
+
     # ----------------------------------------------------------------------------------------------- lost queries
 
-    def _restore_lost(self, context: torch.Tensor, inverse: torch.Tensor) -> None:
-        """Write the averages of lost queries."""
-        lost, undefined = self._lost(inverse)
+    def _left(self, summed: list["_Rows"], inverse: torch.Tensor) -> torch.Tensor | None:
+        """Which queries are lost still, (G, k, B, T); None where none is."""
+        if not any(rows.any_lost for rows in summed):
+            return None
+        lost = torch.zeros_like(inverse, dtype=torch.bool)
+        for rows in summed:  # those of a piece lie in no other
+            lost[..., rows.start : rows.start + rows.lost.shape[-1]][rows.place] = rows.lost
+        return lost
+
+    def _restore(self, lost: torch.Tensor, undefined: torch.Tensor | None, context: torch.Tensor) -> None:
+        """Write the averages of lost queries, and NaN where they are undefined."""
         if undefined is not None:
             context.masked_fill_(undefined, torch.nan)
         for place, query in self._few_at_once(lost):
@@ -182,12 +338,11 @@ class Block:
             self._of_keys(context)[(*place, slice(None), query)] = found.to(context.dtype)
 
     def _add_lost_gradients(
-        self, of_context, context, inverse, of_keys, of_values, bias_needed
+        self, lost: torch.Tensor, of_context, of_keys, of_values, bias_needed
     ) -> torch.Tensor | None:
         """Add the part of lost queries to the gradients of keys and values, and return that of the biases."""
-        lost, _ = self._lost(inverse)
         of_bias = torch.zeros_like(self.bias) if bias_needed else None
-        dtype = context.dtype
+        dtype = working_dtype(of_context)
         sums = [torch.zeros_like(x, dtype=dtype) for x in (self.keys, self.values)]  # rounded once
         for place, query in self._few_at_once(lost):
             *seen, bias = (x.detach().requires_grad_() for x in self._seen(place, query))
@@ -209,7 +364,7 @@ class Block:
         not finite, so that their average is not defined. Those that see nothing are neither.
         """
         lost, keys, values = inverse == 0, self.keys, self.values
-        if self._size == Size.BOUNDED and float(keys.amin()) > -torch.inf:
+        if self._size == Size.BOUNDED and self._range_of_keys[0] > -torch.inf:
             return lost, None
         finite = values.isfinite().unflatten(1, (keys.shape[1], -1)).all(2) & (keys < torch.inf)
         visible = keys > -torch.inf
@@ -245,6 +400,42 @@ class Block:
         return keys.to(dtype), values.to(dtype), bias.to(dtype)
 
 
+@dataclass
+class _Rows:
+    """Rows in which queries are lost, of one group of features.
+
+    Args:
+        group, start: which group, and the first of the queries.
+        place: the rows in (G, k, B).
+        queries: the same as an index of (G, k, B, c / k, T) for (N, c / k, C).
+        keys: (N, T') for the T' keys before the end of the queries.
+        values: (N, c / k, T').
+        table: of that group.
+        lost, any_lost: (N, C), which queries are lost, fewer in each round; and whether there are any.
+    """
+
+    group: int
+    start: int
+    place: tuple[torch.Tensor, ...]
+    queries: tuple
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: Table
+    lost: torch.Tensor
+    any_lost: bool = True
+
+
+class _Again(NamedTuple):
+    """What a round finds: the keys (N, T') that it sums, averages (N, c / k, C) and reciprocals of the denominators
+    (N, C), and for which queries these are right.
+    """
+
+    keys: torch.Tensor
+    context: torch.Tensor
+    inverse: torch.Tensor
+    here: torch.Tensor
+
+
 def _average(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -269,6 +460,11 @@ def _smallest_denominator(table: Table) -> float:
     """
     dtype = table.entries.dtype
     return math.exp(FLOOR[working_dtype(table.entries)] + table.top + 5.0) / torch.finfo(dtype).eps
+
+
+def _reach(table: Table) -> float:
+    """How far below the largest key the keys of a query with w = 0 may lie for it not to be lost."""
+    return LARGEST_EXPONENT - table.top - math.log(_smallest_denominator(table))
 
 
 def _gradients(
@@ -331,7 +527,7 @@ def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float) -> None
     dim = 1 if len(keys) == 1 else 0
     step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
     for some_keys, some_weights in zip(keys.split(step, dim), weights.split(step, dim)):
-        wide = some_keys.to(working_dtype(keys))
+        wide = some_keys.to(working_dtype(keys))  # in which a maximum is found faster than in half precision
         some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True), top))
 
 
