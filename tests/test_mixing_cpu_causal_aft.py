@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import aft_hf.mixing_cpu_chunks_aft as mixing_cpu_chunks_aft
+import aft_hf.mixing_cpu_lost_aft as mixing_cpu_lost_aft
 from aft_hf.mixing_cpu_causal_aft import causal_mixing
 
 
@@ -138,6 +139,17 @@ def test_any_length_in_any_number_of_blocks(structure, length, size, monkeypatch
     for block_size in (mixing_cpu_chunks_aft.BLOCK_SIZE, 4000, 1):
         monkeypatch.setattr(mixing_cpu_chunks_aft, "BLOCK_SIZE", block_size)
         assert_near(results(actual, inputs), results(expected, exact), torch.float32)
+
+
+@pytest.mark.parametrize("piece", [1, 2**17])
+@pytest.mark.parametrize("largest_bias", [-1.0, 20.0], ids=["each by a softmax", "by windows"])
+def test_lost_queries_are_exact_in_windows_and_one_by_one(structure, largest_bias, piece, monkeypatch):
+    monkeypatch.setattr(mixing_cpu_lost_aft, "LARGEST_BIAS", largest_bias)
+    monkeypatch.setattr(mixing_cpu_lost_aft, "PIECE_SIZE", piece)
+    inputs, actual, expected = make(structure, 33, batch=3)
+    inputs[0] *= 200.0
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32)
 
 
 @pytest.mark.parametrize("size", [1.0, 90.0])

@@ -116,7 +116,7 @@ class CausalSums(Chunks):
         context = torch.empty_like(self.value, dtype=self.dtype if for_backward else None)
         inverse = torch.empty_like(self.key, dtype=self.dtype) if for_backward else None
         none = torch.empty(0, dtype=torch.float64)
-        lost = [Lost(none.long(), none, none.to(self.dtype))]
+        lost = [Lost(none.long(), none, none.to(self.dtype), none.bool())]
         for rows, segments in self.blocks():
             here = [None if x is None else self.by_head(x)[:, rows.slice] for x in (context, inverse)]
             lost += self._forward_rows(rows, segments, *here)

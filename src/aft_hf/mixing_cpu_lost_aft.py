@@ -2,10 +2,12 @@
 
 `mixing_cpu_causal_aft.py` sums exp(K) relative to one reference for each chunk and feature. A query that sees only
 keys far below that reference, for instance the first tokens of a chunk in which a much larger key comes later, has a
-denominator near 0: it is lost. Here each lost query gets a softmax of its own over the keys of its window, with one
-more term for the running sum of everything further back, and its part of the backward pass.
+denominator near 0: it is lost. Here it is computed again over the keys of its window, with one more term for the
+running sum of everything further back, and so is its part of the backward pass.
 
-The lost queries of a chunk and feature see the same window, so keys and values are gathered once for all of them.
+The lost queries of a chunk and feature share a window of keys, and see none of the largest ones there. So all of them
+are summed at once, relative to the largest of the other keys. A query for which that is not precise either has a
+softmax of its own.
 """
 
 import math
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment
+from .mixing_cpu_chunks_aft import LOST_EXPONENT, SMALLEST_EXPONENT, Chunks, Rows, Segment
 
 
 # Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
@@ -26,12 +28,17 @@ LARGEST_BIAS = 20.0
 PIECE_SIZE = 2**17
 
 
+# Lost queries that a window has where it has any: an estimate.
+QUERIES_OF_WINDOW = 8
+
+
 class Lost(NamedTuple):
     """Lost queries of one feature (or head) each, and their softmax for the backward pass."""
 
     index: torch.Tensor  # type: ignore[assignment]  # in the place of the method of tuples: (N,) in the flat (B, T, h k)
     log_sum: torch.Tensor  # (N,) log of the denominator in float64, inf where there is nothing to see
     far_inverse: torch.Tensor  # (N,) share of the running sum in the weights over its denominator, 0 without one
+    by_window: torch.Tensor  # (N,) whether the queries of a window were summed at once
 
 
 class Far(NamedTuple):
@@ -63,6 +70,7 @@ class LostQueries:
         self.key, self.value = sums.key, sums.value
         self.size, self.span = sums.chunk_size, (1 + sums.before) * sums.chunk_size
         self.length, self.width = sums.key.shape[1:]
+        self.features_of_key = self.value.shape[-1] // self.width
 
     @cached_property
     def biases(self) -> torch.Tensor:
@@ -81,6 +89,24 @@ class LostQueries:
             biases = torch.zeros(1, 1, *lag.shape, dtype=self.dtype, device=lag.device)
         return biases.masked_fill(lag < 0, -math.inf)
 
+    @cached_property
+    def exp_biases(self) -> torch.Tensor | None:
+        """exp(w) as (h or 1 times n or 1, C, S); None where it may not be representable."""
+        lowest, highest = self._range_of_biases
+        if lowest < SMALLEST_EXPONENT[self.dtype] or highest > LARGEST_BIAS or self.near < LARGEST_BIAS:
+            return None
+        return self.biases.to(self.dtype).exp().flatten(0, 1)
+
+    @cached_property
+    def near(self) -> float:
+        """Lost queries see no keys that are less than this below the largest one of their window."""
+        return self.sums.headroom - LOST_EXPONENT + self._range_of_biases[0] - 1.0
+
+    @cached_property
+    def _range_of_biases(self) -> tuple[float, float]:
+        shown = self.biases > -math.inf
+        return float(self.biases.where(shown, 0.0).amin()), float(self.biases.where(shown, 0.0).amax())
+
     # ---------------------------------------------------------------------------------------------------- search
 
     def find(self, rows: Rows, segment: Segment, inverse, context, far, for_backward: bool):
@@ -93,14 +119,14 @@ class LostQueries:
         finite = math.isfinite(float(context.sum()))
         if finite and float(inverse.amax()) <= most:
             return None
-        lost = inverse > most  # (h, R, T, k)
+        places = self._places_above(inverse, most)
         by_feature = context.unflatten(-1, (inverse.shape[-1], -1))  # (h, R, T, k, c / k)
         if not finite:
             # Most often these are quotients 0 / 0 of the same queries.
-            by_feature.masked_fill_(lost.unsqueeze(-1), 0.0)
+            by_feature[places] = 0.0
             if not math.isfinite(float(context.sum())):
-                lost |= ~by_feature.isfinite().all(-1)
-        places = Places(*torch.unravel_index(lost.reshape(-1).nonzero().squeeze(-1), lost.shape))
+                lost = (inverse > most) | ~by_feature.isfinite().all(-1)
+                places = Places(*lost.nonzero().unbind(-1))
         if far is not None and not finite:
             # Where what lies further back is NaN, so is the result.
             numerator, denominator = self.sums.far_parts(far)
@@ -121,6 +147,19 @@ class LostQueries:
         index = ((places.row + rows.slice.start) * self.length + position) * self.width
         return places, index.add_(places.head * inverse.shape[-1]).add_(places.feature)
 
+    def _places_above(self, inverse: torch.Tensor, most: float) -> Places:
+        """Where `inverse` (h, R, T, k) is larger: by chunks first, of which few have such queries."""
+        found, whole = [], inverse.shape[2] // self.size * self.size
+        for start, tokens in ((0, inverse[:, :, :whole]), (whole, inverse[:, :, whole:])):
+            if tokens.shape[2] == 0:
+                continue
+            chunks = tokens.unflatten(2, (-1, min(self.size, tokens.shape[2])))  # (h, R, n, C, k)
+            head, row, chunk, feature = (chunks.amax(3) > most).nonzero().unbind(-1)
+            window, place = (chunks[head, row, chunk, :, feature] > most).nonzero().unbind(-1)
+            token = start + chunk[window] * self.size + place
+            found.append(Places(head[window], row[window], token, feature[window]))
+        return Places(*map(torch.cat, zip(*found)))
+
     def far(self, rows: Rows, segment: Segment, places: Places, far: torch.Tensor | None) -> Far | None:
         """What lost queries of a segment see of its running sums."""
         if far is None:
@@ -139,31 +178,54 @@ class LostQueries:
     # --------------------------------------------------------------------------------------------------- forward
 
     def redo(self, index: torch.Tensor, far: Far | None) -> tuple[Lost, torch.Tensor]:
-        """The softmax of each lost query, and the averages (N, c / k)."""
-        pieces = []
-        for piece in self._pieces(index):
-            window = _Window(self, index[piece])
-            keys, biases = window.keys_of_queries(), window.biases_of_queries()
-            top = (keys + biases).amax(-1)  # (N,)
-            if far is not None:
-                here = Far(*(x[piece] for x in far))
-                of_far = here.denominator.double().log().add_(here.reference)
-                top = torch.maximum(top, of_far.to(top.dtype))
-            top.masked_fill_(top == -math.inf, 0.0)
-            weights = _weights(keys, top, biases, self.dtype)  # (N, S)
-            total = weights.sum(-1)
-            sums = torch.bmm(weights.unsqueeze(1), window.values_of_queries()).squeeze(1)  # (N, c / k)
-            share = torch.zeros_like(total)
-            if far is not None:
-                weight = torch.exp(of_far - top).to(self.dtype)
-                total += weight
-                inverse = (weight / here.denominator).masked_fill_(weight == 0, 0.0)
-                sums += (inverse.unsqueeze(-1) * here.numerator).masked_fill_((weight == 0).unsqueeze(-1), 0.0)
-                share = inverse / total.masked_fill(total == 0, 1.0)
-            log_sum = (top.double() + total.double().log()).masked_fill_(total == 0, math.inf)
-            pieces.append((index[piece], log_sum, share, sums / total.masked_fill(total == 0, 1.0).unsqueeze(-1)))
-        *lost, average = map(torch.cat, zip(*pieces))
-        return Lost(*lost), average
+        """The log-sum of each lost query, and the averages (N, c / k)."""
+        lost = Lost(
+            index,
+            index.new_empty(len(index), dtype=torch.float64),
+            index.new_empty(len(index), dtype=self.dtype),
+            index.new_zeros(len(index), dtype=torch.bool),
+        )
+        average = self.value.new_empty(len(index), self.features_of_key, dtype=self.dtype)
+        for by_window, compute in ((True, self._sum_windows), (False, self._softmax)):
+            if by_window and self.exp_biases is None:
+                continue
+            for here in self._pieces((~lost.by_window).nonzero().squeeze(-1), by_window):
+                found = compute(index[here], None if far is None else Far(*(x[here] for x in far)))
+                for x, y in zip((average, *lost[1:]), found):
+                    x[here] = y
+        return lost, average
+
+    def _sum_windows(self, index: torch.Tensor, far: Far | None) -> tuple[torch.Tensor, ...]:
+        """By one sum for the queries of a window: averages, log-sums, shares, and for which these are right."""
+        window = _Window(self, index)
+        top, weights, hidden = window.weights(self.near)
+        values = weights.unsqueeze(1) * window.values.mT  # (M, c / k, S)
+        summands = torch.cat([hidden.unsqueeze(1), weights.unsqueeze(1), values], 1)
+        hides, total, *sums = window.at_queries(window.products(summands, self.exp_biases.mT)).unbind(-1)
+        sums, top, of_far = torch.stack(sums, -1), top.double()[window.of_query], 0.0
+        if far is not None:
+            log_far = far.denominator.double().log().add_(far.reference)
+            larger = torch.maximum(top, log_far)
+            scale, of_far = (torch.exp(x - larger).to(self.dtype) for x in (top, log_far))
+            total, sums, top = total * scale, sums * scale.unsqueeze(-1), larger
+        total, average, share = _quotients(total, sums, far, of_far)
+        right = (hides == 0) & (total >= math.exp(LOST_EXPONENT)) & window.finite
+        return average, top + total.double().log(), share, right
+
+    def _softmax(self, index: torch.Tensor, far: Far | None) -> tuple[torch.Tensor, ...]:
+        """By a softmax of each query: averages, log-sums and shares."""
+        window = _Window(self, index)
+        keys, biases = window.keys_of_queries(), window.biases_of_queries()
+        top = (keys + biases).amax(-1)  # (N,)
+        if far is not None:
+            log_far = far.denominator.double().log().add_(far.reference)
+            top = torch.maximum(top, log_far.to(top.dtype))
+        top.masked_fill_(top == -math.inf, 0.0)
+        weights = _weights(keys, top, biases, self.dtype)  # (N, S)
+        sums = torch.bmm(weights.unsqueeze(1), window.values_of_queries()).squeeze(1)  # (N, c / k)
+        of_far = 0.0 if far is None else torch.exp(log_far - top).to(self.dtype)
+        total, average, share = _quotients(weights.sum(-1), sums, far, of_far)
+        return average, (top.double() + total.double().log()).masked_fill_(total == 0, math.inf), share
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -189,23 +251,48 @@ class LostQueries:
         """What lost queries add to the gradients of the keys, values and biases of their windows."""
         of_keys = key_gradient.view(-1)
         of_values = value_gradient.view(len(of_keys), -1)
-        for piece in self._pieces(lost.index):
-            index = lost.index[piece]
-            window = _Window(self, index)
-            biases = window.biases_of_queries()
-            # A log-sum is rounded to the dtype of the keys, and the rest goes into the gradient.
-            log_sum = lost.log_sum[piece].to(biases.dtype)
-            rest = torch.exp(log_sum.double() - lost.log_sum[piece]).nan_to_num_(1.0).to(self.dtype)
-            weights = _weights(window.keys_of_queries(), log_sum, biases, self.dtype)  # (N, S)
-            of_context = self._at_queries(gradient, index) * rest.unsqueeze(-1)  # (N, c / k)
-            difference = window.values_of_queries() - self._at_queries(context, index).unsqueeze(1)
-            of_logits = torch.bmm(difference, of_context.unsqueeze(-1)).squeeze(-1).mul_(weights)
-            if not window.finite:
-                of_logits.masked_fill_(window.hidden(), 0.0)
-            window.add_to(of_keys.unsqueeze(-1), of_logits.unsqueeze(-1))
-            window.add_to(of_values, weights.unsqueeze(-1) * of_context.unsqueeze(1))
-            if tables_gradient is not None:
-                tables_gradient.view(-1, self.span).index_add_(0, window.bias_rows, of_logits)
+        of_biases = None if tables_gradient is None else tables_gradient.view(-1, self.size, self.span)
+        for by_window, add in ((True, self._add_window_gradients), (False, self._add_softmax_gradients)):
+            for here in self._pieces((lost.by_window == by_window).nonzero().squeeze(-1), by_window):
+                index, log_sum = lost.index[here], lost.log_sum[here]
+                at_queries = (self._at_queries(x, index) for x in (context, gradient))
+                add(_Window(self, index), log_sum, *at_queries, of_keys, of_values, of_biases)
+
+    def _add_window_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
+        """Of all queries of a window at once."""
+        top, weights, _ = window.weights(self.near)
+        scale = torch.exp(top.double()[window.of_query] - log_sum).to(self.dtype)
+        of_numerator = scale.unsqueeze(-1) * gradient.to(self.dtype)  # (N, c / k)
+        of_denominator = -(of_numerator * context).sum(-1, keepdim=True)
+        of_sums = weights.new_zeros(len(weights), 1 + self.features_of_key, self.size)
+        of_sums[window.of_query, :, window.place] = torch.cat([of_denominator, of_numerator], -1)
+        of_weights, of_weighted = window.products(of_sums, self.exp_biases).tensor_split((1,), 1)  # (M, ..., S)
+        of_keys.index_add_(
+            0, window.tokens, (weights * (of_weights[:, 0] + (window.values.mT * of_weighted).sum(1))).flatten()
+        )
+        of_values.index_add_(0, window.tokens, (weights.unsqueeze(1) * of_weighted).mT.flatten(0, 1))
+        if of_biases is not None:
+            summands = torch.cat([weights.unsqueeze(1), weights.unsqueeze(1) * window.values.mT], 1)
+            for table, which in window.by_table():
+                product = of_sums[which].flatten(0, 1).mT @ summands[which].flatten(0, 1)
+                of_biases[table] += self.exp_biases[table] * product
+
+    def _add_softmax_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
+        """Of queries one by one."""
+        biases = window.biases_of_queries()
+        # A log-sum is rounded to the dtype of the keys, and the rest goes into the gradient.
+        rounded = log_sum.to(biases.dtype)
+        rest = torch.exp(rounded.double() - log_sum).nan_to_num_(1.0).to(self.dtype)
+        weights = _weights(window.keys_of_queries(), rounded, biases, self.dtype)  # (N, S)
+        of_context = gradient * rest.unsqueeze(-1)  # (N, c / k)
+        difference = window.values_of_queries() - context.unsqueeze(1)
+        of_logits = torch.bmm(difference, of_context.unsqueeze(-1)).squeeze(-1).mul_(weights)
+        if not window.finite:
+            of_logits.masked_fill_(window.hidden(), 0.0)
+        window.add_to(of_keys.unsqueeze(-1), of_logits.unsqueeze(-1))
+        window.add_to(of_values, weights.unsqueeze(-1) * of_context.unsqueeze(1))
+        if of_biases is not None:
+            of_biases.view(-1, self.span).index_add_(0, window.bias_rows, of_logits)
 
     # ---------------------------------------------------------------------------------------------------- shared
 
@@ -213,9 +300,10 @@ class LostQueries:
         """The features of (B, T, d) that share a place in the flat (B, T, h k): (N, c / k)."""
         return x.view(self.key.numel(), -1).index_select(0, index)
 
-    def _pieces(self, index: torch.Tensor) -> Iterator[slice]:
-        step = max(1, PIECE_SIZE // (self.span * self.value.shape[-1] // self.width))
-        return (slice(i, i + step) for i in range(0, len(index), step))
+    def _pieces(self, which: torch.Tensor, by_window: bool) -> Iterator[torch.Tensor]:
+        """Lost queries that are computed at once; most windows have several."""
+        size = self.span * self.features_of_key // (QUERIES_OF_WINDOW if by_window else 1)
+        return iter(which.split(max(1, PIECE_SIZE // max(1, size))) if len(which) else ())
 
 
 class _Window:
@@ -223,9 +311,15 @@ class _Window:
 
     def __init__(self, lost: LostQueries, index: torch.Tensor):
         size, span, width = lost.size, lost.span, lost.width
-        token = index // width
-        place = token % lost.length % size
-        own, self.of_query = torch.unique(index - place * width, return_inverse=True)  # the first query of each chunk
+        place = index // width % lost.length % size
+        own, of_query = torch.unique(index - place * width, return_inverse=True)  # the first query of each chunk
+        heads, chunks = lost.biases.shape[:2]
+        head = own % width // (width // heads) if heads > 1 else 0
+        chunk = own // width % lost.length // size if chunks > 1 else 0
+        # Windows with the same position biases lie side by side.
+        self.table, order = torch.zeros_like(own).add_(head * chunks + chunk).sort()  # (M,)
+        own, self.of_query = own[order], order.argsort()[of_query]
+        self.place, self.bias_rows = place, self.table[self.of_query] * size + place  # (N,)
         lag = torch.arange(size - span, size, device=index.device)  # (S,)
         position = (own // width % lost.length).unsqueeze(-1) + lag
         missing = (position < 0) | (position >= lost.length)  # (M, S)
@@ -237,11 +331,34 @@ class _Window:
         self.values = values.view(*missing.shape, -1).to(lost.dtype)  # (M, S, c / k)
         # Infinity and NaN must not reach queries that do not see them.
         self.finite = float(self.keys.amax()) < math.inf and math.isfinite(float(self.values.sum()))
-        heads, chunks = lost.biases.shape[:2]
-        row = index % width // (width // heads) if heads > 1 else 0
-        row = row * chunks + (token % lost.length // size if chunks > 1 else 0)
-        self.bias_rows = row * size + place
-        self.biases = lost.biases.flatten(0, 2)
+        self.dtype, self.biases = lost.dtype, lost.biases.flatten(0, 2)
+
+    def weights(self, near: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Without the keys that are less than `near` below the largest one of a window: the largest of the others
+        (M,), exp(K) relative to it (M, S), and 1 for a key that is left out (M, S).
+        """
+        hidden = self.keys > self.keys.amax(-1, keepdim=True) - near
+        keys = self.keys.masked_fill(hidden, -math.inf)
+        top = keys.amax(-1)
+        top.masked_fill_(top == -math.inf, 0.0)
+        return top, _weights(keys, top, torch.zeros((), dtype=keys.dtype), self.dtype), hidden.to(self.dtype)
+
+    def by_table(self) -> Iterator[tuple[int, slice]]:
+        """The windows that have the same position biases."""
+        tables, counts = torch.unique_consecutive(self.table, return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        yield from ((table, slice(*ends)) for table, *ends in zip(tables.tolist(), [0, *ends], ends))
+
+    def products(self, x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Rows (M, F, A) times the table (A, B) of each window: (M, F, B)."""
+        out = x.new_empty(*x.shape[:2], tables.shape[-1])
+        for table, here in self.by_table():
+            torch.mm(x[here].flatten(0, 1), tables[table], out=out[here].flatten(0, 1))
+        return out
+
+    def at_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, F, C) as (N, F)."""
+        return x[self.of_query, :, self.place]
 
     def biases_of_queries(self) -> torch.Tensor:
         return self.biases.index_select(0, self.bias_rows)
@@ -265,6 +382,25 @@ class _Window:
         # Queries of one window are added row by row first, which is faster than by token.
         total = x.new_zeros(*self.keys.shape, x.shape[-1]).index_add_(0, self.of_query, x)
         gradient.index_add_(0, self.tokens, total.flatten(0, 1))
+
+
+def _quotients(
+    total: torch.Tensor, sums: torch.Tensor, far: Far | None, of_far: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Denominators (N,) with the running sums, which count `of_far`; averages (N, c / k); and what one unit of a
+    running sum counts in them. 0 where there is nothing to see.
+    """
+    total = total + of_far
+    inverse = total.masked_fill(total == 0, 1.0).reciprocal()
+    average = sums * inverse.unsqueeze(-1)
+    if far is None:
+        return total, average, torch.zeros_like(total)
+    # The weight first: it may be as small as the running sum is large.
+    weight = of_far * inverse
+    nothing = weight == 0
+    share = (weight / far.denominator).masked_fill_(nothing, 0.0)
+    average += (share.unsqueeze(-1) * far.numerator).masked_fill_(nothing.unsqueeze(-1), 0.0)
+    return total, average, share
 
 
 def _weights(keys: torch.Tensor, reference: torch.Tensor, biases: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
