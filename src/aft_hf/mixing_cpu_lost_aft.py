@@ -197,12 +197,15 @@ class LostQueries:
 
     def _sum_windows(self, index: torch.Tensor, far: Far | None) -> tuple[torch.Tensor, ...]:
         """By one sum for the queries of a window: averages, log-sums, shares, and for which these are right."""
+        tables = self.exp_biases
+        assert tables is not None
         window = _Window(self, index)
         top, weights, hidden = window.weights(self.near)
         values = weights.unsqueeze(1) * window.values.mT  # (M, c / k, S)
         summands = torch.cat([hidden.unsqueeze(1), weights.unsqueeze(1), values], 1)
-        hides, total, *sums = window.at_queries(window.products(summands, self.exp_biases.mT)).unbind(-1)
-        sums, top, of_far = torch.stack(sums, -1), top.double()[window.of_query], 0.0
+        found = window.at_queries(window.products(summands, tables.mT))  # (N, 2 + c / k)
+        hides, total, sums = found[:, 0], found[:, 1], found[:, 2:]
+        top, of_far = top.double()[window.of_query], torch.zeros_like(total)
         if far is not None:
             log_far = far.denominator.double().log().add_(far.reference)
             larger = torch.maximum(top, log_far)
@@ -223,8 +226,9 @@ class LostQueries:
         top.masked_fill_(top == -math.inf, 0.0)
         weights = _weights(keys, top, biases, self.dtype)  # (N, S)
         sums = torch.bmm(weights.unsqueeze(1), window.values_of_queries()).squeeze(1)  # (N, c / k)
-        of_far = 0.0 if far is None else torch.exp(log_far - top).to(self.dtype)
-        total, average, share = _quotients(weights.sum(-1), sums, far, of_far)
+        total = weights.sum(-1)
+        of_far = torch.zeros_like(total) if far is None else torch.exp(log_far - top).to(self.dtype)
+        total, average, share = _quotients(total, sums, far, of_far)
         return average, (top.double() + total.double().log()).masked_fill_(total == 0, math.inf), share
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -255,18 +259,20 @@ class LostQueries:
         for by_window, add in ((True, self._add_window_gradients), (False, self._add_softmax_gradients)):
             for here in self._pieces((lost.by_window == by_window).nonzero().squeeze(-1), by_window):
                 index, log_sum = lost.index[here], lost.log_sum[here]
-                at_queries = (self._at_queries(x, index) for x in (context, gradient))
-                add(_Window(self, index), log_sum, *at_queries, of_keys, of_values, of_biases)
+                context_here, gradient_here = (self._at_queries(x, index) for x in (context, gradient))
+                add(_Window(self, index), log_sum, context_here, gradient_here, of_keys, of_values, of_biases)
 
     def _add_window_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
         """Of all queries of a window at once."""
+        tables = self.exp_biases
+        assert tables is not None
         top, weights, _ = window.weights(self.near)
         scale = torch.exp(top.double()[window.of_query] - log_sum).to(self.dtype)
         of_numerator = scale.unsqueeze(-1) * gradient.to(self.dtype)  # (N, c / k)
         of_denominator = -(of_numerator * context).sum(-1, keepdim=True)
         of_sums = weights.new_zeros(len(weights), 1 + self.features_of_key, self.size)
         of_sums[window.of_query, :, window.place] = torch.cat([of_denominator, of_numerator], -1)
-        of_weights, of_weighted = window.products(of_sums, self.exp_biases).tensor_split((1,), 1)  # (M, ..., S)
+        of_weights, of_weighted = window.products(of_sums, tables).tensor_split((1,), 1)  # (M, ..., S)
         of_keys.index_add_(
             0, window.tokens, (weights * (of_weights[:, 0] + (window.values.mT * of_weighted).sum(1))).flatten()
         )
@@ -275,7 +281,7 @@ class LostQueries:
             summands = torch.cat([weights.unsqueeze(1), weights.unsqueeze(1) * window.values.mT], 1)
             for table, which in window.by_table():
                 product = of_sums[which].flatten(0, 1).mT @ summands[which].flatten(0, 1)
-                of_biases[table] += self.exp_biases[table] * product
+                of_biases[table] += tables[table] * product
 
     def _add_softmax_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
         """Of queries one by one."""
@@ -385,7 +391,7 @@ class _Window:
 
 
 def _quotients(
-    total: torch.Tensor, sums: torch.Tensor, far: Far | None, of_far: torch.Tensor | float
+    total: torch.Tensor, sums: torch.Tensor, far: Far | None, of_far: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Denominators (N,) with the running sums, which count `of_far`; averages (N, c / k); and what one unit of a
     running sum counts in them. 0 where there is nothing to see.

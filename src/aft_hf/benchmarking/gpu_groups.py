@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from itertools import product
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from ..mixer_aft import AFTMixer
 from ..mixers_aft import AFTAlibi, AFTConv, AFTLocal, AFTSimple
 from ..mixing_aft import Mixing, mix
 from .cases import DTYPES, Builder, model_builder, random_images, random_tokens
@@ -58,20 +58,19 @@ class GpuSizes:
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144)
     longest_fp32: int = 4096
     mixing_length: int = 4096
-    images: tuple[tuple[tuple, int], ...] = (
-        (("tiny", "conv", 11, 32, 224), 256),
-        (("small", "conv", 11, 16, 384), 64),
-        (("small", "full", 0, 1, 224), 128),
-        (("base", "conv", 25, 32, 1024), 4),
+    images: tuple[tuple[VisionRow, int], ...] = (  # and how many of them at once
+        (VisionRow("tiny", "conv", 11, 32, 224), 256),
+        (VisionRow("small", "conv", 11, 16, 384), 64),
+        (VisionRow("small", "full", image_size=224), 128),
+        (VisionRow("base", "conv", 25, 32, 1024), 4),
     )
-    image_layers: int = 12
     contexts: tuple[int, ...] = (1, 4096)
     decoded: int = 64
     decoding_batches: tuple[int, ...] = (1, 64)
 
 
 # To see in seconds that every group runs; the numbers say nothing.
-SMALLEST = GpuSizes(64, 1, 64, (32, 64), 32, 32, ((("tiny", "conv", 3, 3, 32), 2),), 1, (1, 4), 2, (1, 2))
+SMALLEST = GpuSizes(64, 1, 64, (32, 64), 32, 32, ((VisionRow("tiny", "conv", 3, 3, 32, 1), 2),), (1, 4), 2, (1, 2))
 
 
 def mixing_groups(sizes: GpuSizes) -> Iterator[Group]:
@@ -114,7 +113,7 @@ def _mixing(name: str, backend: str, shape: tuple[int, int, int], task: str, dty
     return build
 
 
-def _mixer(name: str, width: int, length: int) -> nn.Module:
+def _mixer(name: str, width: int, length: int) -> AFTMixer:
     if name == "local":
         return AFTLocal(width, length, 32, causal=True)
     if name == "conv":
@@ -141,13 +140,13 @@ def text_groups(sizes: GpuSizes) -> Iterator[Group]:
         yield Group("text", f"T={length}", task, dtype, rows * length, "tokens", builders)
 
 
-def _bound(make: Callable, *arguments: object) -> Callable[[], nn.Module]:
+def _bound(make: Callable[..., PreTrainedModel], *arguments: object) -> Callable[[], PreTrainedModel]:
     return lambda: make(*arguments)
 
 
 def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
     """The layer of flash-linear-attention nearest to AFT: a recurrence for each feature by itself, with a gate."""
-    from fla.models import HGRNConfig, HGRNForCausalLM
+    from fla.models import HGRNConfig, HGRNForCausalLM  # type: ignore[import-not-found]  # is not a requirement
 
     config = HGRNConfig(
         vocab_size=256, hidden_size=sizes.width, num_hidden_layers=sizes.layers, bos_token_id=None, eos_token_id=None
@@ -158,8 +157,7 @@ def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
 def image_groups(sizes: GpuSizes) -> Iterator[Group]:
     """Image classifiers beside ViT."""
     for dtype in ("bf16", "fp32"):
-        for values, batch in sizes.images:
-            row = VisionRow(*values, num_layers=sizes.image_layers)
+        for row, batch in sizes.images:
             for task in ("inference", "training"):
                 makes = {backend: _bound(row.aft, backend) for backend in ("triton", "portable")} | {"ViT": row.vit}
                 inputs = random_images(batch, row.image_size, task)
@@ -196,9 +194,10 @@ def _generation(
 ) -> Builder:
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = make().to(device, dtype).eval()
+        model = make().eval()
+        model.to(device=device, dtype=dtype)
         prompt = torch.randint(256, (batch, context), device=device)
-        options = {"do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
+        options: dict[str, object] = {"do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
         options |= {} if cache is None else {"cache_implementation": cache}
         mask = torch.ones_like(prompt)
 

@@ -1,7 +1,7 @@
 """How the groups of a GPU are measured: candidates in turns, what the device can move, and what a call launches."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -28,9 +28,10 @@ def count_launches(call: Callable[[], object], device: torch.device) -> int:
     return sum(x.count for x in profile.key_averages())
 
 
-def measure(group: Group, device: torch.device, repeats: int, copied_per_second: float) -> list[dict]:
+def measure(group: Group, device: torch.device, repeats: int, copied_per_second: float) -> list[dict[str, object]]:
     """A row for each candidate: items per second, and on a GPU peak memory and launches; or why there is none."""
-    calls, rows = {}, {}
+    calls: dict[Hashable, Callable[[], object]] = {}
+    rows: dict[str, dict[str, object]] = {}
     for name, build in group.builders.items():
         try:
             calls[name] = build(device)

@@ -24,7 +24,9 @@ def in_order_of_numbers(labels: Sequence[str], count: int) -> list[str]:
         return list(labels)
     ordered = [""] * count
     for label in labels:
-        number = int(NUMBER.fullmatch(label)[1])
+        found = NUMBER.fullmatch(label)
+        assert found is not None
+        number = int(found[1])
         if number >= count or ordered[number]:
             raise ValueError(
                 f"label {label!r} is none of the class numbers 0 .. {count - 1}, or is there twice: give each class "
