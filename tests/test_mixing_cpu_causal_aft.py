@@ -100,7 +100,8 @@ def results(function, inputs):
 
 
 def assert_near(actual, expected, dtype, terms=64, values=1.0):
-    """Within what `terms` roundings make of numbers of the size of the values, or of the largest one. References add up to 64 units in
+    """Within what `terms` roundings make of numbers of the size of the values, or of the largest one.
+    References add up to 64 units in
     the last place to an exponent.
     """
     sizes = (values, values, 1.0, values)  # of context and gradients

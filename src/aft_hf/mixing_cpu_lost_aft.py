@@ -27,7 +27,7 @@ LARGEST_BIAS = 20.0
 # Numbers of each tensor that is computed at once: what stays in a processor's cache.
 PIECE_SIZE = 2**17
 
-# The largest exponent in float64.
+# The largest number in float64.
 LARGEST = torch.finfo(torch.float64).max
 
 # Lost queries that a window has where it has any: an estimate.

@@ -32,7 +32,7 @@ LARGEST_VALUE = 1e12
 # The largest exponent of a sum's terms, K + w. It leaves room for values, and for gradients, which are divided by it.
 LARGEST_EXPONENT = 40.0
 
-# The log of the largest upstream gradient, and of all errors of sums, for which there is room beside values.
+# The log of the largest upstream gradient for which there is room beside values.
 GRADIENT_MARGIN = 12.0
 
 # The first so many queries of a causal table, where the running maximum of the keys grows fastest, have a softmax; all

@@ -200,7 +200,7 @@ def _gated_in_place(
 def _are_shown(keys: torch.Tensor) -> bool:
     """Whether all keys are finite, and none is taken for one that is hidden."""
     lowest, highest = keys.aminmax()
-    return EMPTY < float(lowest) and float(highest) < torch.inf
+    return float(lowest) > EMPTY and float(highest) < torch.inf
 
 
 class _GatedAverage(torch.autograd.Function):
