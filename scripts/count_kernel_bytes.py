@@ -46,9 +46,8 @@ class Traffic:
             size = pointers.get_element_ty().primitive_bitwidth // 8
             places = pointers.data[mask.data.astype(bool)]  # a mask may be of integers
             self.issued[self.kernel] += places.size * size
-            self.addresses[self.kernel].append(
-                np.unique(places // size) * size * 16 + size
-            )  # and how many bytes, up to 8
+            # A number for each address and how many bytes are there, up to 8.
+            self.addresses[self.kernel].append(np.unique(places // size) * size * 16 + size)
             return access(pointers, *arguments)
 
         return counted

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.autograd import DeviceType
 
+from ..reading import described
 from .gpu_groups import Group
 from .measuring import peak_bytes, seconds_in_turns, synchronize
 
@@ -40,9 +41,10 @@ def measure(group: Group, device: torch.device, repeats: int, copied_per_second:
             calls[name] = build(device)
             for _ in range(2):  # in training the second call has the state of the optimizer, too
                 calls[name]()
-        except torch.OutOfMemoryError:
+        except Exception as error:  # the others are measured
             calls.pop(name, None)
-            rows[name] = {"skipped": "out of memory"}
+            is_too_large = isinstance(error, torch.OutOfMemoryError)
+            rows[name] = {"skipped": "out of memory"} if is_too_large else {"failed": described(error)}
             torch.cuda.empty_cache()
     turns = seconds_in_turns(calls, device, repeats=repeats, warmup=0)
     seconds = {name: statistics.median(x) for name, x in turns.items()}
