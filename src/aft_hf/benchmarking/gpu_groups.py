@@ -127,18 +127,25 @@ def text_groups(sizes: GpuSizes) -> Iterator[Group]:
     wanted = [("bf16", x) for x in sizes.lengths] + [("fp32", x) for x in sizes.lengths if x <= sizes.longest_fp32]
     text = {name: TextRow(name, sizes.layers, sizes.width) for name in TYPES}
     for (dtype, length), task in product(wanted, ("training", "inference")):
-        rows = max(1, sizes.tokens // length)
-        inputs = random_tokens(rows, length, task)
         makes = {f"{name}, triton": partial(row.aft, length, "triton") for name, row in text.items()}
         makes["GPT-2"] = partial(text["local"].gpt2, length)
         makes["local, portable"] = partial(text["local"].aft, length, "portable")
         if find_spec("fla") is not None:
             makes["HGRN (fla)"] = partial(_hgrn, sizes)
+        rows = max(1, sizes.tokens // length)
+        inputs = random_tokens(rows, length, task)
         builders = {name: model_builder(make, inputs, task, DTYPES[dtype]) for name, make in makes.items()}
-        if length == sizes.lengths[0]:
-            make = makes["local, portable"]
-            builders["local, portable, compiled"] = model_builder(make, inputs, task, DTYPES[dtype], compiled=True)
         yield Group("text", f"T={length}", task, dtype, rows * length, "tokens", builders)
+    length = sizes.lengths[0]
+    rows = max(1, sizes.tokens // length)
+    for dtype, task in product(("bf16", "fp32"), ("training", "inference")):  # last: to compile takes long
+        inputs = random_tokens(rows, length, task)
+        fused, portable = (partial(text["local"].aft, length, backend) for backend in ("triton", "portable"))
+        builders = {
+            "local, triton": model_builder(fused, inputs, task, DTYPES[dtype]),
+            "local, portable, compiled": model_builder(portable, inputs, task, DTYPES[dtype], compiled=True),
+        }
+        yield Group("text", f"T={length}, compiled", task, dtype, rows * length, "tokens", builders)
 
 
 def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
