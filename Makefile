@@ -74,7 +74,7 @@ coverage: install  ## The tests of make test, with line coverage
 kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
 	$(RUN) scripts/compile_kernels.py $(ARGS)
 
-gpu: $(KERNELS_INSTALLED)  ## The kernels on a GPU: contract tests, times and memory, under 10 minutes: outputs/gpu.json
+gpu: $(KERNELS_INSTALLED)  ## The kernels on a GPU: contract tests, times and memory, about 10 minutes: outputs/gpu.json
 	mkdir -p outputs
 	$(RUN) scripts/benchmark_gpu.py --out outputs/gpu.json $(ARGS)
 

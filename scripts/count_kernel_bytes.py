@@ -46,7 +46,8 @@ class Traffic:
             size = pointers.get_element_ty().primitive_bitwidth // 8
             places = pointers.data[mask.data.astype(bool)]  # a mask may be of integers
             self.issued[self.kernel] += places.size * size
-            self.addresses[self.kernel].append(np.unique(places // size) * size * 8 + size)  # and how many bytes there
+            # A number for each address and how many bytes are there, up to 8.
+            self.addresses[self.kernel].append(np.unique(places // size) * size * 16 + size)
             return access(pointers, *arguments)
 
         return counted
@@ -69,7 +70,7 @@ class Traffic:
         found = {}
         for kernel, issued in self.issued.items():
             distinct = np.unique(np.concatenate(self.addresses[kernel]))
-            found[kernel] = issued, int((distinct % 8).sum())
+            found[kernel] = issued, int((distinct % 16).sum())
         self.issued.clear()
         self.addresses.clear()
         return found

@@ -11,6 +11,8 @@ from aft_hf import AFTConfig, AFTConv, AFTForCausalLM, AFTForImageClassification
 
 
 TYPES = ["full", "local", "simple", "conv", "alibi"]
+# Compilation takes seconds: make test has one type, make test-all every one.
+ONE_TYPE_OR_ALL = ["local", *(pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name != "local")]
 
 
 def with_biases(model):
@@ -72,7 +74,7 @@ def compiled(model):
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
+@pytest.mark.parametrize("aft_type", ONE_TYPE_OR_ALL)
 def test_forward_and_training_step_compile_as_one_graph(aft_type):
     model, ids = language_model(aft_type), torch.randint(256, (2, 40))
     torch.testing.assert_close(compiled(model)(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
@@ -94,7 +96,7 @@ def test_aft_conv_on_a_grid_compiles_as_one_graph_as_a_table_and_as_a_convolutio
     torch.testing.assert_close(compiled(mixer)(hidden), mixer(hidden))
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
+@pytest.mark.parametrize("aft_type", ONE_TYPE_OR_ALL)
 @torch.no_grad()
 def test_a_decode_step_compiles_once_for_all_tokens(aft_type):
     model, ids = language_model(aft_type), torch.randint(256, (2, 40))
@@ -119,10 +121,10 @@ def assert_export_equals_model(model, inputs, shapes, others):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"aft_type": aft_type} for aft_type in TYPES),
-        {"aft_type": ["simple", "full"], "use_position_embeddings": True},
-        {"aft_type": "local", "global_connectivity": False},
-        {"aft_type": "conv", "position_bias_selection": "gumbel"},
+        *(pytest.param({"aft_type": name}, marks=() if name == "local" else pytest.mark.slow) for name in TYPES),
+        pytest.param({"aft_type": ["simple", "full"], "use_position_embeddings": True}, marks=pytest.mark.slow),
+        pytest.param({"aft_type": "local", "global_connectivity": False}, marks=pytest.mark.slow),
+        pytest.param({"aft_type": "conv", "position_bias_selection": "gumbel"}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

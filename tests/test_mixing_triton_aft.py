@@ -107,6 +107,7 @@ def test_position_biases_that_span_300_are_right(structure, keys, launched):
     contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=150.0), TRITON)
 
 
+@pytest.mark.slow
 @structures(FEW)
 def test_large_keys_in_packed_documents_are_right(structure, launched):
     contract.assert_exact(contract.case(structure, FP32, 2, 70, "documents", "x 90"), TRITON)
@@ -283,6 +284,7 @@ def test_meta_tensors_work_with_gradients(structure, launched):
     contract.test_meta_tensors_work_with_gradients(structure, TRITON)
 
 
+@pytest.mark.slow
 @structures(["local causal", "conv causal"])
 @pytest.mark.parametrize("packed", (False, True))
 def test_the_operator_does_what_its_registration_says(structure, packed):

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 PROGRAM = """
 import sys
@@ -29,6 +31,7 @@ def bars(terminal, before=""):
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
 
 
+@pytest.mark.slow
 def test_bars_are_off_where_the_standard_error_is_no_terminal():
     assert bars(False) == ["False", "True", "True"]
     assert bars(False, before="import datasets") == ["False", "True", "True"]

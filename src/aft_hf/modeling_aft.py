@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Earlier versions do not tell the later chunks of a prompt (`prefill_chunk_size`) from tokens written after it.
+# `generate` of earlier versions does not tell later chunks of a prompt (`prefill_chunk_size`) from generated tokens.
 CHUNKS_ARE_NAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 23)
 
 

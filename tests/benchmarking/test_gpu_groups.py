@@ -1,12 +1,15 @@
 """The benchmark of a GPU at its smallest sizes, on a CPU: every section runs and reports what was asked."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from aft_hf.benchmarking.gpu_groups import SECTIONS, SMALLEST, GpuSizes
-from aft_hf.benchmarking.gpu_measuring import measure
+from aft_hf.benchmarking.gpu_measuring import count_kernels, measure
 
 
 CPU = torch.device("cpu")
@@ -36,15 +39,59 @@ def test_what_a_prompt_takes_is_subtracted(spend):
     assert row["tokens_per_second"] == pytest.approx(group.items / 2.0)
 
 
-def test_what_does_not_fit_is_said_and_the_others_are_measured(spend):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("no room"), {"skipped": "out of memory"}),
+        (RuntimeError("no\nkernel"), {"failed": "RuntimeError: no kernel"}),
+    ],
+)
+def test_what_cannot_be_measured_is_said_and_the_others_are_measured(error, said, spend):
     def build(device):
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     group = next(SECTIONS["images"](SMALLEST))
     builders = {"triton": build, "ViT": lambda device: lambda: spend(0.5)}
     rows = {row["candidate"]: row for row in measure(dataclasses.replace(group, builders=builders), CPU, 1, 1e9)}
+    assert said.items() <= rows["triton"].items()
+    assert rows["ViT"]["images_per_second"] == pytest.approx(group.items / 0.5)
+
+
+def test_what_fits_once_alone_is_said_to_be_too_large(spend):
+    """As a training step does whose optimizer makes its state at the end of the first one."""
+    calls = iter([1])
+
+    def step() -> None:
+        if next(calls, None) is None:
+            raise torch.OutOfMemoryError("no room")
+
+    group = next(SECTIONS["images"](SMALLEST))
+    builders = {"triton": lambda device: step, "ViT": lambda device: lambda: spend(0.5)}
+    rows = {row["candidate"]: row for row in measure(dataclasses.replace(group, builders=builders), CPU, 1, 1e9)}
     assert rows["triton"]["skipped"] == "out of memory"
     assert rows["ViT"]["images_per_second"] == pytest.approx(group.items / 0.5)
+
+
+def test_nothing_is_said_where_the_time_to_be_subtracted_is_missing(spend):
+    def build(device):
+        raise torch.OutOfMemoryError("no room")
+
+    group = next(SECTIONS["decoding"](SMALLEST))
+    builders = {"GPT-2": lambda device: lambda: spend(3.0), "GPT-2, first token": build}
+    asked = dataclasses.replace(group, builders=builders, shortened={"GPT-2": "GPT-2, first token"})
+    (row,) = [row for row in measure(asked, CPU, 1, 1e9) if row["candidate"] == "GPT-2"]
+    assert row["skipped"] == "out of memory" and "tokens_per_second" not in row
+
+
+def test_what_the_host_calls_is_no_kernel(monkeypatch):
+    def event(name, device_type, count, is_user_annotation=False):
+        return SimpleNamespace(key=name, device_type=device_type, count=count, is_user_annotation=is_user_annotation)
+
+    events = [event("cudaLaunchKernel", DeviceType.CPU, 5), event("forward_kernel", DeviceType.CUDA, 3)]
+    events += [event("Memcpy DtoD", DeviceType.CUDA, 2), event("Optimizer.step", DeviceType.CUDA, 1, True)]
+    profile = nullcontext(SimpleNamespace(key_averages=lambda: events))
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: profile)
+    assert count_kernels(lambda: None, CPU) == 5
 
 
 @pytest.mark.parametrize("section", SECTIONS)

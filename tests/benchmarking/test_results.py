@@ -218,6 +218,7 @@ def test_the_command_shows_draws_and_writes_what_the_json_has_without_measuring(
     assert "6.00 ✓" in (tmp_path / "table.md").read_text() and (tmp_path / "benchmark.png").exists()
 
 
+@pytest.mark.slow
 def test_the_command_measures_in_small_and_says_what_is_wrong(tmp_path):
     path = tmp_path / "benchmark.json"
     options = ["--smoke", "--no-memory", "--repeats", 1, "--device", "cpu", "--json", path]

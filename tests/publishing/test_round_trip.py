@@ -56,6 +56,7 @@ def cases(tmp_path_factory, old):
     return listed, done.stdout
 
 
+@pytest.mark.slow
 def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(cases):
     listed, said = cases
     types = {tuple(case["source"].split("-")[-2:]) for case in listed}

@@ -412,6 +412,7 @@ for task, auto_class in (("text", AutoModelForCausalLM), ("image", AutoModelForI
 """
 
 
+@pytest.mark.slow
 def test_both_heads_are_pushed_and_load_from_the_hub_with_and_without_aft_hf(hub, tmp_path):
     (tmp_path / "push.py").write_text(PUSH)
     run(tmp_path / "push.py", tmp_path, env=environment(tmp_path / "cache", hub))

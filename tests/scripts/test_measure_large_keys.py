@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_large_keys.py"
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_inference_and_one_for_training():
     command = [sys.executable, str(SCRIPT), "--repeats", "1", "--only", "alibi"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

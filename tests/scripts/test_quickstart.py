@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import DeiTConfig, DeiTForImageClassification
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 
@@ -11,6 +12,7 @@ from transformers.models.deit.image_processing_pil_deit import DeiTImageProcesso
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
 
 
+@pytest.mark.slow
 def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path):
     config = DeiTConfig(
         hidden_size=24,

@@ -82,4 +82,7 @@ def test_both_processes_have_the_same_account_and_weights_and_those_of_one(direc
     assert timed["steps"] == timed_too["steps"] >= 1
     weights = [torch.load(directory / f"{name}.pt") for name in ("1-0", "2-0", "2-1")]
     torch.testing.assert_close(weights[2], weights[1], rtol=0, atol=0)
-    assert weights[0].keys() == weights[1].keys()
+    for name, expected in weights[0].items():
+        if not name.endswith("k_proj.bias"):  # Eq. 2 is the same for all keys + c: AdamW magnifies the rounding of 0
+            error = (weights[1][name] - expected).norm() / expected.norm()
+            assert error < 1e-3, f"{name}: {error}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
@@ -126,22 +127,25 @@ def text_groups(sizes: GpuSizes) -> Iterator[Group]:
     wanted = [("bf16", x) for x in sizes.lengths] + [("fp32", x) for x in sizes.lengths if x <= sizes.longest_fp32]
     text = {name: TextRow(name, sizes.layers, sizes.width) for name in TYPES}
     for (dtype, length), task in product(wanted, ("training", "inference")):
+        makes = {f"{name}, triton": partial(row.aft, length, "triton") for name, row in text.items()}
+        makes["GPT-2"] = partial(text["local"].gpt2, length)
+        makes["local, portable"] = partial(text["local"].aft, length, "portable")
+        if find_spec("fla") is not None:
+            makes["HGRN (fla)"] = partial(_hgrn, sizes)
         rows = max(1, sizes.tokens // length)
         inputs = random_tokens(rows, length, task)
-        makes = {f"{name}, triton": _bound(row.aft, length, "triton") for name, row in text.items()}
-        makes["GPT-2"] = _bound(text["local"].gpt2, length)
-        makes["local, portable"] = _bound(text["local"].aft, length, "portable")
-        if find_spec("fla") is not None:
-            makes["HGRN (fla)"] = _bound(_hgrn, sizes)
         builders = {name: model_builder(make, inputs, task, DTYPES[dtype]) for name, make in makes.items()}
-        if length == sizes.lengths[0]:
-            make = makes["local, portable"]
-            builders["local, portable, compiled"] = model_builder(make, inputs, task, DTYPES[dtype], compiled=True)
         yield Group("text", f"T={length}", task, dtype, rows * length, "tokens", builders)
-
-
-def _bound(make: Callable[..., PreTrainedModel], *arguments: object) -> Callable[[], PreTrainedModel]:
-    return lambda: make(*arguments)
+    length = sizes.lengths[0]
+    rows = max(1, sizes.tokens // length)
+    for dtype, task in product(("bf16", "fp32"), ("training", "inference")):  # last: to compile takes long
+        inputs = random_tokens(rows, length, task)
+        fused, portable = (partial(text["local"].aft, length, backend) for backend in ("triton", "portable"))
+        builders = {
+            "local, triton": model_builder(fused, inputs, task, DTYPES[dtype]),
+            "local, portable, compiled": model_builder(portable, inputs, task, DTYPES[dtype], compiled=True),
+        }
+        yield Group("text", f"T={length}, compiled", task, dtype, rows * length, "tokens", builders)
 
 
 def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
@@ -159,7 +163,7 @@ def image_groups(sizes: GpuSizes) -> Iterator[Group]:
     for dtype in ("bf16", "fp32"):
         for row, batch in sizes.images:
             for task in ("inference", "training"):
-                makes = {backend: _bound(row.aft, backend) for backend in ("triton", "portable")} | {"ViT": row.vit}
+                makes = {backend: partial(row.aft, backend) for backend in ("triton", "portable")} | {"ViT": row.vit}
                 inputs = random_images(batch, row.image_size, task)
                 builders = {name: model_builder(make, inputs, task, DTYPES[dtype]) for name, make in makes.items()}
                 yield Group("images", row.name, task, dtype, batch, "images", builders)
@@ -174,10 +178,10 @@ def decoding_groups(sizes: GpuSizes) -> Iterator[Group]:
         longest = context + 1 + sizes.decoded
         local, simple = (TextRow(name, sizes.layers, sizes.width) for name in ("local", "simple"))
         makes = {
-            "local, triton": _bound(local.aft, longest, "triton"),
-            "simple, triton": _bound(simple.aft, longest, "triton"),
-            "local, portable": _bound(local.aft, longest, "portable"),
-            "GPT-2": _bound(local.gpt2, longest),
+            "local, triton": partial(local.aft, longest, "triton"),
+            "simple, triton": partial(simple.aft, longest, "triton"),
+            "local, portable": partial(local.aft, longest, "portable"),
+            "GPT-2": partial(local.gpt2, longest),
         }
         builders, shortened = {}, {}
         for (name, make), cache in product(makes.items(), (None, "static")):

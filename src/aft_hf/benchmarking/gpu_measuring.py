@@ -1,10 +1,12 @@
-"""How the groups of a GPU are measured: candidates in turns, what the device can move, and what a call launches."""
+"""How the groups of a GPU are measured: candidates in turns, the bandwidth of a copy, and the kernels of a call."""
 
 import statistics
 from collections.abc import Callable, Hashable
 
 import torch
+from torch.autograd import DeviceType
 
+from ..reading import described
 from .gpu_groups import Group
 from .measuring import peak_bytes, seconds_in_turns, synchronize
 
@@ -20,29 +22,38 @@ def bandwidth(device: torch.device) -> float:
     return 2 * len(source) / statistics.median(seconds)
 
 
-def count_launches(call: Callable[[], object], device: torch.device) -> int:
-    """Kernels that one call launches."""
+def count_kernels(call: Callable[[], object], device: torch.device) -> int:
+    """Kernels and copies that run on the device in one call, those of a CUDA graph each by itself."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         synchronize(device)
-    return sum(x.count for x in profile.key_averages())
+    # The profile also has the host's calls, such as the cudaLaunchKernel of each kernel.
+    on_device = (x for x in profile.key_averages() if x.device_type == DeviceType.CUDA and not x.is_user_annotation)
+    return sum(x.count for x in on_device)
 
 
 def measure(group: Group, device: torch.device, repeats: int, copied_per_second: float) -> list[dict[str, object]]:
-    """A row for each candidate: items per second, and on a GPU peak memory and launches; or why there is none."""
+    """A row for each candidate: items per second, and on a GPU peak memory and kernels; or why there is none."""
     calls: dict[Hashable, Callable[[], object]] = {}
     rows: dict[str, dict[str, object]] = {}
     for name, build in group.builders.items():
         try:
             calls[name] = build(device)
-            calls[name]()
-        except torch.OutOfMemoryError:
+            for _ in range(2):  # in training the second call has the state of the optimizer, too
+                calls[name]()
+        except Exception as error:  # the others are measured
             calls.pop(name, None)
-            rows[name] = {"skipped": "out of memory"}
+            is_too_large = isinstance(error, torch.OutOfMemoryError)
+            rows[name] = {"skipped": "out of memory"} if is_too_large else {"failed": described(error)}
             torch.cuda.empty_cache()
-    seconds = {name: statistics.median(x) for name, x in seconds_in_turns(calls, device, repeats=repeats).items()}
+    turns = seconds_in_turns(calls, device, repeats=repeats, warmup=0)
+    seconds = {name: statistics.median(x) for name, x in turns.items()}
     for name in [name for name in group.builders if name in calls and name not in group.shortened.values()]:
-        took = seconds[name] - seconds.get(group.shortened.get(name, ""), 0.0)
+        shorter = group.shortened.get(name)
+        if shorter in rows:  # without its time nothing can be said
+            rows[name] = rows[shorter]
+            continue
+        took = seconds[name] - (seconds[shorter] if shorter else 0.0)
         rows[name] = {"seconds": took}
         if took > 0:  # a difference of two times may be noise
             rows[name] |= {f"{group.unit}_per_second": group.items / took}
@@ -50,6 +61,6 @@ def measure(group: Group, device: torch.device, repeats: int, copied_per_second:
             rows[name]["of_bandwidth"] = group.moved[name] / took / copied_per_second
         if device.type == "cuda":
             rows[name] |= {"peak_bytes": peak_bytes(calls[name], device)}
-            rows[name] |= {"launches": count_launches(calls[name], device)}
+            rows[name] |= {"kernels": count_kernels(calls[name], device)}
     of_group = {"section": group.section, "group": group.name, "task": group.task, "dtype": group.dtype}
     return [of_group | {"candidate": name} | row for name, row in rows.items()]
