@@ -101,8 +101,7 @@ def results(function, inputs):
 
 def assert_near(actual, expected, dtype, terms=64, values=1.0):
     """Within what `terms` roundings make of numbers of the size of the values, or of the largest one.
-    References add up to 64 units in
-    the last place to an exponent.
+    References add up to 64 units in the last place to an exponent.
     """
     sizes = (values, values, 1.0, values)  # of context and gradients
     for a, b, size in zip(actual, expected, sizes[: len(expected)], strict=True):
