@@ -99,12 +99,13 @@ def results(function, inputs):
     return [x.detach().double() for x in (context, *gradients)]
 
 
-def assert_near(actual, expected, dtype, terms=64):
-    """Within what `terms` roundings make of numbers of size 1, or of the largest one. References add up to 64 units in
-    the last place to an exponent.
+def assert_near(actual, expected, dtype, terms=64, values=1.0):
+    """Within what `terms` roundings make of numbers of the size of the values, or of the largest one.
+    References add up to 64 units in the last place to an exponent.
     """
-    for a, b in zip(actual, expected, strict=True):
-        bound = terms * torch.finfo(dtype).eps * float(b.abs().max().clamp_min(1.0))
+    sizes = (values, values, 1.0, values)  # of context and gradients
+    for a, b, size in zip(actual, expected, sizes[: len(expected)], strict=True):
+        bound = terms * torch.finfo(dtype).eps * max(float(b.abs().max()), size)
         torch.testing.assert_close(a, b, rtol=0, atol=bound)
 
 
@@ -241,3 +242,55 @@ def test_gradients_of_gradients_and_batched_gradients(structure):
         found.append([x.detach() for x in (*batched, *second)])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("value", [1e12, 1e30])
+@pytest.mark.parametrize("key", [60.0, 90.0])
+def test_gradients_of_huge_values_are_finite_and_exact(structure, key, value):
+    inputs, actual, expected = make(structure, 53)
+    inputs[0] *= key
+    inputs[1] *= value
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32, values=4 * value)
+
+
+@pytest.mark.parametrize("value", [1.0, 1e12])
+@pytest.mark.parametrize("step", [10.0, 100.0])
+@pytest.mark.parametrize("slope", [1.0, 0.25])
+def test_steep_slopes_over_long_chunks(slope, step, value):
+    """A token counts up to exp(31) times as much at the end of its chunk."""
+    torch.manual_seed(0)
+    key = torch.randn(2, 96, FEATURES) + step * torch.arange(96.0)[:, None]
+    key[:, 40:] = -math.inf
+    slopes = torch.full((3,), slope)
+    expected = partial(reference, slopes=slopes, heads=3, size=32, window_only=False)
+    actual = partial(causal_mixing, slopes=slopes, num_heads=3, chunk_size=32, differentiable=expected)
+    inputs, exact = to([key, torch.randn(2, 96, FEATURES) * value, None], torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32, values=4 * value)
+
+
+@pytest.mark.parametrize("structure", ["local", "local, window only", "conv"])
+def test_what_is_left_out_does_not_count_by_a_large_bias(structure):
+    inputs, actual, expected = make(structure, 64, batch=8)
+    inputs[0] *= 90.0
+    inputs[2].copy_(torch.where(inputs[2].isfinite(), 20.0 - inputs[2].abs().clamp(max=1.0), inputs[2]))
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32)
+
+
+@pytest.mark.parametrize("structure", ["local, window only", "conv, window only"])
+def test_a_huge_key_counts_by_any_bias(structure):
+    inputs, actual, expected = make(structure, 16)
+    inputs[0][:, 5] = 1e30
+    low = (torch.rand(inputs[2].shape) < 0.5) & inputs[2].isfinite()
+    inputs[2].masked_fill_(low, -100.0)
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32)
+
+
+def test_huge_keys_of_all_tokens(structure):
+    """Each query sees one that is infinitely larger than the others."""
+    inputs, actual, expected = make(structure, 53)
+    inputs[0] *= 1e28
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32)

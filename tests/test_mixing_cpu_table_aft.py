@@ -55,12 +55,12 @@ def tolerance(dtype, span):
     return 2 * torch.finfo(dtype).eps + (4 * span + LENGTH) * torch.finfo(work).eps
 
 
-def compare(key, value, bias, tables, heads, bound):
+def compare(key, value, bias, tables, heads, bound, gradient_size=1.0):
     """Values and gradients; those are errors relative to the size of a gradient's terms."""
     inputs = [x.detach().clone().requires_grad_() for x in (key, value, bias)]
     exact = [x.detach().double().requires_grad_() for x in (key, value, bias)]
     context, expected = mix(*inputs, tables, heads), reference(*exact, tables, heads)
-    gradient = torch.randn(expected.shape).to(value.dtype)
+    gradient = (torch.randn(expected.shape) * gradient_size).to(value.dtype)
     context.backward(gradient)
     expected.backward(gradient.double())
     torch.testing.assert_close(context.double(), expected, rtol=bound, atol=bound * float(value.abs().max()))
@@ -127,6 +127,47 @@ def test_rows_with_lost_queries_are_summed_again(rounds, part, monkeypatch):
         torch.testing.assert_close(context[1].double(), expected[1], rtol=bound, atol=atol)
         context.sum().backward()
         assert all(x.grad.isfinite().all() for x in inputs)
+
+
+@pytest.mark.parametrize("key_size", [30, 90])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_of_huge_values_are_finite_and_exact(name, key_size):
+    for heads, key_features in SIZES:
+        key, value, bias = draw(TABLES[name], heads, key_features, key_size=key_size)
+        for size in (1e11, 9e11 / float(value.abs().max())):
+            compare(key, value * size, bias, TABLES[name], heads, tolerance(torch.float32, 5 * key_size), 1e3)
+
+
+@pytest.mark.parametrize("keys", ["random", "growing"])
+def test_sums_of_several_parts_are_rounded_once(keys):
+    """Values that are all alike make gradients of keys and biases that are 0."""
+    for heads, key_features in SIZES:
+        key, value, bias = draw(TABLES["causal"], heads, key_features, torch.bfloat16, 90)
+        if keys == "growing":
+            key = (key / 90 + torch.arange(LENGTH)[:, None]).bfloat16()
+        inputs = [x.requires_grad_() for x in (key, torch.full_like(value, 3.0), bias)]
+        context = mix(*inputs, TABLES["causal"], heads)
+        gradient = torch.randn(context.shape).bfloat16()
+        context.backward(gradient)
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        reference(*exact, TABLES["causal"], heads).backward(gradient.double())
+        terms = LENGTH * BATCH * 3.0 * float(gradient.abs().max())
+        atol, rounding = 8 * terms * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+        for given, wanted in zip(inputs, exact):
+            torch.testing.assert_close(given.grad.double(), wanted.grad, rtol=rounding, atol=atol)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_keys_below_all_others(name):
+    """A row of the lowest numbers is not one of hidden keys."""
+    key, value, bias = draw(TABLES[name], 3, 3)
+    key[0] = -3e38
+    with torch.no_grad():
+        context = mix(key, value, bias, TABLES[name], 3)
+    assert context.isfinite().all()
+    assert (context[0].abs() <= value[0].abs().amax(0) * 1.001).all() and context[0].any()
+    expected = reference(key, value, bias, TABLES[name], 3)
+    torch.testing.assert_close(context[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("later", [1e4, 1e30, math.inf, math.nan])

@@ -31,6 +31,9 @@ HEADROOM = 60.0
 # In denominators from exp(x) on, that is nothing: 64 terms of exp(-87) add less than float32 resolves.
 LOST_EXPONENT = -65.0
 
+# Terms that are smaller than a denominator by exp(this) are nothing to it.
+NOTHING = 22.0
+
 # Position biases above this are taken relative to the largest one of their query.
 LARGEST_BIAS = 20.0
 
@@ -39,6 +42,9 @@ WINDOW_MARGIN = 10.0
 
 # The log of the largest number that sums of exp(K) V may come to.
 LARGEST_SUM = {torch.float32: 84.0, torch.float64: 700.0}
+
+# The log of the largest upstream gradient for which there is room beside values.
+GRADIENT_MARGIN = 8.0
 
 # exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
 # bound on denominators is then higher.
@@ -105,11 +111,13 @@ class Chunks:
         self.key, self.value, self.tables = key.contiguous(), value.contiguous(), tables
         self.slopes, self.num_heads, self.chunk_size, self.global_connectivity = options
         self.headroom = HEADROOM if self.global_connectivity else HEADROOM + WINDOW_MARGIN
+        self.room = math.inf
         self.dtype, self.length = working_dtype(value), value.shape[1]
         lowest, highest = torch.aminmax(self.key)
         self.moderate = -MODERATE <= float(lowest) <= float(highest) <= MODERATE
         if not self.moderate:
-            self.headroom = min(self.headroom, self._room_for_values())
+            self.room = self._room_for_values()
+            self.headroom = min(self.headroom, self.room)
         per_feature = key.shape == value.shape
         # One product serves all heads where they have no tables of their own.
         self.heads = 1 if tables is None and per_feature else self.num_heads
@@ -146,7 +154,7 @@ class Chunks:
             references = [None, None]
             if seen is not None:
                 highest = seen[:, here]
-                if not ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
+                if self.room < MODERATE or not ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
                     references = [x[:, here] - self.headroom for x in (own, seen)]
             if own is seen:
                 references[0] = references[1]
@@ -172,7 +180,7 @@ class Chunks:
         if self.fall is not None:
             # In units of the start of a chunk, where its last key counts more by up to a chunk's fall.
             fallen = torch.arange(own.shape[2], dtype=self.dtype, device=own.device)[:, None] * self.fall  # (n, k)
-            own += fallen + self.fall / 2
+            own += fallen + self.fall
         seen = own.cummax(2).values
         if self.fall is not None:
             seen = (seen - fallen).masked_fill_(seen < EMPTY / 2, EMPTY)
@@ -196,13 +204,14 @@ class Chunks:
         flat[:, :, filled] = rows.key[:, :, tokens]
         if rows.own is not None:
             weights -= at_chunks(rows.own, segment.start - self.before, slots).unsqueeze(-2)
-            weights.clamp_(min=SMALLEST_EXPONENT[self.dtype])
-        flat[:, :, filled].exp_()
-        flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
         if self.slopes is not None:
             # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
-            weights *= torch.exp(place[:, None] * self.slope_of_features())  # (C, k)
+            weights += place[:, None] * self.slope_of_features()  # (C, k)
+        if rows.own is not None:
+            weights.clamp_(min=SMALLEST_EXPONENT[self.dtype])
+        flat[:, :, filled].exp_()
+        flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
         weighted, copy = self.parts(features)
         if self.groups == 1:
             copy.copy_(weights)
@@ -259,7 +268,7 @@ class Biases:
 
     def __init__(self, sums: Chunks):
         size, dtype, tables = sums.chunk_size, sums.dtype, sums.tables
-        self.far_weight, self.wide, self.headroom = None, False, sums.headroom
+        self.far_weight, self.wide, self.headroom, self.room, self.top = None, False, sums.headroom, sums.room, 0.0
         if tables is None:
             self.own = torch.ones(1, 1, size, size, dtype=dtype, device=sums.value.device).tril()
             return
@@ -267,6 +276,8 @@ class Biases:
         bias = tables.detach().to(dtype).masked_fill(hidden, -math.inf)
         if bias.shape[1] > 1:
             bias[:, 0, :, :size] = -math.inf
+        # For smaller ones the gradient of exp(w), that of w divided by it, may not be representable.
+        self.smallest = max(SMALLEST_EXPONENT[dtype] + BIAS_MARGIN, GRADIENT_MARGIN - self.room)
         largest = bias.amax(-1, keepdim=True)  # (h, n or 1, C, 1)
         if sums.global_connectivity:
             largest.clamp_(min=0.0)
@@ -274,10 +285,12 @@ class Biases:
             largest.nan_to_num_(0.0, 0.0, 0.0)
             bias -= largest
             self.far_weight = self._exp(-largest) if sums.global_connectivity else None
+        else:
+            self.top = max(0.0, float(largest.amax()))
         self.previous, self.own = (x.contiguous() for x in self._exp(bias).split(size, -1))
 
     def _exp(self, bias: torch.Tensor) -> torch.Tensor:
-        negligible = (bias < SMALLEST_EXPONENT[bias.dtype] + BIAS_MARGIN) & (bias > -math.inf)
+        negligible = (bias < self.smallest) & (bias > -math.inf)
         if not negligible.any():
             return torch.exp(bias)
         self.wide = True
@@ -302,10 +315,20 @@ class Biases:
         return torch.cat([previous, own], -1)
 
     def lost_exponent(self, moderate: bool) -> float:
-        """The exponent of the smallest denominator that is precise."""
+        """The exponent of the smallest denominator that is precise, in values and gradients."""
+        # Terms that are nothing count up to exp(top) times as much.
+        smallest = self.top + smallest_exponent(self.room)
         if not self.wide:
-            return LOST_EXPONENT
-        return LOST_EXPONENT + BIAS_MARGIN + (MODERATE if moderate else self.headroom)
+            return smallest
+        left_out = max(LOST_EXPONENT + BIAS_MARGIN, self.smallest + NOTHING)
+        return max(smallest, left_out + (MODERATE if moderate else self.headroom))
+
+
+def smallest_exponent(room: float) -> float:
+    """The exponent of the smallest denominator by which sums, and gradients of sums over values, may be divided, where
+    these leave a room of exp(room).
+    """
+    return max(LOST_EXPONENT, GRADIENT_MARGIN - room)
 
 
 def tokens_of(features: torch.Tensor) -> torch.Tensor:

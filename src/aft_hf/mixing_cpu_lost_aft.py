@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_chunks_aft import LOST_EXPONENT, SMALLEST_EXPONENT, Chunks, Rows, Segment
+from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment, smallest_exponent
 
 
 # Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
@@ -27,6 +27,8 @@ LARGEST_BIAS = 20.0
 # Numbers of each tensor that is computed at once: what stays in a processor's cache.
 PIECE_SIZE = 2**17
 
+# The largest number in float64.
+LARGEST = torch.finfo(torch.float64).max
 
 # Lost queries that a window has where it has any: an estimate.
 QUERIES_OF_WINDOW = 8
@@ -36,7 +38,8 @@ class Lost(NamedTuple):
     """Lost queries of one feature (or head) each, and their softmax for the backward pass."""
 
     index: torch.Tensor  # type: ignore[assignment]  # in the place of the method of tuples: (N,) in the flat (B, T, h k)
-    log_sum: torch.Tensor  # (N,) log of the denominator in float64, inf where there is nothing to see
+    # (N,) log of the denominator relative to the largest key of its sum, in float64; inf where there is nothing to see
+    log_sum: torch.Tensor
     far_inverse: torch.Tensor  # (N,) share of the running sum in the weights over its denominator, 0 without one
     by_window: torch.Tensor  # (N,) whether the queries of a window were summed at once
 
@@ -47,6 +50,10 @@ class Far(NamedTuple):
     numerator: torch.Tensor  # (N, c / k)
     denominator: torch.Tensor  # (N,)
     reference: torch.Tensor  # (N,) in float64
+
+    def log_relative_to(self, keys: torch.Tensor) -> torch.Tensor:
+        """The log of what they count next to keys (N,), in float64."""
+        return self.denominator.double().log().add_(self.reference - keys.double())
 
 
 class Places(NamedTuple):
@@ -100,7 +107,12 @@ class LostQueries:
     @cached_property
     def near(self) -> float:
         """Lost queries see no keys that are less than this below the largest one of their window."""
-        return self.sums.headroom - LOST_EXPONENT + self._range_of_biases[0] - 1.0
+        return self.sums.headroom - self.sums.biases.lost_exponent(False) + self._range_of_biases[0] - 1.0
+
+    @cached_property
+    def smallest_total(self) -> float:
+        """Denominators from here on, relative to the largest key of a window's sum, are precise."""
+        return math.exp(max(self._range_of_biases[1], 0.0) + smallest_exponent(self.sums.room))
 
     @cached_property
     def _range_of_biases(self) -> tuple[float, float]:
@@ -205,31 +217,28 @@ class LostQueries:
         summands = torch.cat([hidden.unsqueeze(1), weights.unsqueeze(1), values], 1)
         found = window.at_queries(window.products(summands, tables.mT))  # (N, 2 + c / k)
         hides, total, sums = found[:, 0], found[:, 1], found[:, 2:]
-        top, of_far = top.double()[window.of_query], torch.zeros_like(total)
-        if far is not None:
-            log_far = far.denominator.double().log().add_(far.reference)
-            larger = torch.maximum(top, log_far)
-            scale, of_far = (torch.exp(x - larger).to(self.dtype) for x in (top, log_far))
-            total, sums, top = total * scale, sums * scale.unsqueeze(-1), larger
-        total, average, share = _quotients(total, sums, far, of_far)
-        right = (hides == 0) & (total >= math.exp(LOST_EXPONENT)) & window.finite
-        return average, top + total.double().log(), share, right
+        log_far = None if far is None else far.log_relative_to(top[window.of_query])
+        total, log_sum, average, share = _quotients(total, sums, far, log_far)
+        right = (hides == 0) & (total >= self.smallest_total) & average.isfinite().all(-1) & window.finite
+        return average, log_sum, share, right
 
     def _softmax(self, index: torch.Tensor, far: Far | None) -> tuple[torch.Tensor, ...]:
         """By a softmax of each query: averages, log-sums and shares."""
         window = _Window(self, index)
-        keys, biases = window.keys_of_queries(), window.biases_of_queries()
-        top = (keys + biases).amax(-1)  # (N,)
-        if far is not None:
-            log_far = far.denominator.double().log().add_(far.reference)
-            top = torch.maximum(top, log_far.to(top.dtype))
-        top.masked_fill_(top == -math.inf, 0.0)
-        weights = _weights(keys, top, biases, self.dtype)  # (N, S)
+        keys, largest, biases = window.logits_of_queries()
+        top = (keys - largest.unsqueeze(-1)).add_(biases).amax(-1)  # (N,)
+        nothing = top == -math.inf
+        top.masked_fill_(nothing, 0.0)
+        weights = _weights(keys, largest, biases.sub_(top.unsqueeze(-1)), self.dtype)  # (N, S)
         sums = torch.bmm(weights.unsqueeze(1), window.values_of_queries()).squeeze(1)  # (N, c / k)
         total = weights.sum(-1)
-        of_far = torch.zeros_like(total) if far is None else torch.exp(log_far - top).to(self.dtype)
-        total, average, share = _quotients(total, sums, far, of_far)
-        return average, (top.double() + total.double().log()).masked_fill_(total == 0, math.inf), share
+        exponent, log_far = top.double(), None
+        if far is not None:
+            log_far = far.log_relative_to(largest)
+            exponent = torch.where(nothing, log_far.clamp_min(-LARGEST), exponent)
+            log_far -= exponent
+        total, log_sum, average, share = _quotients(total, sums, far, log_far)
+        return average, (exponent + log_sum).masked_fill_(total == 0, math.inf), share
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -266,8 +275,8 @@ class LostQueries:
         """Of all queries of a window at once."""
         tables = self.exp_biases
         assert tables is not None
-        top, weights, _ = window.weights(self.near)
-        scale = torch.exp(top.double()[window.of_query] - log_sum).to(self.dtype)
+        _, weights, _ = window.weights(self.near)
+        scale = torch.exp(-log_sum).to(self.dtype)
         of_numerator = scale.unsqueeze(-1) * gradient.to(self.dtype)  # (N, c / k)
         of_denominator = -(of_numerator * context).sum(-1, keepdim=True)
         of_sums = weights.new_zeros(len(weights), 1 + self.features_of_key, self.size)
@@ -285,11 +294,11 @@ class LostQueries:
 
     def _add_softmax_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
         """Of queries one by one."""
-        biases = window.biases_of_queries()
+        keys, largest, biases = window.logits_of_queries()
         # A log-sum is rounded to the dtype of the keys, and the rest goes into the gradient.
         rounded = log_sum.to(biases.dtype)
-        rest = torch.exp(rounded.double() - log_sum).nan_to_num_(1.0).to(self.dtype)
-        weights = _weights(window.keys_of_queries(), rounded, biases, self.dtype)  # (N, S)
+        rest = torch.exp((rounded.double() - log_sum).nan_to_num_(0.0).clamp_(-1.0, 1.0)).to(self.dtype)
+        weights = _weights(keys, largest, biases.sub_(rounded.unsqueeze(-1)), self.dtype)  # (N, S)
         of_context = gradient * rest.unsqueeze(-1)  # (N, c / k)
         difference = window.values_of_queries() - context.unsqueeze(1)
         of_logits = torch.bmm(difference, of_context.unsqueeze(-1)).squeeze(-1).mul_(weights)
@@ -366,13 +375,14 @@ class _Window:
         """(M, F, C) as (N, F)."""
         return x[self.of_query, :, self.place]
 
-    def biases_of_queries(self) -> torch.Tensor:
-        return self.biases.index_select(0, self.bias_rows)
-
-    def keys_of_queries(self) -> torch.Tensor:
-        """(N, S), a copy."""
-        keys = self.keys.index_select(0, self.of_query)
-        return keys if self.finite else keys.masked_fill_(self.biases_of_queries() == -math.inf, -math.inf)
+    def logits_of_queries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The keys (N, S), -inf where a query does not see one; the largest of them (N,), 0 where there is none; and
+        the biases (N, S). Copies.
+        """
+        biases = self.biases.index_select(0, self.bias_rows)
+        keys = self.keys.index_select(0, self.of_query).masked_fill_(biases == -math.inf, -math.inf)
+        largest = keys.amax(-1)
+        return keys, largest.masked_fill_(largest == -math.inf, 0.0), biases
 
     def values_of_queries(self) -> torch.Tensor:
         """(N, S, c / k)"""
@@ -381,7 +391,7 @@ class _Window:
 
     def hidden(self) -> torch.Tensor:
         """Which keys a query does not see: (N, S)."""
-        return (self.keys_of_queries() == -math.inf) | (self.biases_of_queries() == -math.inf)
+        return self.logits_of_queries()[0] == -math.inf
 
     def add_to(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
         """Adds x (N, S, w) to the rows of a gradient (B T h k, w)."""
@@ -391,22 +401,28 @@ class _Window:
 
 
 def _quotients(
-    total: torch.Tensor, sums: torch.Tensor, far: Far | None, of_far: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Denominators (N,) with the running sums, which count `of_far`; averages (N, c / k); and what one unit of a
-    running sum counts in them. 0 where there is nothing to see.
+    total: torch.Tensor, sums: torch.Tensor, far: Far | None, log_far: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From the sums of windows to those with the running sums, which count exp(log_far): denominators (N,) relative to
+    the larger of both, and their logs; averages (N, c / k); and what one unit of a running sum counts in them. 0 where
+    there is nothing to see.
     """
-    total = total + of_far
+    exponent = torch.zeros_like(total, dtype=torch.float64)
+    if log_far is not None:
+        exponent = log_far.clamp_min(0.0)
+        scale, of_far = (torch.exp(x).to(total.dtype) for x in (-exponent, log_far - exponent))
+        total, sums = total * scale + of_far, sums * scale.unsqueeze(-1)
+    log_sum = exponent + total.double().log()
     inverse = total.masked_fill(total == 0, 1.0).reciprocal()
     average = sums * inverse.unsqueeze(-1)
     if far is None:
-        return total, average, torch.zeros_like(total)
+        return total, log_sum, average, torch.zeros_like(total)
     # The weight first: it may be as small as the running sum is large.
     weight = of_far * inverse
     nothing = weight == 0
     share = (weight / far.denominator).masked_fill_(nothing, 0.0)
     average += (share.unsqueeze(-1) * far.numerator).masked_fill_(nothing.unsqueeze(-1), 0.0)
-    return total, average, share
+    return total, log_sum, average, share
 
 
 def _weights(keys: torch.Tensor, reference: torch.Tensor, biases: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -32,6 +32,9 @@ LARGEST_VALUE = 1e12
 # The largest exponent of a sum's terms, K + w. It leaves room for values, and for gradients, which are divided by it.
 LARGEST_EXPONENT = 40.0
 
+# The log of the largest upstream gradient for which there is room beside values.
+GRADIENT_MARGIN = 12.0
+
 # The first so many queries of a causal table, where the running maximum of the keys grows fastest, have a softmax; all
 # pieces begin at multiples of this.
 FIRST = 16
@@ -95,7 +98,9 @@ class Block:
                 context[..., queries] = _first_average(*seen, self._visible_bias[:, :end, :end])
                 inverse[..., queries] = 1.0
                 continue
-            _average(*seen, self.tables, table, self._size, context[..., queries], inverse[..., queries])
+            _average(
+                *seen, self.tables, table, self._size, self._smallest, context[..., queries], inverse[..., queries]
+            )
             if self._sums_again:
                 self._sum_again(start, end, table, context, inverse)
         if not self.moderate and not self._sums_again and not float(inverse.amin()) > 0:
@@ -114,6 +119,9 @@ class Block:
         that of the biases, if needed.
         """
         of_table = of_first = of_bias = None
+        results, dtype = (of_keys, of_values), context.dtype
+        if not self.moderate and of_keys.dtype != dtype:  # sums of several parts, rounded once
+            of_keys, of_values = (torch.empty_like(x, dtype=dtype) for x in results)
         for start, end, table in self._pieces():
             if table is None:
                 of_first = self._add_first_gradients(end, of_context, of_keys, of_values, bias_needed)
@@ -131,6 +139,9 @@ class Block:
             of_bias = self._add_gradients_again(*upstream, *downstream, of_table)
         elif not self.moderate and not float(inverse.amin()) > 0:
             of_bias = self._add_lost_gradients(self._lost(inverse)[0], of_context, *downstream, bias_needed)
+        for result, total in zip(results, downstream):
+            if result is not total:
+                result.copy_(total)
         if not bias_needed:
             return None
         through_table = self.tables.bias_gradient(of_table, self.table, self.bias)
@@ -149,6 +160,23 @@ class Block:
     def _range_of_keys(self) -> tuple[float, float]:
         lowest, highest = self.keys.aminmax()
         return float(lowest), float(highest)
+
+    @cached_property
+    def _smallest(self) -> float:
+        """Queries with smaller denominators are lost."""
+        dtype, top = self.table.entries.dtype, self.table.top
+        # Next to larger ones, terms that were left out because of their key are less than a hundredth of a rounding
+        # error each.
+        precise = FLOOR[working_dtype(self.table.entries)] + 5.0 - math.log(torch.finfo(dtype).eps)
+        # Gradients are sums of products of values, and of a gradient, with what the denominators divide.
+        largest = float(self.values.abs().nan_to_num_(0.0).amax().clamp(1.0, LARGEST_VALUE))
+        finite = math.log(largest * self.keys.shape[-1]) + GRADIENT_MARGIN - math.log(torch.finfo(dtype).max)
+        return math.exp(top + max(precise, finite))
+
+    @property
+    def _reach(self) -> float:
+        """How far below the largest key the keys of a query with w = 0 may lie for it not to be lost."""
+        return LARGEST_EXPONENT - self.table.top - math.log(self._smallest)
 
     @cached_property
     def _sums_again(self) -> bool:
@@ -180,7 +208,7 @@ class Block:
         if allowed >= 1:
             return 0
         starts, peaks = self._peaks
-        below = peaks[len([x for x in starts if x < end])] - _reach(self.table)
+        below = peaks[len([x for x in starts if x < end])] - self._reach
         early = (x for x, peak in zip(starts, peaks) if x < latest and (peak < below).float().mean() <= allowed)
         return next(early, latest)
 
@@ -205,7 +233,7 @@ class Block:
     def _add_first_gradients(self, end: int, of_context, of_keys, of_values, bias_needed) -> torch.Tensor | None:
         """Add the gradients of the first queries to those of keys and values, and return that of their biases."""
         seen = self.keys[..., :end], self.values[..., :end], self._visible_bias[:, :end, :end]
-        seen = [x.detach().requires_grad_() for x in seen]
+        seen = [x.detach().to(of_keys.dtype).requires_grad_() for x in seen]
         with torch.enable_grad():
             found = _first_average(*seen)
         of_seen_keys, of_seen_values, of_bias = torch.autograd.grad(found, seen, of_context[..., :end].to(found.dtype))
@@ -217,7 +245,8 @@ class Block:
     def _add_gradients(upstream: tuple, start: int, of_keys, of_values, of_table) -> None:
         """Add the gradients of a part of a causal table, whose queries begin at `start`."""
         keys, values = upstream[3:5]
-        of_seen, end = (torch.empty_like(keys), torch.empty_like(values)), keys.shape[-1]
+        of_seen = torch.empty_like(keys, dtype=of_keys.dtype), torch.empty_like(values, dtype=of_values.dtype)
+        end = keys.shape[-1]
         of_part = _gradients(*upstream, *of_seen, of_table is not None)
         for of_all, of_some in zip((of_keys, of_values), of_seen):
             of_all[..., :end] += of_some
@@ -251,8 +280,8 @@ class Block:
                 seen = *rows.place, slice(None), slice(0, end)
                 upstream = of_context_by_key[rows.queries].to(context.dtype).transpose(0, 1).unsqueeze(0)
                 for again in self._rounds(rows):
-                    of_rows = torch.empty_like(rows.values).transpose(0, 1).unsqueeze(0)
-                    of_row_keys = torch.empty_like(again.keys)[None, None]
+                    of_rows = torch.empty_like(rows.values, dtype=of_values.dtype).transpose(0, 1).unsqueeze(0)
+                    of_row_keys = torch.empty_like(again.keys, dtype=of_keys.dtype)[None, None]
                     of_part = _gradients(
                         upstream,
                         again.context.transpose(0, 1).unsqueeze(0),
@@ -295,14 +324,15 @@ class Block:
         A query is lost if all keys that it sees, with their biases, are far below the largest key of its row. So it
         sees none of those that are near that one, and its sums are the same without them.
         """
-        near, keys = _reach(rows.table) + float(self.bias.amin()), rows.keys
+        near, keys = self._reach + float(self.bias.amin()), rows.keys
         for _ in range(ROUNDS):
             keys = keys.masked_fill(keys > keys.amax(-1, keepdim=True) - near, -torch.inf)
             size = rows.lost.shape[-1]
-            context = rows.values.new_empty(1, rows.values.shape[1], len(keys), size)
-            inverse = keys.new_empty(1, 1, len(keys), size)
+            dtype = rows.table.entries.dtype
+            context = rows.values.new_empty(1, rows.values.shape[1], len(keys), size, dtype=dtype)
+            inverse = keys.new_empty(1, 1, len(keys), size, dtype=dtype)
             values = rows.values.transpose(0, 1).unsqueeze(0)
-            _average(keys[None, None], values, self.tables, rows.table, Size.BOUNDED, context, inverse)
+            _average(keys[None, None], values, self.tables, rows.table, Size.BOUNDED, self._smallest, context, inverse)
             again = _Again(keys, context[0].transpose(0, 1), inverse[0, 0], rows.lost & (inverse[0, 0] > 0))
             yield again
             rows.lost = rows.lost ^ again.here
@@ -342,21 +372,17 @@ class Block:
     ) -> torch.Tensor | None:
         """Add the part of lost queries to the gradients of keys and values, and return that of the biases."""
         of_bias = torch.zeros_like(self.bias) if bias_needed else None
-        dtype = working_dtype(of_context)
-        sums = [torch.zeros_like(x, dtype=dtype) for x in (self.keys, self.values)]  # rounded once
         for place, query in self._few_at_once(lost):
             *seen, bias = (x.detach().requires_grad_() for x in self._seen(place, query))
             with torch.enable_grad():
                 found = _softmax_average(*seen, bias)
-            gradient = self._of_keys(of_context)[(*place, slice(None), query)].to(dtype)
+            gradient = self._of_keys(of_context)[(*place, slice(None), query)].to(of_keys.dtype)
             of_seen_keys, of_seen_values, of_rows = torch.autograd.grad(found, (*seen, bias), gradient)
             end = bias.shape[1]
-            sums[0][..., :end].index_put_(place, of_seen_keys, accumulate=True)
-            self._of_keys(sums[1])[..., :end].index_put_(place, of_seen_values, accumulate=True)
+            of_keys[..., :end].index_put_(place, of_seen_keys, accumulate=True)
+            self._of_keys(of_values)[..., :end].index_put_(place, of_seen_values, accumulate=True)
             if of_bias is not None:
                 self.tables.add_rows(of_bias, place[0], query, of_rows)
-        of_keys += sums[0]
-        of_values += sums[1]
         return of_bias
 
     def _lost(self, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -442,29 +468,19 @@ def _average(
     tables: Tables,
     table: Table,
     size: Size,
+    smallest: float,
     context: torch.Tensor,
     inverse: torch.Tensor,
 ) -> None:
-    """Eq. 2 and the reciprocals of its denominators by one product; both are 0 for queries that are lost."""
+    """Eq. 2 and the reciprocals of its denominators by one product; both are 0 for queries that are lost, whose
+    denominators are less than `smallest`.
+    """
     sums = tables.product(_summands(keys, values, table, size), table)
     denominator, numerator = sums.tensor_split((keys.shape[1],), 1)
     if size > Size.MODERATE:
-        nn.functional.threshold_(denominator, _smallest_denominator(table), torch.inf)
+        nn.functional.threshold_(denominator, smallest, torch.inf)
     torch.reciprocal(denominator, out=inverse)
     torch.mul(numerator, inverse, out=context)
-
-
-def _smallest_denominator(table: Table) -> float:
-    """Below this, a query is lost: next to a larger denominator, terms that were left out because of their key are
-    less than a hundredth of a rounding error each.
-    """
-    dtype = table.entries.dtype
-    return math.exp(FLOOR[working_dtype(table.entries)] + table.top + 5.0) / torch.finfo(dtype).eps
-
-
-def _reach(table: Table) -> float:
-    """How far below the largest key the keys of a query with w = 0 may lie for it not to be lost."""
-    return LARGEST_EXPONENT - table.top - math.log(_smallest_denominator(table))
 
 
 def _gradients(

@@ -20,7 +20,7 @@ from .activations_aft import differentiable_gradients, runs_as_written
 from .mixing_cpu_bias_aft import MODERATE, Tables, is_moderate
 from .mixing_cpu_sums_aft import Block, are_bounded, write_weights
 from .projections_aft import Projections
-from .scaled_sums_aft import working_dtype
+from .scaled_sums_aft import EMPTY, working_dtype
 
 
 # Bytes of the features and tables in a block, which stays in a processor's cache.
@@ -176,7 +176,7 @@ def _gated_in_place(
 ) -> torch.Tensor:
     """Eq. 2 and the gate without gradients, in the memory of the features: (groups, values, B, T)."""
     keys, values, queries = layout.split(features)
-    kept = moderate or (not tables.causal and is_moderate(bias) and _are_finite(keys) and are_bounded(values))
+    kept = moderate or (not tables.causal and is_moderate(bias) and _are_shown(keys) and are_bounded(values))
     if kept:  # no query can be lost
         if moderate:
             keys.exp_()
@@ -197,9 +197,10 @@ def _gated_in_place(
     return nn.functional.glu(features[:, layout.keys :], 1)  # values sigmoid(Q), with Q right behind the values
 
 
-def _are_finite(x: torch.Tensor) -> bool:
-    lowest, highest = x.aminmax()
-    return -torch.inf < float(lowest) and float(highest) < torch.inf
+def _are_shown(keys: torch.Tensor) -> bool:
+    """Whether all keys are finite, and none is taken for one that is hidden."""
+    lowest, highest = keys.aminmax()
+    return float(lowest) > EMPTY and float(highest) < torch.inf
 
 
 class _GatedAverage(torch.autograd.Function):
