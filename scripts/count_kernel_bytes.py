@@ -105,7 +105,7 @@ def problem_of(mixer: nn.Module, value: torch.Tensor, *, causal: bool, side: int
 
 
 def count_causal(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[str, dict]:
-    """What each pass moves, by kernel. A decoded token is counted as if there were one for each position."""
+    """What each pass moves, by kernel. Of a decoded token times the length: bytes per element are then per feature."""
     inputs, geometry = Inputs(*(detached(x) for x in problem_tensors(problem))), Geometry.of(problem)
     passes = {}
     launches.forward(inputs, geometry, keep=False)

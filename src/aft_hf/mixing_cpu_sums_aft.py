@@ -6,8 +6,8 @@ moderate, exp(K) is summed as it is. Otherwise it is taken relative to the maxim
 (b, feature). A query that sees none of the largest keys, or sees them at small biases only, may then lose terms.
 
 - In a causal table few queries do so, because they are done in pieces: the last ones with all keys, the last ones of
-  the others with the keys before the first piece, and so on. A piece reaches back as long as few of its queries would
-  be lost, at least a third of the way. The first few have a softmax.
+  the others with the keys before the first piece, and so on. A piece holds at least the last third of the queries, and
+  more where few of them would be lost. The first few may have a softmax.
 - The denominators show which queries are lost nonetheless. In a causal table with moderate biases they see none of the
   largest keys, so their rows are summed again without these. What is left has a softmax for each query.
 """
@@ -325,13 +325,11 @@ class Block:
         sees none of those that are near that one, and its sums are the same without them.
         """
         near, keys = self._reach + float(self.bias.amin()), rows.keys
+        values, (count, size) = rows.values.transpose(0, 1).unsqueeze(0), rows.lost.shape
         for _ in range(ROUNDS):
             keys = keys.masked_fill(keys > keys.amax(-1, keepdim=True) - near, -torch.inf)
-            size = rows.lost.shape[-1]
-            dtype = rows.table.entries.dtype
-            context = rows.values.new_empty(1, rows.values.shape[1], len(keys), size, dtype=dtype)
-            inverse = keys.new_empty(1, 1, len(keys), size, dtype=dtype)
-            values = rows.values.transpose(0, 1).unsqueeze(0)
+            context = rows.table.entries.new_empty(1, values.shape[1], count, size)
+            inverse = rows.table.entries.new_empty(1, 1, count, size)
             _average(keys[None, None], values, self.tables, rows.table, Size.BOUNDED, self._smallest, context, inverse)
             again = _Again(keys, context[0].transpose(0, 1), inverse[0, 0], rows.lost & (inverse[0, 0] > 0))
             yield again
