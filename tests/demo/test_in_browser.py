@@ -131,7 +131,28 @@ def open_tab(page, name):
 def set_count(page, tokens):
     """New tokens to write, among the settings, which are closed at first."""
     page.locator(".aft-settings:visible button.label-wrap").click()
-    page.fill("#count input[type=number]", str(tokens))
+    field = page.locator("#count input[type=number]")
+    field.fill(str(tokens))
+    field.press("Tab")  # the value counts once the field has lost the focus
+    page.wait_for_function(
+        "tokens => document.querySelector('#count input[type=range]').value === tokens", arg=str(tokens)
+    )
+
+
+def press(page, button, result):
+    """Click until the result is there, as a visitor would; what the page says instead is in the error.
+
+    A click has no effect while the layout moves below it, while Gradio's client closes its stream of events, and while
+    an earlier click is at work.
+    """
+    each = 20  # seconds
+    for _ in range(PATIENCE // each):
+        page.click(button)
+        try:
+            return result.first.wait_for(timeout=each * 1000)
+        except playwright.TimeoutError:
+            continue
+    raise AssertionError(f"no result of {button} on the page: {page.inner_text('body')}")
 
 
 def ends_above_the_fold(page, selector):
@@ -195,18 +216,14 @@ def test_what_a_visitor_gets_wrong_is_said_on_the_page(app, open_page):
     page = open_page(app)
     open_tab(page, "Write")
     page.fill("#prompt textarea", " ")
-    page.click("#write")
-    page.get_by_text("The prompt is empty").wait_for()
+    press(page, "#write", page.get_by_text("The prompt is empty"))
     page.fill("#prompt textarea", "a" * 60)
-    page.click("#write")
-    page.get_by_text("ask for at most 4 new ones").wait_for()
+    press(page, "#write", page.get_by_text("ask for at most 4 new ones"))
     page.fill("#prompt textarea", "a" * 20_001)
-    page.click("#write")
-    page.get_by_text("has 20,001 characters").wait_for()
+    press(page, "#write", page.get_by_text("has 20,001 characters"))
     open_tab(page, "Draw")
     page.locator("#pixel-upload button[aria-label='Remove Image']").click()
-    page.click("#draw")
-    page.get_by_text("There is no image yet").wait_for()
+    press(page, "#draw", page.get_by_text("There is no image yet"))
     assert "Traceback" not in page.content()
 
 
@@ -225,8 +242,7 @@ def test_the_lower_half_of_an_image_is_completed(app, open_page, picture):
     open_tab(page, "Draw")
     upload(page, "#pixel-upload", picture)
     page.wait_for_selector("#pixel-upload img")
-    page.click("#draw")
-    page.get_by_text("Drawing 4").wait_for()
+    press(page, "#draw", page.get_by_text("Drawing 4"))
     sources = page.eval_on_selector_all("#pixels img", "images => images.map(image => image.src)")
     assert len(sources) == 6 and page.locator("#pixels img").first.bounding_box()["width"] > 100
 
@@ -238,14 +254,12 @@ def test_a_phone_shows_every_tab_without_scrolling_sideways(app, open_page, pict
     open_tab(page, "Write")
     page.fill("#prompt textarea", "a" * 30)  # one long word
     set_count(page, 20)
-    page.click("#write")
-    page.wait_for_selector(".aft-text")
+    press(page, "#write", page.locator(".aft-text"))
     assert no_wider_than(page)
     open_tab(page, "Draw")
     upload(page, "#pixel-upload", picture)
     page.wait_for_selector("#pixel-upload img")
-    page.click("#draw")
-    page.get_by_text("Drawing 4").wait_for()
+    press(page, "#draw", page.get_by_text("Drawing 4"))
     assert no_wider_than(page)
 
 
@@ -254,12 +268,10 @@ def test_on_a_phone_the_results_are_on_the_first_screen(app, open_page):
     page.wait_for_selector("#map-weights img")
     assert ends_above_the_fold(page, "#image-label")
     open_tab(page, "Write")
-    page.click("#write")
-    page.wait_for_selector(".aft-text")
+    press(page, "#write", page.locator(".aft-text"))
     assert ends_above_the_fold(page, "#text")
     open_tab(page, "Draw")
-    page.click("#draw")
-    page.get_by_text("Drawing 1").wait_for()
+    press(page, "#draw", page.get_by_text("Drawing 1"))
     assert ends_above_the_fold(page, "#pixels img")
 
 
