@@ -1,11 +1,12 @@
-"""What a conversion keeps, by kind of initialization: accuracy right after it and after 1, 2 and 5 epochs.
+"""What a conversion keeps: accuracy by initialization, before and after fine-tuning, and by size of the images.
 
     python scripts/measure_conversion.py cifar10/train.parquet cifar10/validation.parquet --out outputs/conversion
 
-A ViT is trained on all training images. AFT-convs made from it are then fine-tuned on a part of them: converted as in
-the paper, with position biases from the ViT's attention, the same with the ViT as a teacher, distilled without labels
-on all images for 2, 5 and 15 minutes, and from random weights.
-Every step is a command of its own, printed before it runs; what is done already is not done again.
+A ViT is trained once. AFT-convs made from it, as in the paper, with position biases from its attention, and distilled
+without labels for 2, 5 and 15 minutes, one of random weights, and the ViT itself are then fine-tuned with labels, each
+with three seeds. Distillations and random weights differ by seed, too.
+Every step is a command of its own, printed before it runs; what is done already is not done again, so that the command
+goes on where it was stopped. `--seed 0` and `--seed 1 --seed 2` may run at the same time once the ViT is trained.
 """
 
 import json
@@ -16,7 +17,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, set_seed
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -25,8 +25,11 @@ from aft_hf.data.json_files import write_json
 
 
 SCRIPTS = Path(__file__).parent
-KERNEL_SIZE, NUM_HEADS = 7, 32
-EPOCHS, REPORTED = 5, (0, 1, 2, 5)
+SIZES = ["--kernel-size", 7, "--num-heads", 32]  # of the AFT-convs
+CLI = ["-m", "aft_hf.cli"]
+REPORTED = (0, 1, 2, 5)  # epochs
+EPOCHS = max(REPORTED)
+IMAGE_SIZES = (24, 32, 40, 48, 64)
 console = Console()
 
 
@@ -37,28 +40,22 @@ def run(*command: object) -> None:
     subprocess.run([sys.executable, *words], check=True)
 
 
-def fine_tune(model: Path, out: Path, data: list[object], *options: object) -> None:
+def fine_tune(model: Path, out: Path, *options: object) -> None:
     """One run of finetune.py, gone on with where it was stopped."""
     if (out / "all_results.json").exists():
         return
-    common = [
-        "--do_train",
-        "--do_eval",
-        "--per_device_train_batch_size",
-        128,
-        "--per_device_eval_batch_size",
-        250,
-        "--augmentation",
-        "crop",
-    ]
-    common += ["--lr_scheduler_type", "cosine", "--warmup_steps", 0.05, "--weight_decay", 0.05, "--report_to", "none"]
-    common += ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--save_total_limit", 1, "--logging_steps", 50]
-    common += ["--resume_from_checkpoint", "true", "--disable_tqdm", "true", "--eval_on_start", "true"]
-    run(SCRIPTS / "finetune.py", "--model_name_or_path", model, "--output_dir", out, *data, *common, *options)
+    common = ["--do_train", "--do_eval", "--augmentation", "crop", "--report_to", "none", "--disable_tqdm", "true"]
+    common += ["--per_device_train_batch_size", 128, "--per_device_eval_batch_size", 250, "--logging_steps", 50]
+    common += ["--lr_scheduler_type", "cosine", "--warmup_steps", 0.05, "--weight_decay", 0.05]
+    common += ["--eval_strategy", "epoch", "--eval_on_start", "true"]
+    common += ["--save_strategy", "epoch", "--save_total_limit", 1, "--resume_from_checkpoint", "true"]
+    run(SCRIPTS / "finetune.py", "--model_name_or_path", model, "--output_dir", out, *common, *options)
 
 
 def new_vit(out: Path) -> None:
     """A ViT with random weights and its image processor: patches of 4, small enough for two cores."""
+    if (out / "preprocessor_config.json").exists():
+        return
     set_seed(0)
     config = ViTConfig(
         image_size=32,
@@ -73,14 +70,25 @@ def new_vit(out: Path) -> None:
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(out)
 
 
-def new_aft(like: Path, out: Path) -> None:
+def new_aft(like: Path, out: Path, seed: int) -> None:
     """The AFT-conv of a conversion with random weights."""
-    set_seed(0)
+    if (out / "preprocessor_config.json").exists():
+        return
+    set_seed(seed)
     AFTForImageClassification(AFTForImageClassification.from_pretrained(like).config).save_pretrained(out)
     AutoImageProcessor.from_pretrained(like).save_pretrained(out)
 
 
-def keep_to_options(path: Path, options: list[object]) -> None:
+def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> None:
+    """One run of `aft-hf convert`; a distillation in bf16 is one that Accelerate launches."""
+    if (out / "conversion_report.json").exists():
+        return
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "--mixed_precision", "bf16"]
+    words = [*CLI, "convert", vit, out, *SIZES, *options]
+    run(*(launch + words if bf16 else words))
+
+
+def keep_to_options(path: Path, options: dict[str, object]) -> None:
     """Refuse to go on with what was begun with other options."""
     if path.exists() and json.loads(path.read_text()) != options:
         raise ValueError(f"{path.parent} was begun with {path.read_text().strip()}; give another --out")
@@ -94,58 +102,76 @@ def accuracies(out: Path) -> dict[int, float]:
     return {round(entry["epoch"]): entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry}
 
 
+def accuracies_by_size(model: Path, data: Path, out: Path) -> dict[int, float]:
+    """Accuracy at each of `IMAGE_SIZES`."""
+    if not out.exists():
+        sizes = [word for size in IMAGE_SIZES for word in ("--image-size", size)]
+        run(*CLI, "evaluate", model, data, *sizes, "--batch-size", 250, "--out", out)
+    metrics = json.loads(out.read_text())
+    return {size: metrics[f"{size} px"]["accuracy"] for size in IMAGE_SIZES}
+
+
+def mean_and_spread(values: list[float]) -> str:
+    """In percent; the spread is that between the smallest and the largest."""
+    text = f"{sum(values) / len(values):.1%}"
+    return text if len(values) == 1 else f"{text} ({100 * min(values):.1f}-{100 * max(values):.1f})"
+
+
+def table(head: list[str], rows: dict[str, list[dict[int, float]]], columns: tuple[int, ...]) -> str:
+    """Of Markdown: a row for each name, over its seeds."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * len(columns)]
+    for name, runs in rows.items():
+        cells = [mean_and_spread([each[column] for each in runs]) for column in columns]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return "\n".join(lines)
+
+
 def main(
     train: Annotated[Path, typer.Argument(help="Training images: a parquet file or a folder.")],
     validation: Annotated[Path, typer.Argument(help="The same to measure on.")],
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/conversion"),
-    source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT, on all images.")] = 12,
-    images: Annotated[int, typer.Option(help="Training images of the AFT-convs.")] = 10_000,
-    minutes: Annotated[list[float], typer.Option(help="Of distillation, on all images.")] = (2, 5, 15),
+    source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT.")] = 40,
+    images: Annotated[int | None, typer.Option(help="Training images, by default all.")] = None,
+    minutes: Annotated[list[float], typer.Option(help="Of distillation.")] = (2, 5, 15),
+    seed: Annotated[list[int], typer.Option(help="Of the students, as often as you like.")] = (0, 1, 2),
+    bf16: Annotated[bool, typer.Option(help="Train in bfloat16, where the machine is fast at it.")] = False,
 ) -> None:
-    """Train a ViT, convert it in every way, fine-tune, and print the table."""
-    keep_to_options(out / "options.json", [train.name, validation.name, source_epochs, images])
-    everything = ["--train", train, "--validation", validation]
-    part = [*everything, "--max_train_samples", images, "--num_train_epochs", EPOCHS]
-    part += ["--learning_rate", 1e-3]
-    vit = out / "vit"
-    if not (out / "vit-new" / "config.json").exists():
-        new_vit(out / "vit-new")
-    fine_tune(out / "vit-new", vit, everything, "--num_train_epochs", source_epochs, "--learning_rate", 1e-3)
+    """Train a ViT, convert it in every way, fine-tune, and write the tables to OUT/tables.md."""
+    keep_to_options(
+        out / "options.json",
+        {"data": [train.name, validation.name], "source_epochs": source_epochs, "images": images, "bf16": bf16},
+    )
+    data = ["--train", train, "--validation", validation]
+    data += ["--max_train_samples", images] if images else []
+    data += ["--bf16", "--use_cpu"] if bf16 else []
+    vit, paper, attention = out / "vit", out / "paper", out / "attention"
+    new_vit(out / "vit-new")
+    options = ["--num_train_epochs", source_epochs, "--learning_rate", 1e-3, "--label_smoothing_factor", 0.1]
+    fine_tune(out / "vit-new", vit, *data, *options)
+    convert(vit, paper)
+    convert(vit, attention, "--init", "attention", "--images", train, "--num-images", 256)
 
-    convert = ["-m", "aft_hf.cli", "convert", vit]
-    sizes = ["--kernel-size", KERNEL_SIZE, "--num-heads", NUM_HEADS]
-    if not (out / "paper").exists():
-        run(*convert, out / "paper", *sizes)
-    if not (out / "attention").exists():
-        run(*convert, out / "attention", *sizes, "--init", "attention", "--images", train, "--num-images", 256)
-    if not (out / "random" / "config.json").exists():
-        new_aft(out / "paper", out / "random")
-
-    for budget in minutes:
-        if not (out / f"distilled-{budget:g}").exists():
-            options = ["--distill", "--images", train, "--minutes", budget, "--augmentation", "crop"]
-            run(*convert, out / f"distilled-{budget:g}", *sizes, *options)
-
-    soft = ["--teacher", vit, "--distillation", "soft", "--distillation_weight", 0.5]
-    hard = ["--teacher", vit, "--distillation", "hard", "--distillation_weight", 0.5]
-    runs = {
-        "random weights": ("random", []),
-        "paper": ("paper", []),
-        "attention": ("attention", []),
-        "attention, soft distillation": ("attention", soft),
-        "attention, hard distillation": ("attention", hard),
-        **{f"distilled for {budget:g} minutes": (f"distilled-{budget:g}", []) for budget in minutes},
-    }
-    results = {}
-    table = Table("initialization", *(f"epoch {epoch}" for epoch in REPORTED))
-    for name, (start, options) in runs.items():
-        directory = out / f"fine-tuned {name}".replace(", ", "-").replace(" ", "-")
-        fine_tune(out / start, directory, part, *options)
-        results[name] = accuracies(directory)
-        table.add_row(name, *(f"{results[name][epoch]:.1%}" for epoch in REPORTED))
-        write_json(out / "results.json", {"ViT": max(accuracies(vit).items())[1], **results})
-    console.print(table)
-    console.print(f"The ViT itself: {max(accuracies(vit).items())[1]:.1%}")
+    results: dict[str, list[dict[int, float]]] = {}
+    sizes = {"the ViT": [accuracies_by_size(vit, validation, out / "sizes" / "vit.json")]}
+    for number in seed:
+        new_aft(paper, out / f"random-{number}", number)
+        starts = {"random weights": out / f"random-{number}", "`--init paper`": paper, "`--init attention`": attention}
+        for budget in minutes:
+            name = f"distilled for {budget:g} minutes"
+            starts[name] = out / f"distilled-{budget:g}-{number}"
+            options = ["--distill", "--images", train, "--minutes", budget, "--augmentation", "crop", "--seed", number]
+            convert(vit, starts[name], *options, bf16=bf16)
+        for name, start in (starts | {"the ViT": vit}).items():
+            tuned = out / "fine-tuned" / f"{start.name.removesuffix(f'-{number}')}-{number}"
+            fine_tune(start, tuned, *data, "--num_train_epochs", EPOCHS, "--learning_rate", 5e-4, "--seed", number)
+            results.setdefault(name, []).append(accuracies(tuned))
+            by_size = accuracies_by_size(tuned, validation, out / "sizes" / f"{tuned.name}.json")
+            sizes.setdefault(f"{name}, fine-tuned", []).append(by_size)
+    write_json(out / "results.json", {"initialization": results, "image size": sizes})
+    first = table(["start", *(f"epoch {epoch}" for epoch in REPORTED)], results, REPORTED)
+    second = table(["model", *(f"{size} px" for size in IMAGE_SIZES)], sizes, IMAGE_SIZES)
+    (out / "tables.md").write_text(f"{first}\n\n{second}\n")
+    console.print(f"{first}\n\n{second}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

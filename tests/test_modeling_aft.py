@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel, modeling_aft
-from aft_hf.modeling_aft import AFTDropPath
+from aft_hf.blocks_aft import AFTDropPath
 
 
 KINDS = [("text", t) for t in ("full", "local", "simple", "conv", "alibi")]

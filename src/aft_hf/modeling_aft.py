@@ -1,4 +1,4 @@
-"""PyTorch AFT models: embeddings, blocks, the backbone and the heads.
+"""PyTorch AFT models: the backbone and the heads.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm Transformer blocks with an AFT mixer in
 place of self-attention, causal over tokens or bidirectional over patches of an image.
@@ -6,20 +6,14 @@ place of self-attention, causal over tokens or bidirectional over patches of an 
 
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPast,
@@ -34,251 +28,19 @@ from transformers.utils import TransformersKwargs, is_torchdynamo_compiling, log
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .activations_aft import is_untouched, perceptron
-from .caching_aft import AFTCache, AFTLayerState
+from .blocks_aft import AFTLayer
+from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig, pair
-from .documents_aft import PACKING_INPUTS, Documents, packed_documents
-from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
-from .sequence_shards_aft import (
-    SequenceShard,
-    active_group,
-    average_over,
-    following_labels,
-    shard_of_inputs,
-    total_over,
-)
+from .documents_aft import PACKING_INPUTS, packed_documents
+from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
+from .mixers_aft import AFTConv, AFTMixer
+from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
 
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.get_logger(__name__)
 
 # `generate` of earlier versions does not tell later chunks of a prompt (`prefill_chunk_size`) from generated tokens.
 CHUNKS_ARE_NAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 23)
-
-
-class AFTTextEmbeddings(nn.Module):
-    """Token embeddings, and learned embeddings of the positions where the config asks for them."""
-
-    def __init__(self, config: AFTConfig):
-        super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings = None
-        if config.use_position_embeddings:
-            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(
-        self,
-        inputs_embeds: torch.Tensor,
-        padding_mask: torch.Tensor | None = None,
-        state: AFTLayerState | None = None,
-        documents: Documents | None = None,
-        shard: SequenceShard | None = None,
-    ) -> torch.Tensor:
-        if self.position_embeddings is not None:
-            positions = self._positions(inputs_embeds, padding_mask, state, documents, shard)
-            inputs_embeds = inputs_embeds + self.position_embeddings(positions)
-        return self.dropout(inputs_embeds)
-
-    def _positions(self, inputs_embeds, padding_mask, state, documents, shard) -> torch.Tensor:
-        """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
-        length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
-        if shard is not None:
-            if shard.longest > limit:
-                raise ValueError(f"a text of {shard.longest} tokens is longer than max_position_embeddings={limit}")
-            return shard.positions().clamp_max(limit - 1)
-        if documents is not None:
-            longest = documents.longest()
-            if longest is not None and longest > limit:
-                raise ValueError(f"a document of {longest} tokens is longer than max_position_embeddings={limit}")
-            return documents.positions(padding_mask)
-        start, longest = 0, length
-        if state is not None and state.is_initialized:
-            start, longest = state.seen[:, None], state.tokens_after(length, limit)
-        if longest > limit:
-            raise ValueError(f"a text of {longest} tokens is longer than max_position_embeddings={limit}")
-        if padding_mask is None:
-            return start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
-        return (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
-
-
-class AFTImageEmbeddings(nn.Module):
-    """Patches to tokens; a class token and learned position embeddings where the config asks for them."""
-
-    def __init__(self, config: AFTConfig):
-        super().__init__()
-        self.patch_size, self.num_channels = pair(config.patch_size), config.num_channels
-        self.image_size = pair(config.image_size)
-        self.patch_embeddings = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.use_cls_token else None
-        self.position_embeddings = None
-        if config.use_position_embeddings:
-            self.position_embeddings = nn.Parameter(torch.zeros(1, config.max_positions, config.hidden_size))
-        # Mixers and embeddings with tables know one grid; AFT-conv alone takes any.
-        self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(
-        self, pixel_values: torch.Tensor, shard: SequenceShard | None = None
-    ) -> tuple[torch.Tensor, tuple[int, int]]:
-        self._check_size(pixel_values, shard)
-        patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
-        grid_size = (patches.shape[2], patches.shape[3])
-        # A residual stream in another order of memory would slow down every layer.
-        embeddings = patches.flatten(2).transpose(1, 2).contiguous()
-        if self.cls_token is not None:
-            embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
-        if self.position_embeddings is not None:
-            positions = self.position_embeddings
-            if shard is not None:
-                positions = positions.narrow(1, shard.first_row * shard.columns, shard.length)
-            embeddings = embeddings + positions
-        return self.dropout(embeddings), grid_size
-
-    def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
-        """Which piece of images that a group of processes shares these pixels are."""
-        self._check_patches(pixel_values)
-        rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
-        return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
-
-    def _check_patches(self, pixel_values: torch.Tensor) -> None:
-        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
-            raise ValueError(
-                f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
-            )
-        size = tuple(pixel_values.shape[2:])
-        if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
-            raise ValueError(
-                f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {self.patch_size[0]} x "
-                f"{self.patch_size[1]}: both sides must be multiples of the patch size"
-            )
-
-    def _check_size(self, pixel_values: torch.Tensor, shard: SequenceShard | None) -> None:
-        self._check_patches(pixel_values)
-        height, width = pixel_values.shape[2:]
-        if shard is not None:
-            height = shard.total_length // shard.columns * self.patch_size[0]
-        if self.fixed_size and (height, width) != self.image_size:
-            raise ValueError(
-                f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
-                f"{self.image_size[1]}, for which this model has learned positions"
-            )
-
-
-def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
-    """The mixer of one layer as the config describes it."""
-    aft_type = config.layer_aft_types[layer_idx]
-    options = {
-        "causal": config.modality == "text",
-        "qkv_bias": config.qkv_bias,
-        "use_query": config.use_query,
-        "query_activation": config.query_activation,
-        "use_output_projection": config.use_output_projection,
-        "global_connectivity": config.global_connectivity,
-        "implementation": config.mixing_implementation,
-        "num_heads": config.num_heads,
-    }
-    table = {
-        "max_positions": config.max_positions,
-        "position_bias_dim": config.position_bias_dim,
-        "position_bias_init_std": config.position_bias_init_std,
-        "position_bias_multiplier": config.position_bias_multiplier,
-    }
-    if aft_type == "full":
-        return AFTFull(config.hidden_size, **table, **options)
-    if aft_type == "local":
-        return AFTLocal(config.hidden_size, window_size=config.local_window_size, **table, **options)
-    if aft_type == "conv":
-        return AFTConv(
-            config.hidden_size,
-            kernel_size=config.conv_kernel_size,
-            spatial_dims=2 if config.modality == "image" else 1,
-            reparameterized=config.position_bias_reparameterized,
-            selection=config.position_bias_selection,
-            gumbel_temperature=config.gumbel_temperature,
-            position_bias_init_std=config.position_bias_init_std,
-            position_bias_multiplier=config.position_bias_multiplier,
-            **options,
-        )
-    return {"simple": AFTSimple, "alibi": AFTAlibi}[aft_type](config.hidden_size, **options)
-
-
-class AFTMLP(nn.Module):
-    def __init__(self, config: AFTConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return perceptron(self.fc1, self.activation, self.fc2, hidden_states)
-
-
-class AFTDropPath(nn.Module):
-    """Stochastic depth: drops the residual branch of whole samples, and scales up what stays."""
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: torch.Tensor) -> torch.Tensor:
-        if self.rate == 0.0 or not self.training:
-            return branch
-        keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
-        return branch * keep.to(branch.dtype) / (1.0 - self.rate)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:.3f}"
-
-
-class AFTLayer(GradientCheckpointingLayer):
-    """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x))."""
-
-    def __init__(self, config: AFTConfig, layer_idx: int):
-        super().__init__()
-        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.layer_idx = layer_idx
-        self.mixer = build_mixer(config, layer_idx)
-        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = AFTMLP(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.drop_path = AFTDropPath(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        grid_size: tuple[int, int] | None = None,
-        past_key_values: AFTCache | None = None,
-        documents: Documents | None = None,
-        shard: SequenceShard | None = None,
-        output_attentions: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        branch = self.mixer(
-            self.layernorm_before(hidden_states),
-            attention_mask=attention_mask,
-            documents=documents,
-            shard=shard,
-            grid_size=grid_size,
-            state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
-            output_attentions=output_attentions,
-        )
-        branch = branch[0] if output_attentions else branch
-        hidden_states = self._add(hidden_states, branch)
-        del branch  # not to be kept while the MLP takes the most memory
-        return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
-
-    def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        """The residual connection. What changes nothing is not called: calls are what a step of decoding waits for."""
-        for module, kind in ((self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)):
-            if module.training or type(module) is not kind or not is_untouched(module):
-                branch = module(branch)
-        return hidden_states + branch
 
 
 class AFTPreTrainedModel(PreTrainedModel):

@@ -1,0 +1,138 @@
+"""What goes into the first block: tokens or patches of an image, and their positions."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .caching_aft import AFTLayerState
+from .configuration_aft import AFTConfig, pair
+from .documents_aft import Documents
+from .sequence_shards_aft import SequenceShard
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class AFTTextEmbeddings(nn.Module):
+    """Token embeddings, and learned embeddings of the positions where the config asks for them."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings = None
+        if config.use_position_embeddings:
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        state: AFTLayerState | None = None,
+        documents: Documents | None = None,
+        shard: SequenceShard | None = None,
+    ) -> torch.Tensor:
+        if self.position_embeddings is not None:
+            limit = self.position_embeddings.num_embeddings
+            positions = self._positions(inputs_embeds, limit, padding_mask, state, documents, shard)
+            inputs_embeds = inputs_embeds + self.position_embeddings(positions)
+        return self.dropout(inputs_embeds)
+
+    def _positions(
+        self,
+        inputs_embeds: torch.Tensor,
+        limit: int,
+        padding_mask: torch.Tensor | None,
+        state: AFTLayerState | None,
+        documents: Documents | None,
+        shard: SequenceShard | None,
+    ) -> torch.Tensor:
+        """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
+        length = inputs_embeds.shape[1]
+        if shard is not None:
+            if shard.longest > limit:
+                raise ValueError(f"a text of {shard.longest} tokens is longer than max_position_embeddings={limit}")
+            return shard.positions().clamp_max(limit - 1)
+        if documents is not None:
+            longest_document = documents.longest()
+            if longest_document is not None and longest_document > limit:
+                raise ValueError(
+                    f"a document of {longest_document} tokens is longer than max_position_embeddings={limit}"
+                )
+            return documents.positions(padding_mask)
+        start: torch.Tensor | int = 0
+        longest = length
+        if state is not None and state.is_initialized:
+            start, longest = state.seen[:, None], state.tokens_after(length, limit)
+        if longest > limit:
+            raise ValueError(f"a text of {longest} tokens is longer than max_position_embeddings={limit}")
+        if padding_mask is None:
+            return start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
+        return (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
+
+
+class AFTImageEmbeddings(nn.Module):
+    """Patches to tokens; a class token and learned position embeddings where the config asks for them."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.patch_size, self.num_channels = pair(config.patch_size), config.num_channels
+        self.image_size = pair(config.image_size)
+        self.patch_embeddings = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.use_cls_token else None
+        self.position_embeddings = None
+        if config.use_position_embeddings:
+            self.position_embeddings = nn.Parameter(torch.zeros(1, config.max_positions, config.hidden_size))
+        # Mixers and embeddings with tables know one grid; AFT-conv alone takes any.
+        self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self, pixel_values: torch.Tensor, shard: SequenceShard | None = None
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        self._check_size(pixel_values, shard)
+        patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
+        grid_size = (patches.shape[2], patches.shape[3])
+        # A residual stream in another order of memory would slow down every layer.
+        embeddings = patches.flatten(2).transpose(1, 2).contiguous()
+        if self.cls_token is not None:
+            embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
+        if self.position_embeddings is not None:
+            positions: torch.Tensor = self.position_embeddings
+            if shard is not None:
+                positions = positions.narrow(1, shard.first_row * shard.columns, shard.length)
+            embeddings = embeddings + positions
+        return self.dropout(embeddings), grid_size
+
+    def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
+        """Which piece of images that a group of processes shares these pixels are."""
+        self._check_patches(pixel_values)
+        rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
+        return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
+
+    def _check_patches(self, pixel_values: torch.Tensor) -> None:
+        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
+            raise ValueError(
+                f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
+            )
+        size = tuple(pixel_values.shape[2:])
+        if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
+            raise ValueError(
+                f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {self.patch_size[0]} x "
+                f"{self.patch_size[1]}: both sides must be multiples of the patch size"
+            )
+
+    def _check_size(self, pixel_values: torch.Tensor, shard: SequenceShard | None) -> None:
+        self._check_patches(pixel_values)
+        height, width = pixel_values.shape[2:]
+        if shard is not None:
+            height = shard.total_length // shard.columns * self.patch_size[0]
+        if self.fixed_size and (height, width) != self.image_size:
+            raise ValueError(
+                f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
+                f"{self.image_size[1]}, for which this model has learned positions"
+            )
