@@ -149,6 +149,7 @@ def test_a_model_trains_is_saved_and_loaded_again(mixer, tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 def test_the_command_line_evaluates_a_baseline(tmp_path):
     AutoModelForCausalLM.from_config(config_of("linear")).save_pretrained(tmp_path / "model")
     build_byte_tokenizer().save_pretrained(tmp_path / "model")

@@ -69,6 +69,7 @@ print(kept - before, resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_a_process_has_kept_it_can_give_back():
     done = subprocess.run([sys.executable, "-c", KEEP_AND_RELEASE], check=True, capture_output=True, text=True)
@@ -77,6 +78,7 @@ def test_what_a_process_has_kept_it_can_give_back():
     assert left < 40 * 2**10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_peak_is_measured_in_a_process_of_its_own():
     (case,) = select_cases(["growth"], "growth T=32 training", SMOKE)
@@ -204,6 +206,7 @@ def test_a_model_and_its_peer_are_of_one_size(row):
     assert aft.num_parameters() == pytest.approx(vit.num_parameters(), rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_fits_no_case_ends_in_one_line():
     command = [sys.executable, SCRIPT, "--suite", "vision", "--only", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -15,6 +15,7 @@ from aft_hf.benchmarking.gpu_measuring import count_kernels, measure
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_group_of_each_section_is_measured(section, spend):
     group = next(x for x in SECTIONS[section](SMALLEST) if x.task != "training")  # kernels are interpreted here

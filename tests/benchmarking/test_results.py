@@ -207,6 +207,7 @@ def benchmark(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_shows_draws_and_writes_what_the_json_has_without_measuring(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "benchmark.json"

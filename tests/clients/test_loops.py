@@ -12,6 +12,7 @@ TEXTS = ["Friends, Romans, countrymen", "lend me your ears;"] * 4
 OPTIONS = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 2, "disable_tqdm": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -86,6 +86,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_memory_stays_flat_while_two_gigabytes_are_read(tmp_path):
     path, size, length = tmp_path / "large", 2**31, 2**14

@@ -381,6 +381,7 @@ def test_results_in_other_forms_leave_the_card_whole(directory):
     assert "| a\\|b | c\\|d e |" in text and "No evaluation is recorded" in text and "inf" not in text
 
 
+@pytest.mark.slow
 def test_the_code_on_the_cards_runs_both_ways(saved, tmp_path):
     from PIL import Image
 

@@ -65,6 +65,7 @@ def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(cases):
     assert "pipelines of images: run" in said
 
 
+@pytest.mark.slow
 def test_language_models_become_classifiers_where_there_is_no_aft_hf(cases):
     new = [case for case in cases[0] if (Path(case["source"]).name.startswith("aft-text-"))]
     assert len(new) == len(tiny.TEXT_TYPES)

@@ -445,6 +445,7 @@ def test_the_command_publishes_and_prints_the_link(hub, online, saved, tmp_path,
     assert repository.private and files_of(tmp_path / "tiny").items() <= repository.files().items()
 
 
+@pytest.mark.slow
 def test_the_script_ends_an_error_in_one_line(hub, tmp_path):
     script = HERE.parents[1] / "scripts" / "publish.py"
     done = run(script, tmp_path / "nowhere", "me/tiny", env=environment(tmp_path / "cache", hub), check=False)

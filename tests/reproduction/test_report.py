@@ -64,6 +64,7 @@ def test_a_smoke_test_is_no_result():
     assert "**These are smoke tests of a few steps: the numbers say nothing.**" in page
 
 
+@pytest.mark.slow
 def test_the_report_comes_again_from_its_own_records(records, tmp_path):
     page, pictures = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images" / "page"
     write_report(records, page, pictures)

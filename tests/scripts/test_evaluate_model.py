@@ -31,6 +31,7 @@ def classifier(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(classifier, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
     rows = {"image": [PILImage.fromarray(x) for x in pixels], "label": [0, 1] * 3}
@@ -44,6 +45,7 @@ def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(classifier, t
     assert metrics.keys() == {"8 px", "12 px"} and all(0 <= m["accuracy"] <= 1 for m in metrics.values())
 
 
+@pytest.mark.slow
 def test_a_language_model_is_evaluated_in_blocks(tmp_path):
     AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=16)).save_pretrained(tmp_path)
     build_byte_tokenizer().save_pretrained(tmp_path)
@@ -54,6 +56,7 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path):
     assert 7 < metrics["bits_per_token"] < 9  # a new model of 256 bytes: near to 8
 
 
+@pytest.mark.slow
 def test_what_a_user_gets_wrong_ends_in_one_line(classifier, tmp_path):
     done = evaluate(classifier, tmp_path / "none.parquet", "--device", "cpu")
     assert done.returncode == 1

@@ -152,6 +152,7 @@ def test_a_vit_and_images_that_are_not_square_are_fine_tuned_the_same_way(vit, i
         assert np.isfinite(metrics["eval_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--bf16"], ["--gradient_checkpointing"], ["--label_smoothing_factor", 0.1]])
 def test_options_of_trainer_work_with_both_heads(options, classifier, images, language_model, text, tmp_path):
     common = [*BOTH, *options, "--max_steps", 2, "--gradient_accumulation_steps", 2]
@@ -315,6 +316,7 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(clas
         assert said.splitlines()[-1] == f"finetune.py: the model is in {tmp_path}"
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
     second = [sys.executable, str(SCRIPT), "--model_name_or_path", str(classifier), "--output_dir", str(tmp_path)]
@@ -566,6 +568,7 @@ def test_wrong_options_for_text_are_told(options, message, language_model, text,
         start(language_model, tmp_path, "--do_train", "--train", text, *options)
 
 
+@pytest.mark.slow
 def test_a_wrong_path_ends_in_one_line(tmp_path):
     command = [sys.executable, SCRIPT, "--do_train", "--model_name_or_path", "./missing", "--train", "x.txt"]
     done = subprocess.run(

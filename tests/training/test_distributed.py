@@ -18,6 +18,7 @@ def single(tmp_path_factory):
     return values, run(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_have_the_losses_of_one_also_after_a_restart(tmp_path, single, strategy):
     values = bytes_recipe(tmp_path)

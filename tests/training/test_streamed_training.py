@@ -45,6 +45,7 @@ def test_a_stream_is_learned_and_evaluated_as_the_same_rows_in_place(tmp_path, i
     assert run(in_place)["metrics"] == {"validation": pytest.approx(results["metrics"]["validation"], rel=1e-5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["pixels", "images"])
 def test_two_processes_have_the_run_of_one_and_count_each_sample_once(tmp_path, images, shards, task):
     recipe = {"pixels": pixels_recipe, "images": images_recipe}[task](tmp_path, images)
