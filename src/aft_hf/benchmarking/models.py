@@ -154,9 +154,7 @@ class ProductMixer(nn.Module):
     def __init__(self, mixer: AFTMixer):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj
-        self.state_window = 0
-        assert self.q_proj is not None
-        self.query_activation = mixer.query_activation
+        self.query_activation, self.state_window = mixer.query_activation, 0
 
     def forward(self, query: torch.Tensor, **_: object) -> torch.Tensor:
         key, value = self.k_proj(query), self.v_proj(query)
@@ -169,5 +167,5 @@ def without_mixing(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of an AFT with `ProductMixer` in every block."""
     model = copy.deepcopy(model)
     for layer in [module for module in model.modules() if isinstance(module, AFTLayer)]:
-        setattr(layer, "mixer", ProductMixer(layer.mixer))  # noqa: B010  (of another type)
+        layer.add_module("mixer", ProductMixer(layer.mixer))
     return model

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
@@ -17,12 +16,9 @@ from rich.progress import track
 from ..data.json_files import write_json
 from ..reading import Document, UnreadableError, read_json
 from .cases import Case, Sizes
-from .growth import slopes
+from .growth import Row, slopes
 from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
-
-
-Row = dict[str, Any]
 
 
 class SavedRows(Document):

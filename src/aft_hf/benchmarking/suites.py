@@ -180,8 +180,7 @@ def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, 
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = make(context + 100).eval()  # with room for the calls
-        model.to(device, dtype)
+        model = make(context + 100).eval().to(device, dtype)  # with room for the calls
         with torch.inference_mode():
             cache = _fill(model, context, batch)
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)

@@ -145,7 +145,7 @@ def distill(
             run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)
             run.train()
         finally:
-            nn.Module.to(model, device="cpu", dtype=dtype).train(mode)
+            model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
 
 

@@ -18,13 +18,14 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
+from ..data.bytes import IGNORED
 from ..data.classes import are_names, in_order_of_numbers, shortened
 from ..data.image_files import ImageError, row_at
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
 from ..reading import first_line
-from .metrics import IGNORED, AccuracyAndLoss, BitsPerToken, token_losses
+from .metrics import AccuracyAndLoss, BitsPerToken, token_losses
 
 
 logger = logging.get_logger(__name__)
@@ -123,7 +124,7 @@ def evaluate_classifier(
     return metric.compute(top_k=(1, 5) if len(names) > 5 else (1,))
 
 
-class _Rows(Samples):
+class _Rows(Samples[Any]):
     """Rows that are read in batches; an image that cannot be used is told with its row."""
 
     def __init__(self, rows: Dataset):

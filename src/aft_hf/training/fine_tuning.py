@@ -94,8 +94,7 @@ class FineTuner(Trainer):
             self.model_accepts_loss_kwargs = False
         if teacher is not None:
             _require_same_classes(teacher, self.model)
-            teacher.to(self.args.device)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
-            teacher.eval().requires_grad_(False)
+            teacher.eval().requires_grad_(False).to(self.args.device)
         if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
             raise ValueError(
                 "label_smoothing_factor takes the place of the model's own loss, and so of what "

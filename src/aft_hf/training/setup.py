@@ -160,7 +160,7 @@ def set_up(recipe: Recipe) -> Run:
 
 
 def build_order(
-    samples: Samples | StreamedSamples, recipe: Recipe, position: tuple[Any, ...], **counts: int
+    samples: Samples, recipe: Recipe, position: tuple[Any, ...], **counts: int
 ) -> GlobalBatches | StreamedBatches:
     """The batches of a run.
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 
-# What is trained on where it is not streamed: indexed by `SampleKey`.
-Samples: TypeAlias = "First | PixelSequences | TrainingImages"
+# What is trained on: indexed by `SampleKey`, or streamed.
+Samples: TypeAlias = "First | PixelSequences | TrainingImages | StreamedSamples"
 
 
 class First(Dataset[Any]):
@@ -71,7 +71,7 @@ class Task(ABC):
     unit: str  # what rates count
     units_per_sample: int = 1
     repetitions: int = 1  # copies of a sample in a row
-    train: Samples | StreamedSamples
+    train: Samples
     # Indexed by numbers, or iterated over; the first is looked at during training, all at the end.
     evaluated: dict[str, Dataset[Any]]
     config_values: dict[str, Any]  # what the data say about the model's config
