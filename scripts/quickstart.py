@@ -7,6 +7,7 @@
 `make quickstart`, `make quickstart-text` and `make quickstart-pixels` install what is needed first.
 """
 
+import copy
 import json
 import math
 import shutil
@@ -234,8 +235,13 @@ def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) ->
 def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple[float, float]:
     """Accuracy, and images per second (median over batches)."""
     model.eval()
-    # Position embeddings of a ViT have to be stretched for another image size; AFT-conv has none.
-    options = {"interpolate_pos_encoding": True} if isinstance(model, ViTForImageClassification) else {}
+    options, size = {}, tuple(data[0]["pixel_values"].shape[1:])
+    if size != pair(model.config.image_size):  # position embeddings of a ViT and kernels of AFT-conv are stretched
+        if isinstance(model, ViTForImageClassification):
+            options["interpolate_pos_encoding"] = True
+        else:
+            model = copy.deepcopy(model)
+            model.resize_position_biases(size)
     correct, seconds = 0, []
     for start in range(0, len(data), batch_size):
         batch = data[start : start + batch_size]

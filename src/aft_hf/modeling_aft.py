@@ -4,6 +4,7 @@ Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm 
 place of self-attention, causal over tokens or bidirectional over patches of an image.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -37,6 +38,7 @@ from .configuration_aft import AFTConfig, pair
 from .documents_aft import PACKING_INPUTS, packed_documents
 from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
 from .mixers_aft import AFTConv, AFTMixer
+from .resizing_aft import resize_kernels
 from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
 
 
@@ -72,6 +74,39 @@ class AFTPreTrainedModel(PreTrainedModel):
             for parameter in (module.cls_token, module.position_embeddings):
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+
+    def resize_position_biases(self, image_size: int | tuple[int, int]) -> None:
+        """Stretch the kernels of an AFT-conv for images of another size, in place; `config` is changed accordingly.
+
+        Kernels stretch with the grid of patches, as the position embeddings of a ViT do when they are interpolated
+        (`resizing_aft.py`). Without this call AFT-conv takes images of any size, too, with the kernels as they are,
+        which then cover another part of the image.
+
+        Args:
+            image_size: the new one in pixels, or (height, width).
+
+        Raises:
+            ValueError: the model is not one of images with layers of type "conv" alone, the size is no multiple of the
+                patch size, or kernels cannot be stretched (`position_bias_selection`; other proportions without
+                `global_connectivity`).
+        """
+        config = self.config
+        if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
+            raise ValueError('only image models of aft_type "conv" without position embeddings can be resized')
+        target = copy.deepcopy(config)
+        target.image_size, target.conv_kernel_size = image_size, 1
+        target.validate_image()
+        rows, columns = target.grid_size
+        ratios = rows / config.grid_size[0], columns / config.grid_size[1]
+        if ratios == (1.0, 1.0):
+            return
+        for module in self.modules():
+            if isinstance(module, AFTConv):
+                resize_kernels(module, ratios, max(rows, columns))
+                config.conv_kernel_size = module.window
+            elif isinstance(module, AFTImageEmbeddings):
+                module.image_size = pair(image_size)
+        config.image_size = image_size
 
 
 class AFTModel(AFTPreTrainedModel):

@@ -79,16 +79,30 @@ def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images
 def test_images_of_another_size_go_through_models_that_can_take_them(images, aft):
     model, processor = classifier(aft), ViTImageProcessorPil(size={"height": 16, "width": 16})
     larger = ViTImageProcessorPil(size={"height": 24, "width": 32})
+    found = evaluate_classifier(model, processor, images, image_size=(24, 32))
+    if aft:  # the model itself is left as it is
+        assert model.config.image_size == 16
+        model.resize_position_biases((24, 32))
     expected = metrics_by_hand(model, larger, images, **({} if aft else {"interpolate_pos_encoding": True}))
-    assert evaluate_classifier(model, processor, images, image_size=(24, 32)) == pytest.approx(expected, rel=1e-4)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    for layer in model.aft.layers:
+        layer.mixer.selection = "gumbel"
+    larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
+    expected = metrics_by_hand(model, larger, images)
+    assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_margin_that_is_cropped_keeps_its_share(images):
     model = classifier()
     processor = DeiTImageProcessorPil(size={"height": 20, "width": 20}, crop_size={"height": 16, "width": 16})
     larger = DeiTImageProcessorPil(size={"height": 40, "width": 40}, crop_size={"height": 32, "width": 32})
-    expected = metrics_by_hand(model, larger, images)
-    assert evaluate_classifier(model, processor, images, image_size=(32, 32)) == pytest.approx(expected, rel=1e-4)
+    found = evaluate_classifier(model, processor, images, image_size=(32, 32))
+    model.resize_position_biases(32)
+    assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 
 
 def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):

@@ -1,5 +1,6 @@
 """Metrics of any saved model on any data: AFT, and what it is compared with."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..data.image_files import ImageError, row_at
 from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
+from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
 from .metrics import AccuracyAndLoss, BitsPerToken, token_losses
 
@@ -84,8 +86,8 @@ def evaluate_classifier(
         processor: its image processor.
         dataset: rows with an image and a label; classes are matched by name, and by number (with a warning) where
             data or model have no names for them.
-        image_size: (height, width) in pixels in place of the processor's; models with position embeddings that can
-            stretch them (ViT, DeiT) do so.
+        image_size: (height, width) in pixels in place of the processor's. Position embeddings of models that can
+            stretch them (ViT, DeiT) and kernels of AFT-conv stretch with the image.
         batch_size: images per forward pass.
         image_column, label_column: names in the dataset.
 
@@ -112,6 +114,8 @@ def evaluate_classifier(
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}
+    if image_size is not None:
+        model = _resized(model, image_size)
     if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True
     metric = AccuracyAndLoss(keep_in_memory=True)
@@ -122,6 +126,18 @@ def evaluate_classifier(
         logits = model(pixel_values=pixels, **options).logits
         metric.add_batch(predictions=logits.float().cpu().numpy(), references=batch["labels"])
     return metric.compute(top_k=(1, 5) if len(names) > 5 else (1,))
+
+
+def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedModel:
+    """A copy for images of this size, if the model is one whose position biases stretch; else the model itself."""
+    if not isinstance(model, AFTPreTrainedModel):
+        return model
+    resized = copy.deepcopy(model)
+    try:
+        resized.resize_position_biases(image_size)
+    except ValueError:
+        return model
+    return resized
 
 
 class _Rows(Samples[Any]):
