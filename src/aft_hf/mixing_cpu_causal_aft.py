@@ -250,10 +250,8 @@ class CausalSums(Chunks):
                 carry = later[:, :, :, :1]
             of_features = self._gradient_of_features(rows, segment, of_sums, later, features, of_tables)
             of_inputs = key_gradient[:, :, here], value_gradient[:, :, here]
-            of_tokens, tokens = (
-                tokens_of(x)[:, :, :, :count] for x in (of_features, features[:, :, :, self.before :])
-            )
-            self._gradient_of_inputs(of_tokens, tokens, *of_inputs)
+            features_here = tokens_of(features[:, :, :, self.before :])[:, :, :, :count]
+            self._gradient_of_inputs(tokens_of(of_features)[:, :, :, :count], features_here, *of_inputs)
 
     def _gradient_of_features(
         self,

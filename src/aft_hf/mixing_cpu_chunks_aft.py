@@ -163,7 +163,7 @@ class Chunks:
     def _references(
         self, own: torch.Tensor, seen: torch.Tensor, rows: slice
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Of the largest keys of all rows, the references of some: None for 0, and one tensor for one tensor."""
+        """The references of some rows from the largest keys of all: None for 0; one tensor where these are one."""
         highest = seen[:, rows]
         if self.room >= MODERATE and ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
             return None, None

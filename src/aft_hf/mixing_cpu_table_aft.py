@@ -289,8 +289,8 @@ def _gradients(
         else:
             gated[block] = context[block]
         upstream = Upstream(of_context, context[block], inverse[block])
-        of_block = Block(keys, values, bias[heads], tables, table, moderate)
-        of_heads = of_block.gradients(upstream, of_keys, of_values, needed[1])
+        averages = Block(keys, values, bias[heads], tables, table, moderate)
+        of_heads = averages.gradients(upstream, of_keys, of_values, needed[1])
         if of_bias is not None and of_heads is not None:
             of_bias[heads] += of_heads
     of_weight = rows.mT @ gated.flatten(2).flatten(0, 1).mT if needed[2] else None

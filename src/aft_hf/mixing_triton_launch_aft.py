@@ -43,7 +43,7 @@ NOTHING: Nothing = (None, None, None)
 # What the backward pass needs of the forward pass.
 Kept = tuple[torch.Tensor, ...] | Nothing
 
-# Of a kernel.
+# What a kernel is launched with: what it gets, and what it is compiled for.
 Arguments = tuple[torch.Tensor | int | None, ...]
 Constants = dict[str, Any]
 

@@ -138,13 +138,12 @@ def shard_of_inputs(
     documents = None if position_ids is None else Documents((position_ids == 0).expand(batch, -1))
     mask = None if attention_mask is None else attention_mask.bool()
     shard = SequenceShard(group, batch, length, inputs_embeds.device, mask, documents)
-    if position_ids is not None and mask is None and may_look_at(position_ids):
-        continued = bool((shard.positions() == position_ids).all())
-        if not continued:
-            raise ValueError(
-                "position_ids of a piece must go on from those of the piece before it, and start again at 0 with each "
-                "packed document: other positions follow from the attention_mask alone"
-            )
+    given = position_ids if mask is None else None
+    if given is not None and may_look_at(given) and (shard.positions() != given).any():
+        raise ValueError(
+            "position_ids of a piece must go on from those of the piece before it, and start again at 0 with each "
+            "packed document: other positions follow from the attention_mask alone"
+        )
     return shard
 
 
