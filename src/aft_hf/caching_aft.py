@@ -6,7 +6,9 @@ values of positions that have a position bias of their own: none for `simple` an
 the same place in memory.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -48,6 +50,17 @@ class AFTLayerState(CacheLayerMixin):
         padded: whether rows may differ in `seen`.
     """
 
+    # Those of the state are None until it is initialized.
+    keys: torch.Tensor
+    values: torch.Tensor
+    numerator: torch.Tensor
+    denominator: torch.Tensor
+    maximum: torch.Tensor
+    padding: torch.Tensor
+    history: torch.Tensor | None
+    history_mask: torch.Tensor | None
+    cumulative_length: int
+
     is_sliding = False
     _state = ("keys", "values", "numerator", "denominator", "maximum", "padding", "history", "history_mask")
 
@@ -59,7 +72,7 @@ class AFTLayerState(CacheLayerMixin):
     def _clear(self) -> None:
         for name in self._state:
             setattr(self, name, None)
-        self.cumulative_length: int | torch.Tensor = 0
+        self.cumulative_length = 0
         self.padded = False
         self.is_empty = True
         self.is_initialized = False
@@ -146,11 +159,12 @@ class AFTLayerState(CacheLayerMixin):
     def _take_in_pieces(self, problem: Mixing) -> None:
         """Become the state after rows of which each process has a piece."""
         shard, biases, heads = problem.shard, problem.biases, problem.num_heads
+        assert shard is not None
         if problem.padding_mask is not None:
             problem, _ = without_padding(problem, moved=True)
         key, value = problem.key, problem.value
-        options = {"reach": biases.reach, "slopes": biases.slopes, "hides_outside": biases.hides_outside}
-        keys, values, sums = state_at_end(shard, key, value, num_heads=heads, **options)
+        options: dict[str, Any] = {"slopes": biases.slopes, "hides_outside": biases.hides_outside}
+        keys, values, sums = state_at_end(shard, key, value, num_heads=heads, reach=biases.reach, **options)
         keys, values = split_heads(keys, heads), split_heads(values, heads)
         self.lazy_initialization(keys, values)
         self._store(keys=keys, values=values)
@@ -314,12 +328,12 @@ class AFTLayerState(CacheLayerMixin):
                 "output_attentions needs all keys, and this state has kept the sums over them: ask for attentions "
                 "from the first call on, or call with use_cache=False"
             )
-        past, key, mask = self.history is not None, problem.key, problem.padding_mask
+        key, mask = problem.key, problem.padding_mask
         mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if mask is None else mask
-        self.history = torch.cat([self.history, key], 1) if past else key
-        self.history_mask = torch.cat([self.history_mask, mask], 1) if past else mask
-        length = self.history.shape[1]
-        return replace(problem, key=self.history, padding_mask=self.history_mask, num_queries=length)
+        if self.history is not None and self.history_mask is not None:
+            key, mask = torch.cat([self.history, key], 1), torch.cat([self.history_mask, mask], 1)
+        self.history, self.history_mask = key, mask
+        return replace(problem, key=key, padding_mask=mask, num_queries=key.shape[1])
 
     # What the library asks of a layer's state.
 
@@ -332,7 +346,7 @@ class AFTLayerState(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cumulative_length + query_length, 0
 
-    def _map(self, function) -> None:
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name in self._state:
             if getattr(self, name) is not None:
                 setattr(self, name, function(getattr(self, name)))
@@ -372,6 +386,8 @@ class AFTStaticLayerState(AFTLayerState):
         window: how many of the last keys and values to keep.
         max_length: the most tokens that a row may have; not checked, since to look at the length would be to wait.
     """
+
+    cumulative_length: torch.Tensor  # type: ignore[assignment]  # as in the static layers of the library
 
     is_compileable = True
 
@@ -433,20 +449,25 @@ class AFTCache(Cache):
         ValueError: a static cache for a layer that keeps all keys and values.
     """
 
+    layers: list[AFTLayerState]  # type: ignore[assignment]  # the library counts its own classes up
+
     def __init__(self, windows: list[int | None], max_length: int | None = None):
-        if max_length is not None and None in windows:
-            raise ValueError(
-                'a static cache needs layers with a state of constant size: aft_type "full" keeps all keys and values'
-            )
-        layers = [
-            AFTLayerState(window) if max_length is None else AFTStaticLayerState(window, max_length)
-            for window in windows
-        ]
-        super().__init__(layers=layers)
+        super().__init__(layers=[_new_state(window, max_length) for window in windows])
 
     def nbytes(self) -> int:
         """Bytes that the state holds."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def _new_state(window: int | None, max_length: int | None) -> AFTLayerState:
+    """As of `AFTCache`, for one layer."""
+    if max_length is None:
+        return AFTLayerState(window)
+    if window is None:
+        raise ValueError(
+            'a static cache needs layers with a state of constant size: aft_type "full" keeps all keys and values'
+        )
+    return AFTStaticLayerState(window, max_length)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

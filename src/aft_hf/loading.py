@@ -33,7 +33,7 @@ def find_file(source: str, filename: str, error: type[ValueError] = UnreadableEr
     return None if path is None else Path(path)
 
 
-def read_config(source: str | os.PathLike, error: type[ValueError] = UnreadableError, **hub: Any) -> ModelConfig:
+def read_config(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> ModelConfig:
     """config.json of a saved model, of which only what no model has is refused; arguments as for `find_file`.
 
     Raises:
@@ -58,7 +58,9 @@ def read_config(source: str | os.PathLike, error: type[ValueError] = UnreadableE
     return read_json(path, ModelConfig, error)
 
 
-def read_image_processor(source: str | os.PathLike, error: type[ValueError] = UnreadableError, **hub: Any) -> bool:
+def read_image_processor(
+    source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any
+) -> bool:
     """Whether there is a preprocessor_config.json; arguments as for `find_file`.
 
     Raises:
@@ -76,7 +78,9 @@ NOWHERE = (
 )
 
 
-def load(auto_class: Any, source: str | os.PathLike, error: type[ValueError] = UnreadableError, **options: Any) -> Any:
+def load(
+    auto_class: Any, source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **options: Any
+) -> Any:
     """`auto_class.from_pretrained(source, **options)` of a config, model, tokenizer or processor.
 
     No code of the source runs, and nobody is asked whether it may, unless `trust_remote_code=True` is given.
@@ -92,7 +96,7 @@ def load(auto_class: Any, source: str | os.PathLike, error: type[ValueError] = U
         return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})
 
 
-def load_trained(auto_class: Any, source: str | os.PathLike, **options: Any) -> Any:
+def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
     """`load` of a model that has all of its weights in the source. Of what is missing there, transformers makes new
     weights, and whatever is measured with these says nothing.
 

@@ -5,6 +5,7 @@ by chunk in linear time (`mixing_cpu_causal_aft.py`). Others run as products wit
 room for one (`mixing_cpu_table_aft.py`); that way can take in the projections of a mixer.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from .activations_aft import runs_as_written
 from .mixing_backend_aft import Backend
 from .mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, Tables, choose_tables
 from .mixing_cpu_causal_aft import causal_mixing
-from .mixing_cpu_table_aft import table_layer, table_mixing
+from .mixing_cpu_table_aft import Differentiable, table_layer, table_mixing
 from .mixing_portable_aft import (
     CHUNK_SIZE,
     chunk_size,
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
 
 
+# Position biases that differ within a window of a sequence.
+WITHIN_A_WINDOW = (Window, LagKernel, SelectedPosition)
+
+
 class CpuBackend(Backend):
     """Forward and backward passes by hand for plain tensors on a CPU."""
 
@@ -46,7 +51,7 @@ class CpuBackend(Backend):
             return False
         if problem.causal and problem.biases.reach is not None:
             # Without tables, all features of a chunk are one product, which takes a key for each of them.
-            return _has_chunk_tables(problem.biases) or problem.key.shape == problem.value.shape
+            return isinstance(problem.biases, WITHIN_A_WINDOW) or problem.key.shape == problem.value.shape
         return _tables(problem.biases, problem.causal, *problem.value.shape) is not None
 
     @staticmethod
@@ -55,9 +60,10 @@ class CpuBackend(Backend):
         if problem.causal and problem.biases.reach is not None:
             return _mix_causal(problem)
         tables = _tables(problem.biases, problem.causal, *problem.value.shape)
+        assert tables is not None  # as `supports` has found
         bias, heads = _bias(problem.biases, tables, problem.length), problem.num_heads
-        options = {"num_heads": heads, "differentiable": _differentiable(tables, heads)}
-        return table_mixing(problem.key, problem.value, bias, tables, **options)
+        differentiable = _differentiable(tables, heads)
+        return table_mixing(problem.key, problem.value, bias, tables, num_heads=heads, differentiable=differentiable)
 
     @staticmethod
     def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> torch.Tensor | None:
@@ -72,8 +78,8 @@ class CpuBackend(Backend):
         x = x.to(projections.dtype(x))
         with torch.autocast("cpu", enabled=False):
             bias, heads = _bias(biases, tables, x.shape[1]), projections.num_heads
-            options = {"num_heads": heads, "differentiable": _differentiable(tables, heads)}
-            return table_layer(x, projections, bias, tables, **options)
+            differentiable = _differentiable(tables, heads)
+            return table_layer(x, projections, bias, tables, num_heads=heads, differentiable=differentiable)
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
@@ -83,16 +89,12 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------ chunk by chunk
 
 
-def _has_chunk_tables(biases: PositionBias) -> bool:
-    """Whether w differs within a window."""
-    return isinstance(biases, (Window, LagKernel, SelectedPosition))
-
-
 def _mix_causal(problem: "Mixing") -> torch.Tensor:
     """A causal problem whose biases reach a fixed distance, or fall with the distance."""
     biases, length, heads = problem.biases, problem.length, problem.num_heads
     size, tables = CHUNK_SIZE, None
-    if _has_chunk_tables(biases):
+    if isinstance(biases, WITHIN_A_WINDOW):
+        assert biases.reach is not None
         size = chunk_size(biases.reach, length)
         tables = biases.of_chunks(count_chunks(length, size), size)
 
@@ -131,12 +133,12 @@ def _tables(biases: PositionBias, causal: bool, batch: int, length: int, width: 
 
 def _bias(biases: PositionBias, tables: Tables, length: int) -> torch.Tensor:
     """The position biases as `tables` takes them."""
-    if isinstance(tables, BandTables):
-        return biases.kernels
-    return biases.by_offset() if isinstance(tables, GridTables) else biases.dense(length)
+    if isinstance(biases, GridKernel):
+        return biases.kernels if isinstance(tables, BandTables) else biases.by_offset()
+    return biases.dense(length)
 
 
-def _differentiable(tables: Tables, heads: int):
+def _differentiable(tables: Tables, heads: int) -> Differentiable:
     """Eq. 2 from what `_bias` gives, by differentiable operations: (B, T, d)."""
 
     def mix(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,14 @@ def _dense_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
     return block_sums(key, value, bias, masked=True).average()
 
 
-def _by_head(mixing, heads: int, key: torch.Tensor, value: torch.Tensor, *arguments, **options) -> torch.Tensor:
+def _by_head(
+    mixing: Callable[..., torch.Tensor],
+    heads: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *arguments: torch.Tensor | None,
+    **options: int,
+) -> torch.Tensor:
     """A function of (h, T, B, c) from the portable backend, for (B, T, d)."""
     by_head = (widen(split_heads(x, heads)).permute(1, 2, 0, 3) for x in (key, value))
     return join_heads(mixing(*by_head, *arguments, **options).permute(2, 0, 1, 3)).to(value.dtype)

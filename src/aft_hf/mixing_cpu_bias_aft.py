@@ -52,8 +52,7 @@ def relative_exp(x: torch.Tensor, maximum: torch.Tensor, top: float = TOP) -> to
     """exp(x - maximum + top) in the dtype of the maximum, and 0 where x is too far below."""
     floor = FLOOR[maximum.dtype]
     weights = (x - (maximum.clamp_min(EMPTY) - top)).clamp_min_(floor).exp_()
-    threshold = nn.functional.threshold_  # type: ignore[attr-defined]  # torch does not declare it
-    return threshold(weights, math.exp(floor + 0.01), 0.0)
+    return torch.threshold_(weights, math.exp(floor + 0.01), 0.0)
 
 
 class Table(NamedTuple):
@@ -75,7 +74,8 @@ class Tables(Protocol):
         causal: whether t' <= t only.
     """
 
-    causal: bool
+    @property
+    def causal(self) -> bool: ...
 
     def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
         """exp(w) as `product` takes it."""
@@ -83,17 +83,11 @@ class Tables(Protocol):
     def product(self, summands: torch.Tensor, table: Table) -> torch.Tensor:
         """The sums of (h, W, B, T) that each query sees."""
 
-    def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
-        """The gradient of the biases from that of the table; `of_table` is overwritten. With gradients only."""
-
     def visible(self, bias: torch.Tensor) -> torch.Tensor:
         """The biases, -inf where a query must not look."""
 
     def rows(self, visible: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, end: int) -> torch.Tensor:
         """w of N queries for the keys before `end`, (N, end)."""
-
-    def add_rows(self, sums: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add what (N, T) gives each position bias, the transpose of `rows`. With gradients only."""
 
     def size(self, features: int, length: int) -> int:
         """Numbers in the product for one head with so many features of all rows of a batch, and in its table."""
@@ -117,6 +111,7 @@ class DenseTables:
         return torch.bmm(summands.flatten(1, 2), table.entries.mT).unflatten(1, summands.shape[1:3])
 
     def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
+        """The gradient of the biases from that of the table; `of_table` is overwritten."""
         of_bias = of_table.mul_(table.entries)
         return of_bias.tril_() if self.causal else of_bias  # a later key may be infinitely larger
 
@@ -129,6 +124,7 @@ class DenseTables:
         return visible[..., :end][heads, queries]
 
     def add_rows(self, sums: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add what (N, T) gives each position bias, the transpose of `rows`."""
         sums[..., : rows.shape[1]].index_put_((heads, queries), rows.to(sums.dtype), accumulate=True)
 
     @staticmethod

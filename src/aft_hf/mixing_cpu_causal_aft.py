@@ -19,13 +19,16 @@ from .mixing_cpu_chunks_aft import (
     Rows,
     Segment,
     add_products,
-    difference,
     products,
     scale,
     scaled,
     tokens_of,
 )
 from .mixing_cpu_lost_aft import Lost, LostQueries
+
+
+# The same function of key, value and tables, made of differentiable operations.
+Differentiable = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def causal_mixing(
@@ -36,7 +39,7 @@ def causal_mixing(
     *,
     num_heads: int,
     chunk_size: int,
-    differentiable: Callable[..., torch.Tensor],
+    differentiable: Differentiable,
     global_connectivity: bool = True,
 ) -> torch.Tensor:
     """Causal Eq. 2: sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt') over t' <= t; 0 for a query that sees
@@ -50,8 +53,7 @@ def causal_mixing(
         slopes: (h,), for w = -slope (t - t'); None otherwise.
         num_heads: h.
         chunk_size: C.
-        differentiable: the same function of (key, value, tables) made of differentiable operations, for gradients of
-            gradients and batched gradients.
+        differentiable: for gradients of gradients and batched gradients.
         global_connectivity: False if a query sees nothing beyond the two chunks.
 
     Returns:
@@ -67,14 +69,21 @@ class _CausalMixing(torch.autograd.Function):
     """`CausalSums` to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, options: Options, differentiable: Callable, key, value, tables) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        options: Options,
+        differentiable: Differentiable,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tables: torch.Tensor | None,
+    ) -> torch.Tensor:
         result = CausalSums(key, value, tables, options).forward(for_backward=True)
         ctx.options, ctx.differentiable = options, differentiable
         ctx.save_for_backward(key, value, tables, *result.tensors())
         return result.context.to(value.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         key, value, tables, *result = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled() or not runs_as_written(gradient):
@@ -84,7 +93,7 @@ class _CausalMixing(torch.autograd.Function):
                 return None, None, *differentiable_gradients(output, inputs, needed, gradient)
         with torch.autocast("cpu", enabled=False):
             sums = CausalSums(key, value, tables, ctx.options)
-            return None, None, *sums.backward(_Result.of_tensors(result), gradient, needed[2])
+            return None, None, *sums.backward(_Result.of_tensors(*result), gradient, needed[2])
 
 
 class _Result(NamedTuple):
@@ -98,15 +107,15 @@ class _Result(NamedTuple):
         return self.context, self.inverse, *self.lost
 
     @classmethod
-    def of_tensors(cls, tensors: list[torch.Tensor | None]) -> "_Result":
-        return cls(*tensors[:2], Lost(*tensors[2:]))
+    def of_tensors(cls, context: torch.Tensor, inverse: torch.Tensor | None, *lost: torch.Tensor) -> "_Result":
+        return cls(context, inverse, Lost(*lost))
 
 
 class CausalSums(Chunks):
     """The sums of `causal_mixing` and their gradients."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor | None, options: Options):
+        super().__init__(key, value, tables, options)
         self.lost = LostQueries(self)
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -118,11 +127,13 @@ class CausalSums(Chunks):
         none = torch.empty(0, dtype=torch.float64)
         lost = [Lost(none.long(), none, none.to(self.dtype), none.bool())]
         for rows, segments in self.blocks():
-            here = [None if x is None else self.by_head(x)[:, rows.slice] for x in (context, inverse)]
-            lost += self._forward_rows(rows, segments, *here)
+            inverse_of_rows = None if inverse is None else self.by_head(inverse)[:, rows.slice]
+            lost += self._forward_rows(rows, segments, self.by_head(context)[:, rows.slice], inverse_of_rows)
         return _Result(context, inverse, Lost(*map(torch.cat, zip(*lost))))
 
-    def _forward_rows(self, rows: Rows, segments: list[Segment], context, inverse) -> Iterator[Lost]:
+    def _forward_rows(
+        self, rows: Rows, segments: list[Segment], context: torch.Tensor, inverse: torch.Tensor | None
+    ) -> Iterator[Lost]:
         """Some rows from left to right."""
         carry = None  # the running sum at the last chunk that lies further back than those of a segment
         for segment in segments:
@@ -147,7 +158,7 @@ class CausalSums(Chunks):
             if exact is numerator:
                 context[:, :, here] = exact
 
-    def _sums(self, rows: Rows, segment: Segment, features, far) -> torch.Tensor:
+    def _sums(self, rows: Rows, segment: Segment, features: torch.Tensor, far: torch.Tensor | None) -> torch.Tensor:
         """What each query of a segment sums over, relative to the references of `seen`: (G, h, R, n, C, W / G).
 
         The features are overwritten.
@@ -157,16 +168,14 @@ class CausalSums(Chunks):
             start = segment.start - 1 - self.before
             far = scaled(far, self.decay(rows.seen, start, segment.start, segment.chunks))
         if self.tables is None:
+            assert far is not None  # a window has tables
             # Without position biases the first token counts for all of its chunk: what is far is added to it.
             features[..., 0, :] += far
             return products(self.biases.own, features)
         start, chunks = segment.start, segment.chunks
         own, previous = features[:, :, :, 1:], features[:, :, :, :-1]
-        if rows.own is not rows.seen:
-            own = scaled(own, difference(rows.own, start, rows.seen, start, chunks).unsqueeze(-2))
-        sums = products(segment.of(self.biases.own), own)
-        if rows.own is not None:
-            scale(previous, difference(rows.own, start - 1, rows.seen, start, chunks).unsqueeze(-2))
+        sums = products(segment.of(self.biases.own), scaled(own, rows.difference(start, start, chunks)))
+        scale(previous, rows.difference(start - 1, start, chunks))
         products(segment.of(self.biases.previous), previous, sums)
         if far is not None:
             weight = self.biases.far_weight
@@ -176,8 +185,11 @@ class CausalSums(Chunks):
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, result: _Result, gradient: torch.Tensor, tables_needed: bool) -> tuple:
+    def backward(
+        self, result: _Result, gradient: torch.Tensor, tables_needed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The gradients of key, value and tables (None unless needed)."""
+        assert result.inverse is not None  # of a forward pass `for_backward`
         gradient = gradient.contiguous()
         any_lost = len(result.lost.index) > 0
         # What is added for lost queries is not rounded after each of them.
@@ -190,22 +202,35 @@ class CausalSums(Chunks):
             of_far = self.lost.gradient_of_far(result.lost, result.context, gradient)
         for rows, segments in self.blocks():
             whole = result.context, result.inverse, gradient, key_gradient, value_gradient
-            here = [None if x is None else self.by_head(x)[:, rows.slice] for x in whole]
-            self._backward_rows(rows, segments, *here, of_tables, of_far)
-        tables_gradient = self.biases.gradient(of_tables) if tables_needed else None
+            here = (self.by_head(x)[:, rows.slice] for x in whole)
+            self._backward_rows(rows, segments, *here, of_tables=of_tables, of_far=of_far)
+        tables_gradient = None if of_tables is None else self.biases.gradient(of_tables)
         if any_lost:
             self.lost.add_gradients(
                 result.lost, result.context, gradient, key_gradient, value_gradient, tables_gradient
             )
-        tables_gradient = None if tables_gradient is None else tables_gradient.to(self.tables.dtype)
+        if tables_gradient is not None and self.tables is not None:
+            tables_gradient = tables_gradient.to(self.tables.dtype)
         return key_gradient.to(self.key.dtype), value_gradient.to(self.value.dtype), tables_gradient
 
     def _backward_rows(
-        self, rows, segments, context, inverse, gradient, key_gradient, value_gradient, of_tables, of_far
+        self,
+        rows: Rows,
+        segments: list[Segment],
+        context: torch.Tensor,
+        inverse: torch.Tensor,
+        gradient: torch.Tensor,
+        key_gradient: torch.Tensor,
+        value_gradient: torch.Tensor,
+        *,
+        of_tables: list[torch.Tensor] | None,
+        of_far: torch.Tensor | None,
     ) -> None:
         """Some rows from right to left, since a key counts for the queries after it."""
         carry = None
-        following = ahead = 0.0  # gradients of the sums of the next chunk, and their totals for all that see a chunk
+        # Gradients of the sums of the next chunk, and their totals for all that see a chunk.
+        following: torch.Tensor | float = 0.0
+        ahead: torch.Tensor | float = 0.0
         for segment in reversed(segments):
             here = segment.positions
             count = here.stop - here.start
@@ -224,30 +249,45 @@ class CausalSums(Chunks):
                 later, ahead = self._later_sums(rows, segment, of_sums, ahead, carry, extra)
                 carry = later[:, :, :, :1]
             of_features = self._gradient_of_features(rows, segment, of_sums, later, features, of_tables)
-            parts = (tokens_of(x)[:, :, :, :count] for x in (of_features, features[:, :, :, self.before :]))
-            self._gradient_of_inputs(*parts, key_gradient[:, :, here], value_gradient[:, :, here])
+            of_inputs = key_gradient[:, :, here], value_gradient[:, :, here]
+            features_here = tokens_of(features[:, :, :, self.before :])[:, :, :, :count]
+            self._gradient_of_inputs(tokens_of(of_features)[:, :, :, :count], features_here, *of_inputs)
 
-    def _gradient_of_features(self, rows: Rows, segment: Segment, of_sums, later, features, of_tables):
+    def _gradient_of_features(
+        self,
+        rows: Rows,
+        segment: Segment,
+        of_sums: torch.Tensor,
+        later: torch.Tensor | None,
+        features: torch.Tensor,
+        of_tables: list[torch.Tensor] | None,
+    ) -> torch.Tensor:
         """The transpose of `_sums`; adds to the gradients of the tables. `of_sums` is overwritten."""
         start, chunks = segment.start, segment.chunks
         if self.tables is None:
+            assert later is not None
             of_sums[..., -1, :] += later
             return products(self.biases.own.mT, of_sums)
         table, table_of_next = self.biases.of_keys
-        own, previous = of_sums[:, :, :, :-1], of_sums
-        if rows.own is not rows.seen:
-            own = scaled(own, difference(rows.own, start, rows.seen, start, chunks).unsqueeze(-2))
+        own = scaled(of_sums[:, :, :, :-1], rows.difference(start, start, chunks))
         of_features = products(segment.of(table), own)
         if of_tables is not None:
             add_products(segment.of(of_tables[0]), features[:, :, :, 1:], own)
-        if rows.own is not None:
-            scale(previous, difference(rows.own, start - 1, rows.seen, start, chunks + 1).unsqueeze(-2))
+        previous = scale(of_sums, rows.difference(start - 1, start, chunks + 1))
         products(segment.of(table_of_next), previous[:, :, :, 1:], of_features)
         if of_tables is not None:
             add_products(segment.of(of_tables[1]), features[:, :, :, :-1], previous[:, :, :, :-1])
         return of_features if later is None else of_features.add_(later.unsqueeze(-2))
 
-    def _later_sums(self, rows: Rows, segment: Segment, of_sums, ahead, carry, extra):
+    def _later_sums(
+        self,
+        rows: Rows,
+        segment: Segment,
+        of_sums: torch.Tensor,
+        ahead: torch.Tensor | float,
+        carry: torch.Tensor | None,
+        extra: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of the running sums at each chunk of a segment, (G, h, R, n, W / G), and the totals of the
         first chunks, which the segment before needs.
         """
@@ -266,7 +306,9 @@ class CausalSums(Chunks):
         self.accumulate(later, rows.seen, segment.start, reverse=True)
         return later, ahead
 
-    def _gradient_of_sums(self, gradient, context, inverse, of_sums) -> None:
+    def _gradient_of_sums(
+        self, gradient: torch.Tensor, context: torch.Tensor, inverse: torch.Tensor, of_sums: torch.Tensor
+    ) -> None:
         """From the gradient of the quotients to those of both sums."""
         of_numerator, of_denominator = self.parts(of_sums)
         torch.mul(gradient, inverse, out=of_numerator)
@@ -276,7 +318,13 @@ class CausalSums(Chunks):
             torch.sum(of_numerator * context, -1, keepdim=True, out=of_denominator)
         of_denominator.neg_()
 
-    def _gradient_of_inputs(self, of_features, features, key_gradient, value_gradient) -> None:
+    def _gradient_of_inputs(
+        self,
+        of_features: torch.Tensor,
+        features: torch.Tensor,
+        key_gradient: torch.Tensor,
+        value_gradient: torch.Tensor,
+    ) -> None:
         """From the gradients of exp(K) V and exp(K), which are overwritten, to those of K and V."""
         (of_weighted, of_weights), (weighted, weights) = self.parts(of_features), self.parts(features)
         torch.mul(of_weighted, weights, out=value_gradient)

@@ -74,6 +74,14 @@ class Rows(NamedTuple):
         visible = self.key != -math.inf
         return visible.byte().argmax(2, keepdim=True).masked_fill_(~visible.any(2, keepdim=True), self.key.shape[2])
 
+    def difference(self, start: int, seen_start: int, count: int) -> torch.Tensor | None:
+        """The log of what features of chunks from `start` on count in sums of chunks from `seen_start` on:
+        (h, R, count, 1, k), at most 0. None for 0.
+        """
+        if self.own is None or self.seen is None or (self.own is self.seen and start == seen_start):
+            return None
+        return difference(self.own, start, self.seen, seen_start, count).unsqueeze(-2)
+
     def references_of_far(self, segment: "Segment", before: int) -> torch.Tensor | None:
         """What the running sums that chunks of a segment see are relative to: (h, R, n, k), None for 0."""
         return None if self.seen is None else at_chunks(self.seen, segment.start - 1 - before, segment.chunks)
@@ -107,7 +115,7 @@ class Chunks:
     where the features of a head share a key: (G, h, R, chunks, C, W / G).
     """
 
-    def __init__(self, key, value, tables: torch.Tensor | None, options: Options):
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor | None, options: Options):
         self.key, self.value, self.tables = key.contiguous(), value.contiguous(), tables
         self.slopes, self.num_heads, self.chunk_size, self.global_connectivity = options
         self.headroom = HEADROOM if self.global_connectivity else HEADROOM + WINDOW_MARGIN
@@ -146,21 +154,23 @@ class Chunks:
         chunks = max(1, min(MOST_CHUNKS, BLOCK_SIZE // (at_once * size * position_size)))
         segments = [Segment(i, min(chunks, total - i), size, self.length) for i in range(0, total, chunks)]
         key, value = self.by_head(self.key), self.by_head(self.value)
-        own = seen = None
-        if not self.moderate:
-            own, seen = self._references()
+        highest = None if self.moderate else self._largest_keys()
         for row in range(0, batch, at_once):
             here = slice(row, row + at_once)
-            references = [None, None]
-            if seen is not None:
-                highest = seen[:, here]
-                if self.room < MODERATE or not ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
-                    references = [x[:, here] - self.headroom for x in (own, seen)]
-            if own is seen:
-                references[0] = references[1]
-            yield Rows(here, key[:, here], value[:, here], *references), segments
+            own, seen = (None, None) if highest is None else self._references(*highest, here)
+            yield Rows(here, key[:, here], value[:, here], own, seen), segments
 
-    def _references(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _references(
+        self, own: torch.Tensor, seen: torch.Tensor, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """The references of some rows from the largest keys of all: None for 0; one tensor where these are one."""
+        highest = seen[:, rows]
+        if self.room >= MODERATE and ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
+            return None, None
+        reference = highest - self.headroom
+        return reference if own is seen else own[:, rows] - self.headroom, reference
+
+    def _largest_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest keys of each chunk, and of all that its queries see: (h, B, n, k). EMPTY where all is hidden.
 
         Whole numbers, so that differences of keys and references are not rounded. Under global connectivity a chunk
@@ -168,11 +178,11 @@ class Chunks:
         """
         size = self.chunk_size
         whole = self.length // size * size
-        highest = [self.key[:, :whole].unflatten(1, (-1, size)).amax(2)]
+        parts = [self.key[:, :whole].unflatten(1, (-1, size)).amax(2)]
         if whole < self.length:
-            highest.append(self.key[:, whole:].amax(1, keepdim=True))
+            parts.append(self.key[:, whole:].amax(1, keepdim=True))
         # What is not finite is found by its results.
-        highest = torch.cat(highest, 1).to(self.dtype).nan_to_num_(EMPTY, EMPTY, EMPTY)
+        highest = torch.cat(parts, 1).to(self.dtype).nan_to_num_(EMPTY, EMPTY, EMPTY)
         own = self.by_head(highest).contiguous()
         if not self.global_connectivity:
             own = own.round_()
@@ -222,14 +232,17 @@ class Chunks:
 
     def parts(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(G, ..., W / G) as the part of the numerators (..., c) and that of the denominators (..., k)."""
-        return features.unbind() if self.groups == 2 else features[0].tensor_split((self.width,), -1)
+        first, second = features.unbind() if self.groups == 2 else features[0].tensor_split((self.width,), -1)
+        return first, second
 
     def far_parts(self, far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Running sums as numerators (h, R, n, k, c / k) and denominators (h, R, n, k)."""
         numerator, denominator = self.parts(far)
         return numerator.unflatten(-1, (denominator.shape[-1], -1)), denominator
 
-    def running_sums(self, rows: Rows, segment: Segment, features, carry) -> torch.Tensor:
+    def running_sums(
+        self, rows: Rows, segment: Segment, features: torch.Tensor, carry: torch.Tensor | None
+    ) -> torch.Tensor:
         """The sums over all that lies further back than a segment's first chunk, then each of the other chunks, and
         than the chunk that follows: (G, h, R, n + 1, W / G), relative to the last chunk that is summed.
         """
@@ -259,8 +272,9 @@ class Chunks:
         return fallen.view(1, 1, 1, -1) if exponent is None else exponent.add_(fallen)
 
     def slope_of_features(self) -> torch.Tensor:
-        slopes = self.slopes.to(self.dtype)
-        return slopes.repeat_interleave(self.key.shape[-1] // self.num_heads)
+        """(k,); only where there are slopes."""
+        assert self.slopes is not None
+        return self.slopes.to(self.dtype).repeat_interleave(self.key.shape[-1] // self.num_heads)
 
 
 class Biases:
@@ -352,13 +366,13 @@ def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: in
 
 def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
+    return x if exponent is None else scale(x.clone(), exponent)
+
+
+def scale(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
+    """`scaled` in place."""
     if exponent is None:
         return x
-    return scale(x.clone(), exponent)
-
-
-def scale(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """`scaled` in place."""
     if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
         return x.mul_(torch.exp(exponent))
     root = torch.exp(exponent / 2)

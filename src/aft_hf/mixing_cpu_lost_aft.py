@@ -73,7 +73,8 @@ class LostQueries:
 
     def __init__(self, sums: Chunks):
         # The sums own this object: a reference back would keep their tensors until garbage is collected.
-        self.sums, self.dtype = weakref.proxy(sums), sums.dtype
+        self.sums: Chunks = weakref.proxy(sums)
+        self.dtype = sums.dtype
         self.key, self.value = sums.key, sums.value
         self.size, self.span = sums.chunk_size, (1 + sums.before) * sums.chunk_size
         self.length, self.width = sums.key.shape[1:]
@@ -121,7 +122,15 @@ class LostQueries:
 
     # ---------------------------------------------------------------------------------------------------- search
 
-    def find(self, rows: Rows, segment: Segment, inverse, context, far, for_backward: bool):
+    def find(
+        self,
+        rows: Rows,
+        segment: Segment,
+        inverse: torch.Tensor,
+        context: torch.Tensor,
+        far: torch.Tensor | None,
+        for_backward: bool,
+    ) -> tuple[Places, torch.Tensor] | None:
         """The lost queries of a segment, as `Places` and by index, those left out that see nothing: their context is
         set to 0. Clears `inverse` for the backward pass.
 
@@ -260,7 +269,15 @@ class LostQueries:
             return torch.stack(total.unbind(-1))
         return total.squeeze(3).unsqueeze(0)
 
-    def add_gradients(self, lost: Lost, context, gradient, key_gradient, value_gradient, tables_gradient) -> None:
+    def add_gradients(
+        self,
+        lost: Lost,
+        context: torch.Tensor,
+        gradient: torch.Tensor,
+        key_gradient: torch.Tensor,
+        value_gradient: torch.Tensor,
+        tables_gradient: torch.Tensor | None,
+    ) -> None:
         """What lost queries add to the gradients of the keys, values and biases of their windows."""
         of_keys = key_gradient.view(-1)
         of_values = value_gradient.view(len(of_keys), -1)
@@ -271,7 +288,16 @@ class LostQueries:
                 context_here, gradient_here = (self._at_queries(x, index) for x in (context, gradient))
                 add(_Window(self, index), log_sum, context_here, gradient_here, of_keys, of_values, of_biases)
 
-    def _add_window_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
+    def _add_window_gradients(
+        self,
+        window: "_Window",
+        log_sum: torch.Tensor,
+        context: torch.Tensor,
+        gradient: torch.Tensor,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+        of_biases: torch.Tensor | None,
+    ) -> None:
         """Of all queries of a window at once."""
         tables = self.exp_biases
         assert tables is not None
@@ -292,7 +318,16 @@ class LostQueries:
                 product = of_sums[which].flatten(0, 1).mT @ summands[which].flatten(0, 1)
                 of_biases[table] += tables[table] * product
 
-    def _add_softmax_gradients(self, window: "_Window", log_sum, context, gradient, of_keys, of_values, of_biases):
+    def _add_softmax_gradients(
+        self,
+        window: "_Window",
+        log_sum: torch.Tensor,
+        context: torch.Tensor,
+        gradient: torch.Tensor,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+        of_biases: torch.Tensor | None,
+    ) -> None:
         """Of queries one by one."""
         keys, largest, biases = window.logits_of_queries()
         # A log-sum is rounded to the dtype of the keys, and the rest goes into the gradient.

@@ -22,9 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .mixing_cpu_bias_aft import FLOOR, Table, Tables, is_moderate, relative_exp
+from .mixing_cpu_bias_aft import FLOOR, DenseTables, Table, Tables, is_moderate, relative_exp
 from .scaled_sums_aft import working_dtype
 
+
+# Rows by the indices of their groups, features of the keys and rows of the batch; and an index of more dimensions.
+Place = tuple[torch.Tensor, ...]
+Index = tuple[torch.Tensor | slice, ...]
 
 # Values up to this size may be summed with weights of up to exp(LARGEST_EXPONENT), any number of them.
 LARGEST_VALUE = 1e12
@@ -68,6 +72,18 @@ class Size(IntEnum):
     ANY = 2
 
 
+class Upstream(NamedTuple):
+    """Where the backward pass of some queries begins; those whose reciprocals are 0 have no part in it."""
+
+    of_context: torch.Tensor  # (G, c, B, T), the gradient of the averages
+    context: torch.Tensor  # (G, c, B, T)
+    inverse: torch.Tensor  # (G, k, B, T), reciprocals of the denominators
+
+    def part(self, start: int, end: int) -> "Upstream":
+        """The queries from start to end."""
+        return Upstream(*(x[..., start:end] for x in self))
+
+
 @dataclass(frozen=True)
 class Block:
     """Keys, values and position biases that are taken at once.
@@ -107,43 +123,36 @@ class Block:
             self._restore(*self._lost(inverse), context)
 
     def gradients(
-        self,
-        of_context: torch.Tensor,
-        context: torch.Tensor,
-        inverse: torch.Tensor,
-        of_keys: torch.Tensor,
-        of_values: torch.Tensor,
-        bias_needed: bool,
+        self, upstream: Upstream, of_keys: torch.Tensor, of_values: torch.Tensor, bias_needed: bool
     ) -> torch.Tensor | None:
         """From the gradient of `average` to those of keys and values, written into `of_keys` and `of_values`, and to
         that of the biases, if needed.
         """
         of_table = of_first = of_bias = None
-        results, dtype = (of_keys, of_values), context.dtype
+        results, dtype = (of_keys, of_values), upstream.context.dtype
         if not self.moderate and of_keys.dtype != dtype:  # sums of several parts, rounded once
             of_keys, of_values = (torch.empty_like(x, dtype=dtype) for x in results)
+        downstream = of_keys, of_values
         for start, end, table in self._pieces():
             if table is None:
-                of_first = self._add_first_gradients(end, of_context, of_keys, of_values, bias_needed)
-                continue
-            of_queries = (x[..., start:end] for x in (of_context, context, inverse))
-            upstream = *of_queries, self.keys[..., :end], self.values[..., :end], table, self._size
-            if end == self.keys.shape[-1]:
-                of_part = _gradients(*upstream, of_keys, of_values, bias_needed)
-                if bias_needed:
-                    of_table = of_part if start == 0 else nn.functional.pad(of_part, (0, 0, start, 0))
+                of_first = self._add_first_gradients(end, upstream.of_context, *downstream, bias_needed)
+            elif end == self.keys.shape[-1]:
+                of_table = self._gradients_of_part(upstream, start, end, table, *downstream, bias_needed)
+                if of_table is not None and start > 0:
+                    of_table = nn.functional.pad(of_table, (0, 0, start, 0))
             else:
-                self._add_gradients(upstream, start, of_keys, of_values, of_table)
-        upstream, downstream = (of_context, context, inverse), (of_keys, of_values)
+                self._add_gradients(upstream, start, end, table, *downstream, of_table)
         if self._sums_again:
-            of_bias = self._add_gradients_again(*upstream, *downstream, of_table)
-        elif not self.moderate and not float(inverse.amin()) > 0:
-            of_bias = self._add_lost_gradients(self._lost(inverse)[0], of_context, *downstream, bias_needed)
+            of_bias = self._add_gradients_again(upstream, *downstream, of_table)
+        elif not self.moderate and not float(upstream.inverse.amin()) > 0:
+            lost, _ = self._lost(upstream.inverse)
+            of_bias = self._add_lost_gradients(lost, upstream.of_context, *downstream, bias_needed)
         for result, total in zip(results, downstream):
             if result is not total:
                 result.copy_(total)
-        if not bias_needed:
+        if of_table is None:
             return None
+        assert isinstance(self.tables, DenseTables)  # bands have no gradients
         through_table = self.tables.bias_gradient(of_table, self.table, self.bias)
         if of_first is not None:
             end = of_first.shape[-1]
@@ -230,10 +239,12 @@ class Block:
     def _first_are_finite(self) -> bool:
         return all(bool(x[..., :FIRST].isfinite().all()) for x in (self.keys, self.values))
 
-    def _add_first_gradients(self, end: int, of_context, of_keys, of_values, bias_needed) -> torch.Tensor | None:
+    def _add_first_gradients(
+        self, end: int, of_context: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, bias_needed: bool
+    ) -> torch.Tensor | None:
         """Add the gradients of the first queries to those of keys and values, and return that of their biases."""
-        seen = self.keys[..., :end], self.values[..., :end], self._visible_bias[:, :end, :end]
-        seen = [x.detach().to(of_keys.dtype).requires_grad_() for x in seen]
+        inputs = self.keys[..., :end], self.values[..., :end], self._visible_bias[:, :end, :end]
+        seen = [x.detach().to(of_keys.dtype).requires_grad_() for x in inputs]
         with torch.enable_grad():
             found = _first_average(*seen)
         of_seen_keys, of_seen_values, of_bias = torch.autograd.grad(found, seen, of_context[..., :end].to(found.dtype))
@@ -241,16 +252,38 @@ class Block:
         of_values[..., :end] += of_seen_values
         return of_bias if bias_needed else None
 
-    @staticmethod
-    def _add_gradients(upstream: tuple, start: int, of_keys, of_values, of_table) -> None:
-        """Add the gradients of a part of a causal table, whose queries begin at `start`."""
-        keys, values = upstream[3:5]
-        of_seen = torch.empty_like(keys, dtype=of_keys.dtype), torch.empty_like(values, dtype=of_values.dtype)
-        end = keys.shape[-1]
-        of_part = _gradients(*upstream, *of_seen, of_table is not None)
-        for of_all, of_some in zip((of_keys, of_values), of_seen):
-            of_all[..., :end] += of_some
-        if of_table is not None:
+    def _gradients_of_part(
+        self,
+        upstream: Upstream,
+        start: int,
+        end: int,
+        table: Table,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+        table_needed: bool,
+    ) -> torch.Tensor | None:
+        """`_gradients` of the queries from start to end, which see the keys before the end."""
+        seen = self.keys[..., :end], self.values[..., :end]
+        return _gradients(upstream.part(start, end), *seen, table, self._size, of_keys, of_values, table_needed)
+
+    def _add_gradients(
+        self,
+        upstream: Upstream,
+        start: int,
+        end: int,
+        table: Table,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+        of_table: torch.Tensor | None,
+    ) -> None:
+        """Add the gradients of a part of a causal table, whose queries go from start to end."""
+        of_seen_keys = torch.empty_like(self.keys[..., :end], dtype=of_keys.dtype)
+        of_seen_values = torch.empty_like(self.values[..., :end], dtype=of_values.dtype)
+        table_needed = of_table is not None
+        of_part = self._gradients_of_part(upstream, start, end, table, of_seen_keys, of_seen_values, table_needed)
+        of_keys[..., :end] += of_seen_keys
+        of_values[..., :end] += of_seen_values
+        if of_table is not None and of_part is not None:
             of_table[:, start:end, :end] += of_part
 
     # ------------------------------------------------------------------------------- rows that are summed once more
@@ -269,23 +302,25 @@ class Block:
             self._restore(lost, None, context)
 
     def _add_gradients_again(
-        self, of_context, context, inverse, of_keys, of_values, of_table: torch.Tensor | None
+        self, upstream: Upstream, of_keys: torch.Tensor, of_values: torch.Tensor, of_table: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Add the part of lost queries to the gradients of keys, values and table; that of the biases, for queries
         that have a softmax.
         """
-        left, of_context_by_key = [], self._of_keys(of_context)
+        left, of_context_by_key = [], self._of_keys(upstream.of_context)
         for start, end, table in self._pieces():
-            for rows in self._rows_with_lost(start, end, table, inverse):
-                seen = *rows.place, slice(None), slice(0, end)
-                upstream = of_context_by_key[rows.queries].to(context.dtype).transpose(0, 1).unsqueeze(0)
+            assert table is not None  # a softmax is only for what is not summed again
+            for rows in self._rows_with_lost(start, end, table, upstream.inverse):
+                of_queries = of_context_by_key[rows.queries].to(upstream.context.dtype).transpose(0, 1).unsqueeze(0)
                 for again in self._rounds(rows):
                     of_rows = torch.empty_like(rows.values, dtype=of_values.dtype).transpose(0, 1).unsqueeze(0)
                     of_row_keys = torch.empty_like(again.keys, dtype=of_keys.dtype)[None, None]
                     of_part = _gradients(
-                        upstream,
-                        again.context.transpose(0, 1).unsqueeze(0),
-                        again.inverse.masked_fill(~again.here, 0.0)[None, None],
+                        Upstream(
+                            of_queries,
+                            again.context.transpose(0, 1).unsqueeze(0),
+                            again.inverse.masked_fill(~again.here, 0.0)[None, None],
+                        ),
                         again.keys[None, None],
                         rows.values.transpose(0, 1).unsqueeze(0),
                         rows.table,
@@ -295,14 +330,14 @@ class Block:
                         of_table is not None,
                     )
                     of_keys[..., :end][rows.place] += of_row_keys[0, 0]
-                    self._of_keys(of_values)[seen] += of_rows[0].transpose(0, 1)
-                    if of_table is not None:
+                    self._of_keys(of_values)[..., :end][rows.place] += of_rows[0].transpose(0, 1)
+                    if of_table is not None and of_part is not None:
                         of_table[rows.group, start:end, :end] += of_part[0]
                 left.append(rows)
-        lost = self._left(left, inverse)
+        lost = self._left(left, upstream.inverse)
         if lost is None:
             return None
-        return self._add_lost_gradients(lost, of_context, of_keys, of_values, of_table is not None)
+        return self._add_lost_gradients(lost, upstream.of_context, of_keys, of_values, of_table is not None)
 
     def _rows_with_lost(self, start: int, end: int, table: Table, inverse: torch.Tensor) -> Iterator["_Rows"]:
         """The rows in which queries from start to end are lost, of one group at a time."""
@@ -315,7 +350,7 @@ class Block:
             place = rows[rows[:, 0] == group].unbind(1)
             keys, values = self.keys[..., :end][place], self._of_keys(self.values)[..., :end][place]
             of_group = table._replace(entries=table.entries[group : group + 1])
-            queries = *place, slice(None), slice(start, end)
+            queries: Index = (*place, slice(None), slice(start, end))
             yield _Rows(group, start, place, queries, keys, values, of_group, part[place] == 0)
 
     def _rounds(self, rows: "_Rows") -> Iterator["_Again"]:
@@ -363,23 +398,31 @@ class Block:
             context.masked_fill_(undefined, torch.nan)
         for place, query in self._few_at_once(lost):
             found = _softmax_average(*self._seen(place, query))
-            self._of_keys(context)[(*place, slice(None), query)] = found.to(context.dtype)
+            index: Index = (*place, slice(None), query)
+            self._of_keys(context)[index] = found.to(context.dtype)
 
     def _add_lost_gradients(
-        self, lost: torch.Tensor, of_context, of_keys, of_values, bias_needed
+        self,
+        lost: torch.Tensor,
+        of_context: torch.Tensor,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+        bias_needed: bool,
     ) -> torch.Tensor | None:
         """Add the part of lost queries to the gradients of keys and values, and return that of the biases."""
         of_bias = torch.zeros_like(self.bias) if bias_needed else None
         for place, query in self._few_at_once(lost):
-            *seen, bias = (x.detach().requires_grad_() for x in self._seen(place, query))
+            seen = [x.detach().requires_grad_() for x in self._seen(place, query)]
             with torch.enable_grad():
-                found = _softmax_average(*seen, bias)
-            gradient = self._of_keys(of_context)[(*place, slice(None), query)].to(of_keys.dtype)
-            of_seen_keys, of_seen_values, of_rows = torch.autograd.grad(found, (*seen, bias), gradient)
-            end = bias.shape[1]
+                found = _softmax_average(*seen)
+            index: Index = (*place, slice(None), query)
+            gradient = self._of_keys(of_context)[index].to(of_keys.dtype)
+            of_seen_keys, of_seen_values, of_rows = torch.autograd.grad(found, seen, gradient)
+            end = of_seen_keys.shape[1]
             of_keys[..., :end].index_put_(place, of_seen_keys, accumulate=True)
             self._of_keys(of_values)[..., :end].index_put_(place, of_seen_values, accumulate=True)
             if of_bias is not None:
+                assert isinstance(self.tables, DenseTables)
                 self.tables.add_rows(of_bias, place[0], query, of_rows)
         return of_bias
 
@@ -398,7 +441,7 @@ class Block:
             defined, sighted = finite.all(-1, keepdim=True), visible.any(-1, keepdim=True)
         return lost & defined & sighted, lost & ~defined
 
-    def _few_at_once(self, lost: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    def _few_at_once(self, lost: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
         """The indices of lost queries: (group, feature of the keys, row of the batch) and query."""
         size = (self.values.shape[1] // self.keys.shape[1] + 2) * lost.shape[-1]
         indices = lost.nonzero()
@@ -415,7 +458,7 @@ class Block:
         """(G, c, B, T) as (G, k, B, c / k, T): the values of each key."""
         return values.unflatten(1, (self.keys.shape[1], -1)).permute(0, 1, 3, 2, 4)
 
-    def _seen(self, place: tuple[torch.Tensor, ...], query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _seen(self, place: Place, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The keys (N, T), values (N, c / k, T) and biases (N, T) of N queries, up to the last one if causal."""
         end = int(query.max()) + 1 if self.tables.causal else self.keys.shape[-1]
         keys, values = self.keys[..., :end][place], self._of_keys(self.values)[..., :end][place]
@@ -440,8 +483,8 @@ class _Rows:
 
     group: int
     start: int
-    place: tuple[torch.Tensor, ...]
-    queries: tuple
+    place: Place
+    queries: Index
     keys: torch.Tensor
     values: torch.Tensor
     table: Table
@@ -476,15 +519,13 @@ def _average(
     sums = tables.product(_summands(keys, values, table, size), table)
     denominator, numerator = sums.tensor_split((keys.shape[1],), 1)
     if size > Size.MODERATE:
-        nn.functional.threshold_(denominator, smallest, torch.inf)
+        torch.threshold_(denominator, smallest, torch.inf)
     torch.reciprocal(denominator, out=inverse)
     torch.mul(numerator, inverse, out=context)
 
 
 def _gradients(
-    of_context: torch.Tensor,
-    context: torch.Tensor,
-    inverse: torch.Tensor,
+    upstream: Upstream,
     keys: torch.Tensor,
     values: torch.Tensor,
     table: Table,
@@ -494,8 +535,9 @@ def _gradients(
     table_needed: bool,
 ) -> torch.Tensor | None:
     """From the gradient of `_average` to those of keys and values, written into `of_keys` and `of_values`, and to that
-    of the table, if needed. Queries whose `inverse` is 0 have no part in them.
+    of the table, if needed.
     """
+    of_context, context, inverse = upstream
     dtype, count = table.entries.dtype, keys.shape[1]
     summands = _summands(keys, values, table, size)
     of_sums = summands.new_empty(*summands.shape[:3], context.shape[-1])

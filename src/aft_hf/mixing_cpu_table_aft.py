@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .activations_aft import differentiable_gradients, runs_as_written
-from .mixing_cpu_bias_aft import MODERATE, Tables, is_moderate
-from .mixing_cpu_sums_aft import Block, are_bounded, write_weights
+from .activations_aft import differentiable_gradients, is_linear, runs_as_written
+from .mixing_cpu_bias_aft import MODERATE, Table, Tables, is_moderate
+from .mixing_cpu_sums_aft import Block, Upstream, are_bounded, write_weights
 from .projections_aft import Projections
 from .scaled_sums_aft import EMPTY, working_dtype
 
@@ -54,11 +54,12 @@ def table_layer(
         (B, T, d).
     """
     batch, length, width = x.shape
-    layout = _choose_layout(num_heads, width, projections.key.weight.shape[0], batch * length * x.element_size())
-    weights = [getattr(projections.output, name, None) for name in ("weight", "bias")]
-    weights = [None if y is None else y.to(x.dtype) for y in weights]
-    features = _project(projections.of_input(), layout.groups, x.flatten(0, 1)).view(layout.groups, -1, batch, length)
-    return _gated_average(features, bias, *weights, layout, tables, differentiable)
+    layers = [layer for layer in projections.of_input() if is_linear(layer)]  # all of them
+    layout = _choose_layout(num_heads, width, layers[0].weight.shape[0], batch * length * x.element_size())
+    of_output = (getattr(projections.output, name, None) for name in ("weight", "bias"))
+    weight, weight_bias = (None if y is None else y.to(x.dtype) for y in of_output)
+    features = _project(layers, layout.groups, x.flatten(0, 1)).view(layout.groups, -1, batch, length)
+    return _gated_average(_Inputs(features, bias, weight, weight_bias), layout, tables, differentiable)
 
 
 def table_mixing(
@@ -86,7 +87,16 @@ def table_mixing(
     layout = _choose_layout(num_heads, width, key.shape[-1], batch * length * dtype.itemsize)
     parts = (x.to(dtype).unflatten(-1, (layout.groups, -1)).permute(2, 3, 0, 1) for x in (key, value))
     features = torch.cat(list(parts), 1).contiguous()
-    return _gated_average(features, bias, None, None, layout, tables, differentiable).to(value.dtype)
+    return _gated_average(_Inputs(features, bias), layout, tables, differentiable).to(value.dtype)
+
+
+class _Inputs(NamedTuple):
+    """What the output is a function of."""
+
+    features: torch.Tensor  # of a `_Layout`
+    bias: torch.Tensor  # position biases
+    weight: torch.Tensor | None = None  # of the output projection; None without one
+    weight_bias: torch.Tensor | None = None
 
 
 class _Layout(NamedTuple):
@@ -99,9 +109,10 @@ class _Layout(NamedTuple):
     keys: int
     values: int
 
-    def split(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The keys, values and queries."""
-        return features.tensor_split((self.keys, self.keys + self.values), 1)
+        keys, values, queries = features.tensor_split((self.keys, self.keys + self.values), 1)
+        return keys, values, queries
 
     def by_position(self, features: torch.Tensor) -> torch.Tensor:
         """(groups, features, B, T) of one kind as (B, T, all features)."""
@@ -109,20 +120,21 @@ class _Layout(NamedTuple):
 
     def blocks(
         self, tables: Tables, bias: torch.Tensor, features: torch.Tensor, dtype: torch.dtype
-    ) -> Iterator[tuple]:
+    ) -> Iterator[tuple[slice, slice, Table]]:
         """Groups that are taken at once, their heads, and the tables of these.
 
         A part of a head at once, or as many heads as fit into a block with their tables, and one for each thread: a
         product is not split well.
         """
         batch, length = features.shape[2:]
-        parts, table_heads, table = self.groups // self.heads, None, None
+        parts, table_heads = self.groups // self.heads, None
+        table: Table | None = None
         size = tables.size((self.keys + self.values) * batch, length) * features.element_size()
         step = 1 if parts > 1 else max(BLOCK_SIZE // size, torch.get_num_threads())
         for first in range(0, self.groups, step):
             block = slice(first, min(first + step, self.groups))
             heads = slice(first // parts, (block.stop - 1) // parts + 1)
-            if heads != table_heads:
+            if table is None or heads != table_heads:
                 table, table_heads = tables.table(bias[heads], dtype), heads
             yield block, heads, table
 
@@ -160,11 +172,9 @@ def _project(layers: list[nn.Linear], groups: int, x: torch.Tensor) -> torch.Ten
     return torch.addmm(bias, weight, x.mT)  # rounded once, after the bias
 
 
-def _gated_average(
-    features, bias, weight, weight_bias, layout: _Layout, tables: Tables, differentiable: Differentiable
-):
+def _gated_average(inputs: _Inputs, layout: _Layout, tables: Tables, differentiable: Differentiable) -> torch.Tensor:
     """Eq. 2 and the output projection, if there is a weight: (B, T, d)."""
-    inputs = features, bias, weight, weight_bias
+    features, bias, weight, weight_bias = inputs
     moderate = layout.are_moderate(features.detach(), bias.detach())
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _GatedAverage.apply(*inputs, layout, tables, moderate, differentiable)
@@ -207,7 +217,17 @@ class _GatedAverage(torch.autograd.Function):
     """`_gated_average` to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, features, bias, weight, weight_bias, layout, tables, moderate, differentiable):
+    def forward(
+        ctx: Any,
+        features: torch.Tensor,
+        bias: torch.Tensor,
+        weight: torch.Tensor | None,
+        weight_bias: torch.Tensor | None,
+        layout: _Layout,
+        tables: Tables,
+        moderate: bool,
+        differentiable: Differentiable,
+    ) -> torch.Tensor:
         keys, values, queries = layout.split(features)
         dtype = working_dtype(features)
         context, inverse = (torch.empty_like(x, dtype=dtype) for x in (values, keys))
@@ -225,22 +245,31 @@ class _GatedAverage(torch.autograd.Function):
         return _output(gated, weight, weight_bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        *inputs, context, inverse = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *saved, context, inverse = ctx.saved_tensors
+        inputs = _Inputs(*saved)
         needed = ctx.needs_input_grad[: len(inputs)]
         with torch.autocast("cpu", enabled=False):
             batched = not runs_as_written(gradient)
             if batched or torch.is_grad_enabled():
                 gradients = _differentiable_gradients(inputs, needed, gradient, ctx.options[0], ctx.differentiable)
             else:
-                gradients = _gradients(*inputs, context, inverse, gradient, needed, *ctx.options)
+                gradients = _gradients(inputs, context, inverse, gradient, needed, *ctx.options)
         return *gradients, None, None, None, None
 
 
 def _gradients(
-    features, bias, weight, weight_bias, context, inverse, gradient, needed, layout: _Layout, tables: Tables, moderate
+    inputs: _Inputs,
+    context: torch.Tensor,
+    inverse: torch.Tensor,
+    gradient: torch.Tensor,
+    needed: tuple[bool, ...],
+    layout: _Layout,
+    tables: Tables,
+    moderate: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Those of the first four, where `needed`, from that of the output (B, T, d)."""
+    """Those of the inputs, where `needed`, from that of the output (B, T, d)."""
+    features, bias, weight, _ = inputs
     rows = gradient.reshape(-1, gradient.shape[-1])
     # A copy: what is overwritten here must not be the caller's.
     of_gated = rows.mT.clone(memory_format=torch.contiguous_format) if weight is None else weight.mT @ rows.mT
@@ -249,27 +278,33 @@ def _gradients(
     of_bias = torch.zeros_like(bias) if needed[1] else None
     parts = layout.split(features), layout.split(of_features)
     for block, heads, table in layout.blocks(tables, bias, features, context.dtype):
-        (keys, values, queries), gradients = ([x[block] for x in y] for y in parts)
+        (keys, values, queries), (of_keys, of_values, of_queries) = ([x[block] for x in y] for y in parts)
         of_context = of_gated[block]
         if queries.shape[1]:
             gate = torch.sigmoid(queries)
             torch.mul(context[block], gate, out=gated[block])
             of_gate = torch.mul(of_context, context[block], out=torch.empty_like(gate))
-            torch.ops.aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=gradients[2])
+            torch.ops.aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=of_queries)
             of_context.mul_(gate)
         else:
             gated[block] = context[block]
-        inputs = Block(keys, values, bias[heads], tables, table, moderate)
-        upstream = of_context, context[block], inverse[block]
-        of_heads = inputs.gradients(*upstream, *gradients[:2], needed[1])
-        if needed[1]:
+        upstream = Upstream(of_context, context[block], inverse[block])
+        averages = Block(keys, values, bias[heads], tables, table, moderate)
+        of_heads = averages.gradients(upstream, of_keys, of_values, needed[1])
+        if of_bias is not None and of_heads is not None:
             of_bias[heads] += of_heads
     of_weight = rows.mT @ gated.flatten(2).flatten(0, 1).mT if needed[2] else None
     of_weight_bias = rows.sum(0) if needed[3] else None
     return of_features if needed[0] else None, of_bias, of_weight, of_weight_bias
 
 
-def _differentiable_gradients(inputs, needed, gradient, layout: _Layout, differentiable: Differentiable) -> list:
+def _differentiable_gradients(
+    inputs: _Inputs,
+    needed: tuple[bool, ...],
+    gradient: torch.Tensor,
+    layout: _Layout,
+    differentiable: Differentiable,
+) -> tuple[torch.Tensor | None, ...]:
     """The same by differentiable operations, for a gradient that may be a batch of them."""
     with torch.enable_grad():
         features, bias, weight, weight_bias = inputs
@@ -278,7 +313,7 @@ def _differentiable_gradients(inputs, needed, gradient, layout: _Layout, differe
         if queries.shape[1]:
             context = context * torch.sigmoid(layout.by_position(queries))
         output = context if weight is None else nn.functional.linear(context, weight, weight_bias)
-        return list(differentiable_gradients(output, tuple(inputs), needed, gradient))
+        return tuple(differentiable_gradients(output, inputs, needed, gradient))
 
 
 def _output(gated: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

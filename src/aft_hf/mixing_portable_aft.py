@@ -12,6 +12,7 @@ from torch import nn
 
 from .mixing_backend_aft import Backend
 from .position_biases_aft import (
+    Dense,
     GridKernel,
     LagKernel,
     LinearDecay,
@@ -111,7 +112,7 @@ def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) 
         return chunked_mixing(key, value, None, biases.slopes, chunk_size=CHUNK_SIZE)
     if biases.reach is None:
         # An exported program serves all lengths with the operations of the longest one.
-        longest = biases.query.shape[1] if torch.compiler.is_exporting() else length
+        longest = biases.query.shape[1] if torch.compiler.is_exporting() and isinstance(biases, Dense) else length
         return halved_mixing(key, value, biases.dense(longest))
     if biases.hides_outside:
         return causal_window_mixing(key, value, biases)
@@ -215,9 +216,10 @@ def chunked_mixing(
         own_bias = LinearDecay(slopes).between(positions, positions).unsqueeze(1)
     sums = triangle_sums(key, value, own_bias)  # (h, n, C, B, c)
     if chunks > 1:
-        decay = 0.0 if slopes is None else slopes.to(key.dtype).view(-1, 1, 1, 1)
+        decay: torch.Tensor | float = 0.0
         to_end = None
         if slopes is not None:
+            decay = slopes.to(key.dtype).view(-1, 1, 1, 1)
             distance = torch.arange(chunk_size - 1, -1, -1, device=key.device)
             to_end = (-slopes[:, None] * distance)[:, None, None].expand(-1, chunks, -1, -1)
         totals = block_sums(key, value, to_end)  # (h, n, 1, B, c)
@@ -232,7 +234,7 @@ def chunked_mixing(
             (previous_key,), (previous_value,) = _neighbours(key, -math.inf, 1), _neighbours(value, 0.0, 1)
             sums = sums.merge(block_sums(previous_key, previous_value, previous_bias))
         before = before.map(lambda x: x.unsqueeze(2))
-        if slopes is not None:
+        if isinstance(decay, torch.Tensor):
             steps = torch.arange(1, chunk_size + 1, device=key.device, dtype=key.dtype).view(-1, 1, 1)
             before = before.shifted(-decay.unsqueeze(1) * steps)
         sums = sums.merge(before)
@@ -246,6 +248,7 @@ def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     the chunk, the first ones are seen by its first queries only, the others by all of them.
     """
     reach = biases.reach
+    assert reach is not None
     size = (1 << (reach + 1).bit_length()) // 2  # the largest power of two that is not above reach + 1
     key, value, padding = _chunks(key, value, size)
     queries = torch.arange(key.shape[1] * size, device=key.device).view(-1, size)  # (n, C)

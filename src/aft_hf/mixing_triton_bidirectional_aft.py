@@ -4,7 +4,7 @@ For AFT-full and AFT-conv on images, and windows of short sequences. What a tabl
 2 T operations per element. So longer windows and larger grids go to the portable backend, which needs none.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,12 +63,19 @@ def mix_both_ways(
     """
     from .mixing_triton_bidirectional_launch_aft import forward
 
-    output, kept = forward(query, key, value, table, num_heads, keep=keep)
-    return output, *kept
+    output, (context, log_denominator, largest) = forward(query, key, value, table, num_heads, keep=keep)
+    return output, context, log_denominator, largest
 
 
 @mix_both_ways.register_fake
-def _(query, key, value, table, num_heads, keep):
+def _(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    num_heads: int,
+    keep: bool,
+) -> tuple[torch.Tensor, ...]:
     from .mixing_triton_bidirectional_launch_aft import kept_shapes
 
     kept = (value.new_empty(shape, dtype=torch.float32) for shape in kept_shapes(value, keep))
@@ -93,23 +100,35 @@ def mix_both_ways_backward(
 
     kept = context, log_denominator, largest
     gradients = backward(gradient, query, key, value, table, kept, num_heads, of_table=of_table)
-    return tuple(gradient.new_empty(0) if x is None else x for x in gradients)
+    of_query, of_key, of_value, found = (gradient.new_empty(0) if x is None else x for x in gradients)
+    return of_query, of_key, of_value, found
 
 
 @mix_both_ways_backward.register_fake
-def _(gradient, query, key, value, table, context, log_denominator, largest, num_heads, of_table):
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    context: torch.Tensor,
+    log_denominator: torch.Tensor,
+    largest: torch.Tensor,
+    num_heads: int,
+    of_table: bool,
+) -> tuple[torch.Tensor, ...]:
     gradients = (query, key, value, table if of_table else None)
     return tuple(gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in gradients)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     query, key, value, table, ctx.num_heads, _ = inputs
     ctx.save_for_backward(query, key, value, table, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, gradient, *_) -> tuple:
+def _backward(ctx: Any, gradient: torch.Tensor | None, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     *inputs, context, log_denominator, largest = ctx.saved_tensors
     needed = ctx.needs_input_grad[:4]
     if gradient is None:
@@ -117,22 +136,24 @@ def _backward(ctx, gradient, *_) -> tuple:
     plain = torch.compiler.is_compiling() or runs_as_written(gradient)
     if torch.is_grad_enabled() or not plain:  # the gradient of this gradient is wanted, or several at once
         with torch.enable_grad():
-            output = _in_plain_operations(*inputs, ctx.num_heads)
+            output = _in_plain_operations(*inputs, num_heads=ctx.num_heads)
             gradients = differentiable_gradients(output, tuple(inputs), needed, gradient)
     else:
         kept = context, log_denominator, largest
-        gradients = mix_both_ways_backward(gradient, *inputs, *kept, ctx.num_heads, needed[3])
-        gradients = (x if need else None for x, need in zip(gradients, needed))
+        found = mix_both_ways_backward(gradient, *inputs, *kept, ctx.num_heads, needed[3])
+        gradients = (x if need else None for x, need in zip(found, needed))
     return *gradients, None, None
 
 
 mix_both_ways.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _in_plain_operations(query, key, value, table, num_heads: int) -> torch.Tensor:
+def _in_plain_operations(
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, *, num_heads: int
+) -> torch.Tensor:
     """What `mix_both_ways` computes."""
-    by_head = (widen(split_heads(x, num_heads)) for x in (key, value))
-    context = join_heads(pairwise_mixing(*by_head, table.unsqueeze(0), None))
+    keys, values = (widen(split_heads(x, num_heads)) for x in (key, value))
+    context = join_heads(pairwise_mixing(keys, values, table.unsqueeze(0), None))
     if query is not None:
         context = context * torch.sigmoid(widen(query))
     return context.to(value.dtype)

@@ -3,6 +3,8 @@
 Tensors are those of `mix_both_ways`. Nothing here waits for the device.
 """
 
+from typing import Any
+
 import torch
 
 from .kernels_bidirectional_aft import (
@@ -37,7 +39,8 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, Kept]:
     """Eq. 2 times the gate, (B, T, d), and what the backward pass needs (empty tensors without `keep`)."""
-    query, key, value, table = (x if x is None else x.contiguous() for x in (query, key, value, table))
+    key, value, table = (x.contiguous() for x in (key, value, table))
+    query = None if query is None else query.contiguous()
     kept = [torch.empty(shape, dtype=torch.float32, device=value.device) for shape in kept_shapes(value, keep)]
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     sizes, options, columns = _launch(query, key, value, num_heads, BLOCK)
@@ -53,12 +56,15 @@ def kept_shapes(value: torch.Tensor, keep: bool) -> tuple[tuple[int, ...], ...]:
     return (*(value.shape,) * 2, (batch, -(-length // CHUNK_SIZE), width)) if keep else ((0,),) * 3
 
 
-def _launch(query, key, value, heads: int, largest_block: int) -> tuple[tuple[int, ...], dict, int]:
+def _launch(
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, heads: int, largest_block: int
+) -> tuple[tuple[int, ...], dict[str, Any], int]:
     """Sizes and constants of all kernels, and how many blocks of columns there are."""
     batch, length, width = value.shape
     columns = batch * width // heads
     block = min(largest_block, max(16, power_of_two_from(columns)))
-    options = {"HEADS": heads, "HEAD": width // heads, "KEY_PER_HEAD": key.shape[-1] != width, "C": CHUNK_SIZE}
+    per_head = key.shape[-1] != width
+    options: dict[str, Any] = {"HEADS": heads, "HEAD": width // heads, "KEY_PER_HEAD": per_head, "C": CHUNK_SIZE}
     options |= {"BD": block, "GATED": query is not None, "num_warps": 8}
     options |= {"PRECISION": "tf32" if value.dtype == torch.bfloat16 else "tf32x3"}
     return (batch, length, -(-length // CHUNK_SIZE), width, key.shape[-1]), options, -(-columns // block)
@@ -77,7 +83,7 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of query, key, value and, if asked for, of the table."""
     gradient, key, value, table = (x.contiguous() for x in (gradient, key, value, table))
-    query = query if query is None else query.contiguous()
+    query = None if query is None else query.contiguous()
     of_query, found, per_head = None, None, key.shape[-1] != value.shape[-1]
     inputs = (gradient, query, key, value, *kept, table)
     sizes, options, columns = _launch(query, key, value, num_heads, BLOCK)
@@ -85,7 +91,7 @@ def backward(
     with torch.cuda.device_of(value):
         if query is not None:
             of_query = torch.empty(query.shape, dtype=query.dtype, device=value.device)
-            _query_gradient(gradient, query, kept, of_query, sizes, options)
+            _query_gradient(gradient, query, kept, of_query, sizes)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         of_key = torch.empty(value.shape, dtype=torch.float32 if per_head else key.dtype, device=value.device)
         programs = (num_heads * chunks * columns,)
@@ -103,7 +109,9 @@ def backward(
     return of_query, of_key, of_value, found
 
 
-def _query_gradient(gradient, query, kept, of_query, sizes, options) -> None:
+def _query_gradient(
+    gradient: torch.Tensor, query: torch.Tensor, kept: Kept, of_query: torch.Tensor, sizes: tuple[int, ...]
+) -> None:
     """That of the gate: as in causal problems, where each feature is by itself as well."""
     batch, length, chunks, width, _ = sizes
     block = min(BLOCK, max(16, power_of_two_from(width)))

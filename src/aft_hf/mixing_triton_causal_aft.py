@@ -1,13 +1,13 @@
 """Causal Eq. 2 by Triton kernels: a problem as the kernels see it, and custom operators of PyTorch with gradients."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .activations_aft import differentiable_gradients, runs_as_written
 from .mixing_backend_aft import OPERATORS
 from .mixing_portable_aft import pairwise_mixing
-from .position_biases_aft import Dense, LagKernel, LinearDecay, NoBias, PositionBias, SelectedPosition, Window
+from .position_biases_aft import Dense, LinearDecay, NoBias, PositionBias
 from .scaled_sums_aft import join_heads, split_heads, widen
 
 
@@ -93,7 +93,7 @@ def problem_tensors(problem: "Mixing", positions: int | None = None) -> Inputs:
     return Inputs(problem.query, problem.key, problem.value, table, slopes, first)
 
 
-def _table(biases: Window | LagKernel | SelectedPosition | Dense, geometry: Geometry, length: int) -> torch.Tensor:
+def _table(biases: PositionBias, geometry: Geometry, length: int) -> torch.Tensor:
     """As `Inputs.table`."""
     size, near = geometry.chunk_size, geometry.near
     if isinstance(biases, Dense):
@@ -141,11 +141,21 @@ def causal_mix(
 
     inputs = Inputs(query, key, value, table, slopes, first)
     output, kept, _ = forward(inputs, Geometry(*geometry), keep=keep)
-    return output, *(value.new_empty(0, dtype=torch.float32) if x is None else x for x in kept)
+    context, log_denominator, largest = (value.new_empty(0, dtype=torch.float32) if x is None else x for x in kept)
+    return output, context, log_denominator, largest
 
 
 @causal_mix.register_fake
-def _(query, key, value, table, slopes, first, geometry, keep):
+def _(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    first: torch.Tensor | None,
+    geometry: list[int],
+    keep: bool,
+) -> tuple[torch.Tensor, ...]:
     from .mixing_triton_launch_aft import kept_tensors
 
     kept = kept_tensors(value, Geometry(*geometry)) if keep else [(torch.float32, (0,))] * 3
@@ -172,34 +182,48 @@ def causal_mix_backward(
 
     kept, inputs = (context, log_denominator, largest), Inputs(query, key, value, table, slopes, first)
     gradients = backward(gradient, inputs, kept, Geometry(*geometry), of_table=of_table)
-    return tuple(gradient.new_empty(0) if x is None else x for x in gradients)
+    of_query, of_key, of_value, found = (gradient.new_empty(0) if x is None else x for x in gradients)
+    return of_query, of_key, of_value, found
 
 
 @causal_mix_backward.register_fake
-def _(gradient, query, key, value, table, slopes, first, context, log_denominator, largest, geometry, of_table):
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    first: torch.Tensor | None,
+    context: torch.Tensor,
+    log_denominator: torch.Tensor,
+    largest: torch.Tensor,
+    geometry: list[int],
+    of_table: bool,
+) -> tuple[torch.Tensor, ...]:
     gradients = (query, key, value, table if of_table else None)
     return tuple(gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in gradients)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     query, key, value, table, slopes, first, ctx.geometry, _ = inputs
     ctx.save_for_backward(query, key, value, table, slopes, first, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, gradient, *_) -> tuple:
+def _backward(ctx: Any, gradient: torch.Tensor | None, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     *inputs, context, log_denominator, largest = ctx.saved_tensors
     needed = ctx.needs_input_grad[:4]
     if gradient is None:
         return (None,) * 8
     plain = torch.compiler.is_compiling() or runs_as_written(gradient)
     if torch.is_grad_enabled() or not plain:  # the gradient of this gradient is wanted, or several at once
-        gradients = _differentiable_gradients(inputs, needed, gradient, Geometry(*ctx.geometry))
+        gradients = _differentiable_gradients(Inputs(*inputs), needed, gradient, Geometry(*ctx.geometry))
     else:
         kept = context, log_denominator, largest
-        gradients = causal_mix_backward(gradient, *inputs, *kept, ctx.geometry, needed[3])
-        gradients = (x if need else None for x, need in zip(gradients, needed))
+        found = causal_mix_backward(gradient, *inputs, *kept, ctx.geometry, needed[3])
+        gradients = tuple(x if need else None for x, need in zip(found, needed))
     return *gradients, None, None, None, None
 
 
@@ -209,15 +233,18 @@ causal_mix.register_autograd(_backward, setup_context=_setup_context)
 # -------------------------------------------------------------------------------------------- gradients of gradients
 
 
-def _differentiable_gradients(inputs: list, needed: tuple[bool, ...], gradient: torch.Tensor, geometry: Geometry):
+def _differentiable_gradients(
+    inputs: Inputs, needed: tuple[bool, ...], gradient: torch.Tensor, geometry: Geometry
+) -> tuple[torch.Tensor | None, ...]:
     """Gradients that can be differentiated: by a table of all pairs, in plain operations."""
     with torch.enable_grad():
-        output = _by_pairs(*inputs, geometry)
-        return tuple(differentiable_gradients(output, tuple(inputs[:4]), needed, gradient))
+        output = _by_pairs(inputs, geometry)
+        return tuple(differentiable_gradients(output, inputs[:4], needed, gradient))
 
 
-def _by_pairs(query, key, value, table, slopes, first, geometry: Geometry) -> torch.Tensor:
+def _by_pairs(inputs: Inputs, geometry: Geometry) -> torch.Tensor:
     """What `causal_mix` computes, from w of all pairs."""
+    query, key, value, table, slopes, first = inputs
     length, size = value.shape[1], geometry.chunk_size
     t = torch.arange(length, device=value.device)
     start = torch.zeros_like(t).unsqueeze(0) if first is None else first.long()  # (B or 1, T)
@@ -242,8 +269,8 @@ def _by_pairs(query, key, value, table, slopes, first, geometry: Geometry) -> to
         row, column = row.clamp_max(rows.shape[1] - 1)[:, :, None], column.clamp(0, rows.shape[2] - 1)
         bias = rows[:, row, column].movedim(0, 1)  # (B or 1, h, T, T)
         bias = torch.where(inside.unsqueeze(1), bias, 0.0)
-    by_head = (widen(split_heads(x, geometry.num_heads)) for x in (key, value))
-    context = join_heads(pairwise_mixing(*by_head, bias, visible.unsqueeze(1)))
+    keys, values = (widen(split_heads(x, geometry.num_heads)) for x in (key, value))
+    context = join_heads(pairwise_mixing(keys, values, bias, visible.unsqueeze(1)))
     if query is not None:
         context = context * torch.sigmoid(widen(query))
     return context.to(value.dtype)

@@ -3,12 +3,13 @@
 The state is updated in place, so that a static cache can be part of a CUDA graph. Nothing waits for the device.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .mixing_backend_aft import OPERATORS
 from .mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
+from .position_biases_aft import Dense
 from .scaled_sums_aft import split_heads, widen
 
 
@@ -43,6 +44,7 @@ def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | No
     if continued and not biases.relative:
         # Tables hold all positions, of which the rows have seen some: as if all of a row were of one document, which
         # begins where the position is 0
+        assert isinstance(biases, Dense) and state.window is not None
         positions, before = biases.query.shape[1], (state.window - state.seen).int()
     query, key, value, table, slopes, _ = problem_tensors(problem, positions)
     tensors, geometry = _writable(state), list(Geometry.of(problem))
@@ -99,7 +101,7 @@ def decode_step(
 
 
 @decode_step.register_fake
-def _(query, key, value, *_):
+def _(query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return value.new_empty(value.shape)
 
 
@@ -137,5 +139,5 @@ def causal_prefill(
 
 
 @causal_prefill.register_fake
-def _(query, key, value, *_):
+def _(query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return value.new_empty(value.shape)

@@ -4,7 +4,7 @@ Tensors are those of a causal problem, as projections write them: query and valu
 key per head, (B, T, h). Nothing here waits for the device.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,15 @@ ENOUGH_PROGRAMS = 1024
 STEP_FEATURES, STEP_KEYS = 32, 32
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Nothing = tuple[None, None, None]
+NOTHING: Nothing = (None, None, None)
+
+# What the backward pass needs of the forward pass.
+Kept = tuple[torch.Tensor, ...] | Nothing
+
+# What a kernel is launched with: what it gets, and what it is compiled for.
+Arguments = tuple[torch.Tensor | int | None, ...]
+Constants = dict[str, Any]
 
 
 def block_of(features: int) -> int:
@@ -65,7 +74,7 @@ class Launch:
         self.compact = value.dtype == torch.bfloat16
         self.sizes = (self.length, self.chunks, self.width)
         self.has_far_sums = not (geometry.is_full or geometry.alone)
-        self.common = {
+        self.common: Constants = {
             "MODE": geometry.mode,
             "HEADS": self.heads,
             "BLOCKS": self.blocks,
@@ -96,8 +105,12 @@ class Launch:
 
     def sums(self) -> Sums:
         """Memory for the sums of all chunks, and for what lies before or after them."""
-        shape = (self.batch, self.chunks + 1, self.width)
-        return tuple(torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(3))
+        return self._three(self.chunks + 1)
+
+    def _three(self, count: int) -> Sums:
+        shape = (self.batch, count, self.width)
+        first, second, third = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(3))
+        return first, second, third
 
     def scan(self, sums: Sums, *, reverse: bool) -> None:
         """From sums of chunks to the sums over all up to each of them, in place."""
@@ -120,15 +133,15 @@ class Launch:
             "REVERSE": reverse,
             "OF_CHUNKS": of_chunks,
         }
-        biases, carry, nothing = (self.slopes, self.first), (None, None, None), (None,)
+        biases, carry = (self.slopes, self.first), None
         if blocks > 1:
-            shape = (self.batch, blocks, self.width)
-            *carry, ages = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(4))
-            arguments = (*sums, age, None, None, None, *carry, ages, *biases, *numbers)
+            carry = self._three(blocks)
+            ages = torch.empty_like(carry[0])
+            arguments: Arguments = (*sums, age, *NOTHING, *carry, ages, *biases, *numbers)
             scan_kernel[programs](*arguments, CARRY=False, REDUCE=True, **options)
             # Blocks are numbered in the order of the scan already
-            self._scan(tuple(carry), ages, False, False)
-        arguments = (*sums, age, *carry, *sums, *nothing, *biases, *numbers)
+            self._scan(carry, ages, False, False)
+        arguments = (*sums, age, *(carry or NOTHING), *sums, None, *biases, *numbers)
         scan_kernel[programs](*arguments, CARRY=blocks > 1, REDUCE=False, **options)
 
 
@@ -146,7 +159,7 @@ def forward(
     *,
     keep: bool,
     initial: Sums | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Sums | None]:
+) -> tuple[torch.Tensor, Kept, Sums | None]:
     """Eq. 2 times the gate: (B, T, d).
 
     Args:
@@ -163,18 +176,18 @@ def forward(
         sums = None
         if at.has_far_sums:
             sums = at.sums()
-            options = {"KEY_PER_HEAD": at.key_per_head, "INITIAL": initial is not None, **at.common}
-            arguments = (key, value, slopes, first, *(initial or (None, None, None)), *sums, *at.sizes)
+            options: Constants = {"KEY_PER_HEAD": at.key_per_head, "INITIAL": initial is not None, **at.common}
+            arguments: Arguments = (key, value, slopes, first, *(initial or NOTHING), *sums, *at.sizes)
             totals_kernel[at.programs](*arguments, *_strides(key, value), **options)
             at.scan(sums, reverse=False)
-        output, kept = torch.empty(value.shape, dtype=value.dtype, device=value.device), (None, None, None)
+        output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        kept: Kept = NOTHING
         if keep:
-            kept = [
-                torch.empty(shape, dtype=dtype, device=at.device) for dtype, shape in kept_tensors(value, geometry)
-            ]
+            of_problem = kept_tensors(value, geometry)
+            kept = tuple(torch.empty(shape, dtype=dtype, device=at.device) for dtype, shape in of_problem)
         options = {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "GATED": query is not None}
         options |= {"KEEP": keep, "COMPACT": at.compact, "PRECISION": at.precision, "num_warps": at.warps, **at.common}
-        arguments = (query, key, value, table, slopes, first, *(sums or (None, None, None)), output, *kept)
+        arguments = (query, key, value, table, slopes, first, *(sums or NOTHING), output, *kept)
         strides = (*_strides(query, key, value), *at.table_strides(table))
         forward_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
     return output, kept, sums
@@ -194,13 +207,14 @@ def backward(
     with torch.cuda.device_of(value):
         at = Launch(inputs, geometry)
         gated, strides = query is not None, _strides(gradient, query)
-        options = {"GATED": gated, "COMPACT": at.compact, **at.common}
+        options: Constants = {"GATED": gated, "COMPACT": at.compact, **at.common}
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
-        sums = at.sums() if at.has_far_sums else (None, None, None)
+        sums = at.sums() if at.has_far_sums else None
         # The gradient of a window reads all that those of queries read: one kernel for both
-        together, of_queries = of_table and not geometry.is_full, (of_query, *sums)
+        together = of_table and not geometry.is_full
+        of_queries: Arguments = (of_query, *(sums or NOTHING))
         if not together and (gated or at.has_far_sums):
-            arguments = (gradient, query, *kept, slopes, first, *of_queries, *at.sizes, *strides)
+            arguments: Arguments = (gradient, query, *kept, slopes, first, *of_queries, *at.sizes, *strides)
             query_gradient_kernel[at.programs](*arguments, TOTALS=at.has_far_sums, **options)
         options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone}
         options |= {"PRECISION": at.precision, "num_warps": at.warps}
@@ -208,23 +222,26 @@ def backward(
         tensors, found = (gradient, query, key, value, *kept), None
         if of_table:
             found = _table_gradient(at, tensors, of_queries if together else (None,) * 4, strides, options)
-        if at.has_far_sums:
+        if sums is not None:
             at.scan(sums, reverse=True)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=at.device)
         if at.key_per_head:
-            shape, dtype = (at.batch, at.length, at.heads, at.blocks), torch.float32
+            shape = (at.batch, at.length, at.heads, at.blocks)
+            of_key = torch.empty(shape, dtype=torch.float32, device=at.device)
         else:
-            shape, dtype = key.shape, key.dtype
-        of_key = torch.empty(shape, dtype=dtype, device=at.device)
-        arguments = (*tensors, table, slopes, first, *sums, of_key, of_value)
+            of_key = torch.empty(key.shape, dtype=key.dtype, device=at.device)
+        arguments = (*tensors, table, slopes, first, *(sums or NOTHING), of_key, of_value)
         key_gradient_kernel[at.programs](*arguments, *at.sizes, *at.near(), *strides, **options)
         if at.key_per_head:
             of_key = of_key.sum(-1).to(key.dtype)
         return of_query, of_key, of_value, found
 
 
-def _table_gradient(at: Launch, tensors, of_queries, strides, options) -> torch.Tensor:
+def _table_gradient(
+    at: Launch, tensors: Arguments, of_queries: Arguments, strides: tuple[int, ...], options: Constants
+) -> torch.Tensor:
     """The gradient of the position biases, in the shape of their table; that of the query where it is to be stored."""
+    assert at.table is not None
     block, together = min(TABLE_BLOCK, at.block), any(x is not None for x in of_queries)
     options = options | {"BD": block, "BLOCKS": -(-at.head // block)}
     options |= {"QUERIES": together, "TOTALS": together and at.has_far_sums}
@@ -254,12 +271,13 @@ def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
 
 def _by_rows(inputs: "Inputs") -> "Inputs":
     """Query, key and value with their features side by side."""
-    return inputs._replace(**{name: _side_by_side(getattr(inputs, name)) for name in ("query", "key", "value")})
+    query = None if inputs.query is None else _side_by_side(inputs.query)
+    return inputs._replace(query=query, key=_side_by_side(inputs.key), value=_side_by_side(inputs.value))
 
 
-def _side_by_side(x: torch.Tensor | None) -> torch.Tensor | None:
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
     """x with its features side by side."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
@@ -291,7 +309,8 @@ def prefill(
         key, value = (torch.cat([join_heads(x).to(y), y], 1) for x, y in ((keys, key), (values, value)))
         query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
         flat = (x.expand_as(numerator).reshape(value.shape[0], -1) for x in (maximum, numerator, denominator))
-        initial = tuple(x.contiguous() for x in flat)
+        shift, sum_of_values, sum_of_weights = (x.contiguous() for x in flat)
+        initial = shift, sum_of_values, sum_of_weights
         if before is not None:
             first = before[:, None].expand(-1, value.shape[1]).contiguous()
     inputs = _by_rows(inputs._replace(query=query, key=key, value=value, first=first))
@@ -300,7 +319,7 @@ def prefill(
         at, key, value = Launch(inputs, geometry), inputs.key, inputs.value
         options = {name: at.common[name] for name in ("HEADS", "BLOCKS", "HEAD", "MODE", "C", "BD")}
         options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "COUNTED": counts is not None}
-        arguments = (key, value, slopes, counts, *(sums or (None, None, None)), *state)
+        arguments: Arguments = (key, value, slopes, counts, *(sums or NOTHING), *state)
         sizes = (*at.sizes, keys.shape[2], past, *_strides(key, value))
         state_kernel[(at.batch * at.heads * at.blocks,)](*arguments, *sizes, **options)
     return output if past == 0 else output[:, past:].contiguous()
@@ -319,7 +338,8 @@ def decode(
     alone: bool,
 ) -> torch.Tensor:
     """Eq. 2 of one new token times the gate, (B, 1, d); the state takes it in. Arguments as of `decode_step`."""
-    query, key, value = (_side_by_side(x) for x in (query, key, value))
+    query = None if query is None else _side_by_side(query)
+    key, value = _side_by_side(key), _side_by_side(value)
     batch, _, width = value.shape
     window, head, key_per_head = state[0].shape[2], width // heads, key.shape[-1] != width
     features = min(STEP_FEATURES, power_of_two_from(head))

@@ -5,15 +5,18 @@ place of self-attention, causal over tokens or bidirectional over patches of an 
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import (
     BackboneOutput,
@@ -51,7 +54,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     config: AFTConfig
     config_class = AFTConfig
     base_model_prefix = "aft"
-    input_modalities = ("text", "image")
+    input_modalities: list[str] = ["text", "image"]
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = True
@@ -108,6 +111,8 @@ class AFTPreTrainedModel(PreTrainedModel):
 
 class AFTModel(AFTPreTrainedModel):
     """The backbone: embeddings of tokens or patches, the blocks, a final layer norm."""
+
+    embeddings: Any  # `AFTTextEmbeddings` or `AFTImageEmbeddings`; FSDP puts a module around them
 
     def __init__(self, config: AFTConfig):
         super().__init__(config)
@@ -190,18 +195,25 @@ class AFTModel(AFTPreTrainedModel):
         hidden_states, grid_size = self.embeddings(pixel_values, shard)
         hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, shard=shard, **kwargs)
         self._watch_entropy(hidden_states)
-        patches = hidden_states[:, int(self.config.use_cls_token) :]
+        patches = hidden_states[:, int(bool(self.config.use_cls_token)) :]
         pooled = hidden_states[:, 0] if self.config.pooling == "cls" else patches.mean(1)
         if shard is not None:
-            pooled = average_over(group, pooled * shard.share)
+            pooled = average_over(shard.group, pooled * shard.share)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _forward_text(
-        self, input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        past_key_values: AFTCache | None,
+        use_cache: bool | None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, and not both')
         if inputs_embeds is None:
+            assert input_ids is not None
             self._check_tokens(input_ids)
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         if inputs_embeds.shape[1] == 0:
@@ -214,8 +226,9 @@ class AFTModel(AFTPreTrainedModel):
                 "it: use prompt tuning or LoRA"
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
-        if active_group() is not None:
-            shard = shard_of_inputs(active_group(), inputs_embeds, attention_mask, packing)
+        group = active_group()
+        if group is not None:
+            shard = shard_of_inputs(group, inputs_embeds, attention_mask, packing)
             if use_cache and past_key_values is None and shard.documents is None:
                 past_key_values = self.new_cache()
             hidden_states = self.embeddings(inputs_embeds, shard=shard)
@@ -248,7 +261,7 @@ class AFTModel(AFTPreTrainedModel):
     @property
     def max_length(self) -> int | None:
         """The longest text that the model reads, by its learned positions; None where there are none."""
-        limits = [layer.mixer.max_positions for layer in self.layers]
+        limits: list[int | None] = [mixer.max_positions for mixer in self._mixers]
         if self.embeddings.position_embeddings is not None:
             limits.append(self.embeddings.position_embeddings.num_embeddings)
         return min((limit for limit in limits if limit is not None), default=None)
@@ -262,7 +275,12 @@ class AFTModel(AFTPreTrainedModel):
         limit = self.max_length
         if max_length is not None and limit is not None and max_length > limit:
             raise ValueError(f"a static cache of {max_length} tokens is longer than max_position_embeddings={limit}")
-        return AFTCache([layer.mixer.state_window for layer in self.layers], max_length)
+        return AFTCache([mixer.state_window for mixer in self._mixers], max_length)
+
+    @property
+    def _mixers(self) -> list[Any]:
+        """Those of the layers: each an `AFTMixer`, or what takes its place."""
+        return [layer.mixer for layer in self.layers]
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         # On an accelerator this look at the values would wait for it in every step; there, the kernel itself asserts.
@@ -273,7 +291,9 @@ class AFTModel(AFTPreTrainedModel):
         if lowest < 0 or highest >= size:
             raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {lowest} .. {highest}")
 
-    def _run_layers(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
+    def _run_layers(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> torch.Tensor:
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask, **kwargs)
         return self.layernorm(hidden_states)
@@ -283,12 +303,13 @@ class AFTModel(AFTPreTrainedModel):
         if self.config.position_bias_entropy_weight == 0:
             return None
         device = self.layernorm.weight.device
-        entropy = sum(mixer.position_bias_entropy().to(device) for mixer in self._regularized_mixers())
+        first, *others = [mixer.position_bias_entropy().to(device) for mixer in self._regularized_mixers()]
+        entropy = sum(others, first)
         self._note_when_reached(entropy, "entropy")
         return entropy
 
     def _regularized_mixers(self) -> list[AFTConv]:
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AFTConv)]
+        return [mixer for mixer in self._mixers if isinstance(mixer, AFTConv)]
 
     def _watch_entropy(self, hidden_states: torch.Tensor) -> None:
         """Warn where the last backward pass went through the model and not through the entropy of Eq. 9.
@@ -356,7 +377,7 @@ class AFTImageClassifierOutput(ImageClassifierOutput):
 class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     """AFT with a language modeling head."""
 
-    input_modalities = ("text",)
+    input_modalities = ["text"]
     _tied_weights_keys = {"lm_head.weight": "aft.embeddings.word_embeddings.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output", "aft.embeddings.word_embeddings": "embedding_rowwise"}
 
@@ -394,6 +415,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        assert outputs.last_hidden_state is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         entropy, loss = self.aft.position_bias_entropy(), None
@@ -409,7 +431,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         )
 
     def _loss(
-        self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs
+        self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs: Any
     ) -> torch.Tensor:
         """The loss of next tokens; of whole rows, where these are pieces of them."""
         asked, group = kwargs.get("num_items_in_batch"), active_group()
@@ -429,8 +451,14 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         """`generate` leaves the cache to the model, which knows what its layers keep."""
         return False
 
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the library declares a bool, and returns nothing
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
     ) -> None:
         """Give `generate` the cache of this model: a static one for `cache_implementation="static"`.
 
@@ -448,7 +476,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         given = model_kwargs.get("past_key_values") is not None
         if given or generation_config.use_cache is False or asked not in (None, "dynamic", "static"):
             arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            super()._prepare_cache_for_generation(*arguments, *args)
+            super()._prepare_cache_for_generation(*arguments, *args)  # type: ignore[misc]  # the type of `self` there
         else:
             model_kwargs["past_key_values"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
 
@@ -462,17 +490,17 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.Tensor,
         is_first_iteration: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor | None:
         """With a static cache, the padding of the new tokens, which only a prompt has."""
         if attention_mask is None or (CHUNKS_ARE_NAMED and not is_first_iteration):
             return None
         return attention_mask[:, -inputs_embeds.shape[1] :]
 
-    def init_continuous_batching(self, *args, **kwargs):
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported, and so neither is `generate_batch`.
 
         Raises:
@@ -488,7 +516,7 @@ class AFTForImageClassification(AFTPreTrainedModel):
     """AFT with a linear classifier on the pooled patches or class token."""
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ["image"]
 
     def __init__(self, config: AFTConfig):
         _require_modality(self, config, "image")
@@ -526,11 +554,11 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
-def _of_whole_rows(forward):
+def _of_whole_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` of a model that cannot work on pieces of rows."""
 
     @wraps(forward)
-    def checked(self, *args, **kwargs):
+    def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if active_group() is not None:
             raise ValueError(
                 f"{type(self).__name__} needs whole rows, and context_parallel gives each process a piece of them: "
@@ -544,7 +572,7 @@ def _of_whole_rows(forward):
 class _TextClassifier(AFTPreTrainedModel):
     """What the generic heads of transformers do not know of AFT: its modality, and the entropy in its loss."""
 
-    input_modalities = ("text",)
+    input_modalities = ["text"]
     # The loss of the generic heads is a mean over the batch that they get: Trainer scales it where it accumulates.
     accepts_loss_kwargs = False
 
@@ -556,18 +584,18 @@ class _TextClassifier(AFTPreTrainedModel):
         self.aft = AFTModel(config)
 
     @property
-    def loss_function(self):
+    def loss_function(self) -> Callable[..., torch.Tensor]:
         """The loss of the task, and the entropy of the position biases (Eq. 9) where the config asks for it."""
         loss_of_task = super().loss_function
 
-        def loss_with_entropy(*args, **kwargs) -> torch.Tensor:
+        def loss_with_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = loss_of_task(*args, **kwargs)
             return _with_entropy(loss, self.aft.position_bias_entropy(), self.config, 1, None)
 
         return loss_with_entropy
 
     @loss_function.setter
-    def loss_function(self, value):
+    def loss_function(self, value: Callable[..., torch.Tensor]) -> None:
         self._loss_function = value
 
 
@@ -610,7 +638,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
     """
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ["image"]
 
     def __init__(self, config: AFTConfig):
         _require_modality(self, config, "image")
@@ -637,7 +665,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
             hidden_states = outputs.hidden_states[index]
             if index < len(self.layers):  # the last ones are normalized already
                 hidden_states = self.layernorm(hidden_states)
-            patches = hidden_states[:, int(self.config.use_cls_token) :]
+            patches = hidden_states[:, int(bool(self.config.use_cls_token)) :]
             feature_maps.append(patches.transpose(1, 2).unflatten(2, grid_size).contiguous())
         return BackboneOutput(
             feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -122,7 +122,9 @@ class SafetensorsHeader(Document):
     metadata: dict[str, str] | None = Field(None, alias="__metadata__")
 
 
-def parse_json(content: str | bytes, kind: type[Content], source: str, error: type[ValueError] = UnreadableError):
+def parse_json(
+    content: str | bytes, kind: type[Content], source: str, error: type[ValueError] = UnreadableError
+) -> Content:
     """A JSON text as a value of type `kind`: a `Document`, or any type that pydantic knows, such as dict[str, Any].
 
     Args:
@@ -183,7 +185,7 @@ def read_safetensors_header(path: Path, error: type[ValueError] = UnreadableErro
         if not 0 < length <= LARGEST_HEADER:
             raise error(f"{damaged} (a header of {length} bytes)")
         content = file.read(length)
-    return parse_json(content, SafetensorsHeader, damaged, error).model_extra
+    return parse_json(content, SafetensorsHeader, damaged, error).model_extra or {}
 
 
 @contextmanager

@@ -138,8 +138,8 @@ def shard_of_inputs(
     documents = None if position_ids is None else Documents((position_ids == 0).expand(batch, -1))
     mask = None if attention_mask is None else attention_mask.bool()
     shard = SequenceShard(group, batch, length, inputs_embeds.device, mask, documents)
-    known = position_ids is not None and mask is None and may_look_at(position_ids)
-    if known and (shard.positions() != position_ids).any():
+    given = position_ids if mask is None else None
+    if given is not None and may_look_at(given) and (shard.positions() != given).any():
         raise ValueError(
             "position_ids of a piece must go on from those of the piece before it, and start again at 0 with each "
             "packed document: other positions follow from the attention_mask alone"
@@ -177,7 +177,7 @@ class SequenceShard:
     columns: int = 1
     backward: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         columns = self._pieces[..., 6]  # a collective: here, where all processes are
         if (columns != self.columns).any():
             given = columns[:, 0].tolist()
@@ -361,15 +361,17 @@ class SequenceShard:
         return cached[reach, to_end]
 
     def _find_routes(self, reach: int, to_end: bool) -> "Routes":
-        sent, received, sizes = [], [], ([], [])
+        sent: list[int] = []
+        received: list[int] = []
+        sent_sizes, received_sizes = [], []
         for other in reversed(range(self.size)) if self.backward else range(self.size):  # as the processes are
             there, here = (self.size, self.size) if to_end else (other, self.rank)
             sent += (places := self._overlap(self.rank, there, reach, in_piece=True))
             received += (slots := self._overlap(other, here, reach, in_piece=False))
-            sizes[0].append(len(places))
-            sizes[1].append(len(slots))
-        index = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (sent, received))
-        return Routes(*index, *sizes)
+            sent_sizes.append(len(places))
+            received_sizes.append(len(slots))
+        from_here, to_here = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (sent, received))
+        return Routes(from_here, to_here, sent_sizes, received_sizes)
 
     def _overlap(self, source: int, target: int, reach: int, in_piece: bool) -> list[int]:
         """The tokens of one piece that another one needs: as flat places in the piece that gives them, or among the
@@ -379,7 +381,7 @@ class SequenceShard:
         first = torch.maximum(torch.maximum(self.begins[target], self.starts[target] - reach), start)
         last = torch.minimum(self.starts[target], stop)
         width, origin = (self.length, start) if in_piece else (reach, self.starts[target] - reach)
-        found = []
+        found: list[int] = []
         for row, (lo, hi, zero) in enumerate(zip(first.tolist(), last.tolist(), origin.tolist())):
             found += range(row * width + lo - zero, row * width + hi - zero)
         return found

@@ -10,6 +10,7 @@ back than `reach` for the next piece, and gathers the sums of all processes. The
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def with_past(
     Returns:
         (B, E + T, h k) and (B, E + T, d) with E = `count_of_past` tokens in front, those that do not exist hidden.
     """
-    options = {"num_heads": num_heads, "reach": reach, "slopes": slopes, "hides_outside": hides_outside}
-    return _WithPast.apply(_Exchange(shard, **options), key, value)
+    return _WithPast.apply(_Exchange(shard, num_heads, reach, slopes, hides_outside), key, value)
 
 
 def count_of_past(reach: int, hides_outside: bool) -> int:
@@ -73,27 +73,31 @@ def state_at_end(
     """
     exchange = _Exchange(shard, **options)
     own = exchange.forward(key, value)[2]
-    window = exchange.new_window(key, value, exchange.reach)
+    keys, values = exchange.new_window(key, value, exchange.reach)
     if exchange.reach > 0:
-        exchange.receive_window(key, value, *window, to_end=True)
-    return *window, exchange.combined(exchange.gathered(own), *shard.received(shard.size)) if own else None
+        exchange.receive_window(key, value, keys, values, to_end=True)
+    if own is None:
+        return keys, values, None
+    return keys, values, exchange.combined(exchange.gathered(own), *shard.received(shard.size))
 
 
 class _WithPast(torch.autograd.Function):
     """`with_past` to autograd. All processes run it, and its backward pass, at the same point."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: "_Exchange", key: torch.Tensor, value: torch.Tensor):
+    def forward(
+        ctx: Any, exchange: "_Exchange", key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange, ctx.dtypes = exchange, (key.dtype, value.dtype)
         keys, values, own, far = exchange.forward(key, value)
-        ctx.save_for_backward(keys, values, *own, *far)
+        ctx.save_for_backward(keys, values, *(own or ()), *(far or ()))
         return keys, values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_keys: torch.Tensor, of_values: torch.Tensor):
+    def backward(ctx: Any, of_keys: torch.Tensor, of_values: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
         keys, values, *sums = ctx.saved_tensors
-        own, far = (ScaledSums(*sums[:3]), ScaledSums(*sums[3:])) if sums else ((), ())
+        own, far = (ScaledSums(*sums[:3]), ScaledSums(*sums[3:])) if sums else (None, None)
         of_key, of_value = ctx.exchange.backward(keys, values, own, far, of_keys, of_values)
         return None, of_key.to(ctx.dtypes[0]), of_value.to(ctx.dtypes[1])
 
@@ -101,21 +105,27 @@ class _WithPast(torch.autograd.Function):
 class _Exchange:
     """Both passes of `with_past`. Sums are laid out as (B, h, c) and (B, h, k), gathered ones with N in front."""
 
-    def __init__(self, shard: SequenceShard, num_heads: int, reach: int, slopes, hides_outside: bool):
+    def __init__(
+        self, shard: SequenceShard, num_heads: int, reach: int, slopes: torch.Tensor | None, hides_outside: bool
+    ):
         self.shard, self.num_heads, self.reach, self.slopes = shard, num_heads, reach, slopes
         self.far_tokens = count_of_past(reach, hides_outside) - reach
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, key: torch.Tensor, value: torch.Tensor):
-        """Keys and values with the past in front, and the sums over this piece and over what lies far back."""
+    def forward(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None, ScaledSums | None]:
+        """Keys and values with the past in front, and the sums over this piece and over what lies far back: None
+        where that is not seen.
+        """
         past = self.far_tokens + self.reach
         keys, values = self.new_window(key, value, past + key.shape[1])
         keys[:, past:], values[:, past:] = key, value
         if self.reach > 0:
             self.receive_window(key, value, keys[:, self.far_tokens :], values[:, self.far_tokens :])
         if not self.far_tokens:
-            return keys, values, (), ()
+            return keys, values, None, None
         own = self._sums(keys, values)
         far = self.combined(self.gathered(own), *self.shard.received())
         self._put_far(far, keys, values)
@@ -127,7 +137,15 @@ class _Exchange:
         hidden = key.new_full((len(key), length, key.shape[-1]), -math.inf, dtype=dtype)
         return hidden, value.new_zeros((len(key), length, value.shape[-1]), dtype=dtype)
 
-    def receive_window(self, key, value, keys, values, *, to_end: bool = False) -> None:
+    def receive_window(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        to_end: bool = False,
+    ) -> None:
         """Send tokens to the pieces that need them; what comes goes into the first `reach` of keys and values."""
         routes = self.shard.routes(self.reach, to_end=to_end)
         sent = torch.cat([x.flatten(0, 1)[routes.sent] for x in (key, value)], -1)
@@ -149,9 +167,10 @@ class _Exchange:
             weights = torch.exp(key - maximum.unsqueeze(1))
             sums = ScaledSums((weights * value).sum(1), weights.sum(1), maximum)
             total = sums if total is None else total.merge(sums)
+        assert total is not None  # a piece has tokens
         return total
 
-    def _summed_parts(self, keys: torch.Tensor, values: torch.Tensor):
+    def _summed_parts(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """K + w and V of the tokens to sum over, (B, t, h, k) and (B, t, h, c) for some of them at a time."""
         for start, stop in self._parts(keys.shape[1], values[:, 0].numel()):
             key, value = (x[:, start:stop].unflatten(-1, (self.num_heads, -1)) for x in (keys, values))
@@ -159,7 +178,7 @@ class _Exchange:
             key = key if bias is None else key + bias
             yield key if hidden is None else key.masked_fill(hidden, -math.inf), value
 
-    def _parts(self, length: int, numbers: int):
+    def _parts(self, length: int, numbers: int) -> list[tuple[int, int]]:
         """Where the tokens to sum over start and end, some at a time, counted with what is in front."""
         first, last = self.far_tokens, length - self.reach
         step = max(1, NUMBERS_AT_ONCE // numbers)
@@ -172,8 +191,8 @@ class _Exchange:
             return None, None
         place = torch.arange(start - self.far_tokens, stop - self.far_tokens, device=like.device)
         first, last = shard.last_tokens(self.reach).to(like.device).unbind(-1)
-        hidden = (place < first[:, None]) | (place >= last[:, None])
-        hidden = None if shard.is_whole else hidden[:, :, None, None]
+        outside = (place < first[:, None]) | (place >= last[:, None])
+        hidden = None if shard.is_whole else outside[:, :, None, None]
         if self.slopes is None:
             return hidden, None
         distance = (last[:, None] - 1 - place).clamp_min(0)  # padding stands behind the last token
@@ -213,14 +232,21 @@ class _Exchange:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, keys, values, own, far, of_keys, of_values) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        own: ScaledSums | None,
+        far: ScaledSums | None,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of key and value from those of what `forward` gave."""
         past, width = self.far_tokens + self.reach, keys.shape[-1]
         of_keys, of_values = (x.clone(memory_format=torch.contiguous_format) for x in (of_keys, of_values))
-        if self.far_tokens:
-            self._add_from_sums(
-                keys, values, own, self._gradient_of_own(own, far, of_keys, of_values), of_keys, of_values
-            )
+        if own is not None and far is not None:
+            of_own = self._gradient_of_own(own, far, of_keys, of_values)
+            self._add_from_sums(keys, values, of_own, of_keys, of_values)
         of_key, of_value = of_keys[:, past:], of_values[:, past:]
         if self.reach > 0:
             routes = self.shard.routes(self.reach)
@@ -232,7 +258,9 @@ class _Exchange:
                 x.index_put_((row, slot), gradient, accumulate=True)
         return of_key, of_value
 
-    def _gradient_of_own(self, own, far, of_keys, of_values) -> ScaledSums:
+    def _gradient_of_own(
+        self, own: ScaledSums, far: ScaledSums, of_keys: torch.Tensor, of_values: torch.Tensor
+    ) -> ScaledSums:
         """The gradients of the sums over this piece, in all pieces after it; the maximum is the shift of own."""
         exists = far.denominator > 0
         denominator = far.denominator.masked_fill(~exists, 1.0)
@@ -241,16 +269,23 @@ class _Exchange:
         )
         average = far.numerator / denominator
         from_values = (of_average * average).unflatten(-1, (of_key.shape[-1], -1)).sum(-1)
-        of_far = ScaledSums(of_average / denominator, (of_key - from_values) / denominator, far.maximum)
-        of_far = ScaledSums(*(x.masked_fill(~exists, 0.0) for x in of_far[:2]), of_far.maximum)
-        gathered = self.gathered(of_far)
+        of_sums = of_average / denominator, (of_key - from_values) / denominator
+        of_numerator, of_denominator = (x.masked_fill(~exists, 0.0) for x in of_sums)
+        gathered = self.gathered(ScaledSums(of_numerator, of_denominator, far.maximum))
         counts, distances = self.shard.given()
         exponent = own.maximum + self._decays(distances, own.maximum) - gathered.maximum
         counts = counts.to(exponent.device)[..., None, None]
         scale = torch.exp(exponent.masked_fill(~counts, -math.inf))
         return ScaledSums((gathered.numerator * scale).sum(0), (gathered.denominator * scale).sum(0), own.maximum)
 
-    def _add_from_sums(self, keys, values, own, of_own: ScaledSums, of_keys, of_values) -> None:
+    def _add_from_sums(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        of_own: ScaledSums,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+    ) -> None:
         """Add the gradients that the tokens have through the sums over this piece."""
         of_numerator, of_denominator, maximum = (x.unsqueeze(1) for x in of_own)
         parts = self._parts(keys.shape[1], values[:, 0].numel())

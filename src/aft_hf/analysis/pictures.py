@@ -74,7 +74,7 @@ def check_path(path: Path) -> None:
         raise ValueError(f"{path}: the name of a picture must end in {' or '.join(FORMATS)}")
 
 
-def save(figure: "Figure", path: str | os.PathLike) -> None:
+def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """Write a picture; the suffix gives the format.
 
     Raises:
@@ -186,7 +186,7 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
 
 
 def plot_position_biases(
-    model: AFTPreTrainedModel, path: str | os.PathLike, *, max_heads: int = 8, values: str = "w"
+    model: AFTPreTrainedModel, path: str | os.PathLike[str], *, max_heads: int = 8, values: str = "w"
 ) -> None:
     """Draw the position biases of every layer (rows) and the first heads (columns), and save the picture.
 

@@ -20,7 +20,7 @@ def mixer_inputs(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
     """
     kept: dict[int, torch.Tensor] = {}
 
-    def keep(index: int, args: tuple, kwargs: dict[str, Any]) -> None:
+    def keep(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kept[index] = args[0] if args else kwargs["query"]
 
     layers: Any = getattr(model, model.base_model_prefix, model).layers

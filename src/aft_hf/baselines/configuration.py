@@ -54,7 +54,9 @@ class BaselineConfig(AFTConfig):
             if value is not None and not 1 <= value <= 2**17:
                 raise ValueError(f"{name} must be in 1 .. {2**17}, got {value}")
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """As any config of transformers: no code goes with it."""
         PreTrainedConfig.save_pretrained(self, save_directory, push_to_hub=push_to_hub, **kwargs)
 

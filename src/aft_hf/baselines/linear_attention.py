@@ -81,6 +81,8 @@ class Performer(LinearAttention):
         num_features: m; d_h log d_h by default, as in Table 1 of the AFT paper.
     """
 
+    directions: torch.Tensor  # W, (m, d_h)
+
     def __init__(self, hidden_size: int, num_heads: int, num_features: int | None = None):
         super().__init__(hidden_size, num_heads)
         size = hidden_size // num_heads
@@ -102,9 +104,13 @@ class Performer(LinearAttention):
 
     def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key = (x * query.shape[-1] ** -0.25 for x in (query, key))
-        logs = [x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)]
+        of_query, of_key = (
+            x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)
+        )
         # A factor of a query cancels in the quotient, and so does one of all keys of a head. EPSILON is relative to
         # the largest feature of the keys, later ones included.
-        shifts = logs[0].amax(-1, keepdim=True), logs[1].amax((-2, -1), keepdim=True)
-        features = (torch.exp(log - shift.detach()) + EPSILON for log, shift in zip(logs, shifts))
-        return tuple(features)
+        shift, shift_of_keys = of_query.amax(-1, keepdim=True), of_key.amax((-2, -1), keepdim=True)
+        return (
+            torch.exp(of_query - shift.detach()) + EPSILON,
+            torch.exp(of_key - shift_of_keys.detach()) + EPSILON,
+        )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..configuration_aft import pair
-from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
+from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 from .configuration import BaselineConfig
 from .lambda_layer import LambdaLayer
 from .linear_attention import LinearAttention, Performer
@@ -44,11 +44,12 @@ def build_layer(config: BaselineConfig) -> nn.Module:
     return LambdaLayer(*sizes, config.key_dim, (height // rows, width // columns))
 
 
-class _Baseline:
+class _Baseline(AFTPreTrainedModel):
     """What the models have in common: layers in place of mixers, and how these begin."""
 
     config_class = BaselineConfig
     _auto_class = None  # code does not go with the weights
+    aft: AFTModel
 
     def __init__(self, config: BaselineConfig):
         super().__init__(config)

@@ -2,9 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def benchmark_command(
@@ -73,14 +77,14 @@ def benchmark_command(
         raise ValueError(f"{len(failed)} of {len(rows)} cases failed: {', '.join(failed)}")
 
 
-def _in_short(row: dict) -> str:
+def _in_short(row: dict[str, Any]) -> str:
     """What a new row says, while others are still to come."""
     if "seconds" not in row:
         return row.get("skipped") or f"failed: {row['failed']}"
     return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in row["seconds"].items())
 
 
-def _draw(path: Path, rows: list[dict], console) -> None:
+def _draw(path: Path, rows: list[dict[str, Any]], console: "Console") -> None:
     try:
         from .picture import plot_growth
     except ImportError:

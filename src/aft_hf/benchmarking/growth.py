@@ -1,14 +1,18 @@
 """How time and memory grow: lines over the length or the image size, and their slopes on log-log axes."""
 
 import math
+from typing import Any
 
+
+# A row of results, as JSON holds it.
+Row = dict[str, Any]
 
 QUANTITIES = ("seconds", "peak_bytes")
 
 Line = list[tuple[int, float]]  # (tokens, or pixels of the side; seconds or bytes)
 
 
-def lines(rows: list[dict]) -> dict[tuple[str, str, str, str, str], dict[str, Line]]:
+def lines(rows: list[Row]) -> dict[tuple[str, str, str, str, str], dict[str, Line]]:
     """What grows, by (machine, sizes, unit, task, quantity), and in it by model."""
     found: dict[tuple[str, str, str, str, str], dict[str, Line]] = {}
     for row in rows:
@@ -21,7 +25,7 @@ def lines(rows: list[dict]) -> dict[tuple[str, str, str, str, str], dict[str, Li
     return {group: {model: sorted(line) for model, line in models.items()} for group, models in found.items()}
 
 
-def slopes(rows: list[dict]) -> list[dict]:
+def slopes(rows: list[Row]) -> list[Row]:
     """The slope of each line: over all of it, and where it is longer than a decade, over the first and the last."""
     keys = ("machine", "sizes", "unit", "task", "quantity")
     return [

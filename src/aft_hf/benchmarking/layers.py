@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,10 @@ IMAGE_WIDTH, GRID = 384, 14  # of DeiT-small at 224 pixels
 class LabmlLocal(nn.Module):
     """labml-nn's AFT-local, causal by a mask; (T, B, d)."""
 
+    mask: torch.Tensor
+
     def __init__(self, width: int, length: int, window: int):
-        from labml_nn.transformers.aft import AFTLocal as Layer
+        from labml_nn.transformers.aft import AFTLocal as Layer  # type: ignore[import-not-found]  # not required
 
         super().__init__()
         self.layer = Layer(width, length, window)
@@ -35,7 +38,8 @@ class SdpaAttention(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        config = ViTConfig(hidden_size=width, num_attention_heads=width // 64, attn_implementation="sdpa")
+        config = ViTConfig(hidden_size=width, num_attention_heads=width // 64)
+        config._attn_implementation = "sdpa"
         self.layer = ViTAttention(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,14 +48,14 @@ class SdpaAttention(nn.Module):
 
 def aft_pytorch_full(width: int, length: int) -> nn.Module:
     """aft-pytorch's AFT-full, its table unfactorized; (B, T, d)."""
-    from aft_pytorch import AFTFull as Layer
+    from aft_pytorch import AFTFull as Layer  # type: ignore[import-not-found]  # is not a requirement
 
     return Layer(length, width, width)
 
 
 def lambda_layer(width: int, side: int) -> nn.Module:
     """A lambda layer with positions across the whole grid; (B, d, H, W)."""
-    from lambda_networks import LambdaLayer
+    from lambda_networks import LambdaLayer  # type: ignore[import-not-found]  # is not a requirement
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about how it calls meshgrid
@@ -80,7 +84,7 @@ def mixer_cases(sizes: Sizes = FULL) -> Iterator[Case]:
         theirs: Callable[[], nn.Module],
         their_shape: tuple[int, ...],
         task: str,
-        **options: object,
+        **options: Any,
     ) -> Case:
         builders = {"ours": layer_builder(ours, shape, task), "peer": layer_builder(theirs, their_shape, task)}
         items, unit = (length, "tokens") if ours is local else (batch, "images")
@@ -88,7 +92,8 @@ def mixer_cases(sizes: Sizes = FULL) -> Iterator[Case]:
         return Case(name, "mixer", task, "fp32", items, unit, builders, peer=peer, **options)
 
     for task in ("inference", "training"):
-        asked = {"required": {"peer": 5.0}, "required_memory": {"peer": 0.1}} if task == "training" else {}
+        training = task == "training"
+        asked: dict[str, Any] = {"required": {"peer": 5.0}, "required_memory": {"peer": 0.1}} if training else {}
         yield case(
             f"AFT-local-32 layer T={length}",
             local,

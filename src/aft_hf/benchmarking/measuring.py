@@ -4,16 +4,21 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
+
+from ..caching_aft import AFTCache
 
 
 # Seconds of a call that is not worth a second one only to warm up: it was long because there is much to do, or because
 # a model was compiled, and that is done.
 LONG_CALL = 5.0
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def synchronize(device: torch.device) -> None:
@@ -44,8 +49,8 @@ def release_freed_memory() -> None:
 
 
 def seconds_in_turns(
-    candidates: dict[Hashable, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
-) -> dict[Hashable, list[float]]:
+    candidates: Mapping[Name, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
+) -> dict[Name, list[float]]:
     """Seconds of each call, the candidates taking turns (A B A B ...), so that what else the machine does hits all.
 
     Args:
@@ -54,7 +59,7 @@ def seconds_in_turns(
         repeats: timed calls of each.
         warmup: calls of each before that, or one if that takes longer than `LONG_CALL`.
     """
-    seconds: dict[Hashable, list[float]] = {name: [] for name in candidates}
+    seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     warm = set()
     for turn in range(warmup + repeats):
         for name, call in candidates.items():
@@ -84,10 +89,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
         call()
         synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - allocated
     ctypes.CDLL(None).malloc_trim(0)  # what building left free would hide what the call takes
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = dict(_process_status())
@@ -97,11 +102,13 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     return after["VmHWM"] - before["VmRSS"] - libraries
 
 
-def state_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache holds."""
-    if isinstance(cache, DynamicCache):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return cache.nbytes()
+def state_bytes(cache: object) -> int:
+    """Bytes of all tensors that the cache of an AFT or of attention holds."""
+    if isinstance(cache, AFTCache):
+        return cache.nbytes()
+    assert isinstance(cache, DynamicCache)
+    tensors = (x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None)))
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 def _process_status() -> Iterator[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from ..blocks_aft import AFTLayer
 from ..configuration_aft import AFTConfig
 from ..mixer_aft import AFTMixer
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
@@ -44,12 +46,14 @@ class VisionRow:
 
     def aft(self, mixing_implementation: str = "auto") -> PreTrainedModel:
         """The AFT."""
-        sizes = {"mixing_implementation": mixing_implementation}
-        sizes |= {"hidden_size": WIDTHS[self.size], "num_hidden_layers": self.num_layers, "num_labels": 1000}
+        sizes: dict[str, Any] = {"hidden_size": WIDTHS[self.size], "num_hidden_layers": self.num_layers}
+        sizes |= {"image_size": self.image_size, "num_labels": 1000}
         sizes["position_bias_dim"] = 128  # of the paper's AFT-full
         if self.aft_type == "conv":
             sizes |= {"conv_kernel_size": self.kernel_size, "num_heads": self.num_heads}
-        config = AFTConfig(modality="image", aft_type=self.aft_type, image_size=self.image_size, **sizes)
+        config = AFTConfig(
+            modality="image", aft_type=self.aft_type, mixing_implementation=mixing_implementation, **sizes
+        )
         return AFTForImageClassification(config)
 
     def vit(self) -> PreTrainedModel:
@@ -61,9 +65,8 @@ class VisionRow:
             num_attention_heads=width // 64,
             intermediate_size=4 * width,
             image_size=self.image_size,
-            num_labels=1000,
-            attn_implementation="sdpa",
         )
+        config.num_labels, config._attn_implementation = 1000, "sdpa"
         return ViTForImageClassification(config)
 
 
@@ -108,8 +111,8 @@ class TextRow:
             resid_pdrop=0.0,  # as AFT's: with dropout, SDPA on a CPU is not fused
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            attn_implementation="sdpa",
         )
+        config._attn_implementation = "sdpa"
         return GPT2LMHeadModel(config)
 
     def reformer(self, length: int) -> PreTrainedModel:
@@ -156,12 +159,13 @@ class ProductMixer(nn.Module):
     def forward(self, query: torch.Tensor, **_: object) -> torch.Tensor:
         key, value = self.k_proj(query), self.v_proj(query)
         features = (key.unsqueeze(-1) * value.unflatten(-1, (key.shape[-1], -1))).flatten(-2)
+        assert self.q_proj is not None
         return self.o_proj(self.query_activation(self.q_proj(query)) * features)
 
 
 def without_mixing(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of an AFT with `ProductMixer` in every block."""
     model = copy.deepcopy(model)
-    for layer in model.aft.layers:
-        layer.mixer = ProductMixer(layer.mixer)
+    for layer in [module for module in model.modules() if isinstance(module, AFTLayer)]:
+        layer.add_module("mixer", ProductMixer(layer.mixer))
     return model

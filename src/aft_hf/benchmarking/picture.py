@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ..data.whole_files import write_whole
-from .growth import Line, lines
+from .growth import Line, Row, lines
 
 
 OURS = {
@@ -22,7 +22,7 @@ OURS = {
 LABEL_POINTS, LABEL_SIZE = 11, 9  # between two labels, and of a label
 
 
-def plot_growth(path: Path, rows: list[dict]) -> bool:
+def plot_growth(path: Path, rows: list[Row]) -> bool:
     """Time and memory against length (a training step) and image size (inference), where they were measured last.
 
     Returns:
@@ -105,7 +105,7 @@ def _label(axes: Axes) -> None:
         )
 
 
-def _end_in_pixels(line) -> tuple[float, float]:
+def _end_in_pixels(line: Any) -> tuple[float, float]:
     """(y, x) of the last point."""
     x, y = line.axes.transData.transform([values[-1] for values in line.get_data()])
     return y, x

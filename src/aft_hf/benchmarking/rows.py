@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
@@ -17,7 +16,7 @@ from rich.progress import track
 from ..data.json_files import write_json
 from ..reading import Document, UnreadableError, read_json
 from .cases import Case, Sizes
-from .growth import slopes
+from .growth import Row, slopes
 from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
 
@@ -25,10 +24,10 @@ from .peak import SIZES, measure_peak
 class SavedRows(Document):
     """The file that `measure_cases` writes."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[Row]:
     """The rows in a JSON file of the benchmark.
 
     Raises:
@@ -49,8 +48,8 @@ def measure_cases(
     with_memory: bool,
     sizes: Sizes,
     fresh: bool,
-    show: Callable[[dict], None] = lambda row: None,
-) -> list[dict]:
+    show: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
     """Measure cases and write what is there after each; what the file has of other cases, machines and sizes stays in
     it. Neighbours that share a peer are measured, and written, together.
 
@@ -99,9 +98,7 @@ def measure_cases(
     return [rows[identity] for identity in own]
 
 
-def _measured(
-    pending: list[tuple[Case, dict]], device: torch.device, *, with_memory: bool, sizes: Sizes
-) -> list[dict]:
+def _measured(pending: list[tuple[Case, Row]], device: torch.device, *, with_memory: bool, sizes: Sizes) -> list[Row]:
     """The rows of cases that take turns together; where they cannot be measured, rows that say why."""
     cases, headers = zip(*pending)
     results = None
@@ -117,13 +114,13 @@ def _measured(
     return [header | result for header, result in zip(headers, results)]
 
 
-def _write(path: Path, rows: list[dict]) -> None:
+def _write(path: Path, rows: list[Row]) -> None:
     write_json(path, {"slopes": slopes(rows), "rows": rows})
 
 
 def measure(
     cases: Sequence[Case], device: torch.device, *, repeats: int, with_memory: bool, sizes: Sizes
-) -> list[dict]:
+) -> list[Row]:
     """Seconds, ratios and memory of the candidates of some cases, all in turns: what several cases have is one
     candidate.
     """
@@ -148,9 +145,9 @@ def measure(
     return rows
 
 
-def _row(case: Case, seconds: dict[str, list[float]]) -> dict:
+def _row(case: Case, seconds: dict[str, list[float]]) -> Row:
     """What a case is, its candidates' speeds, and what is asked of ours."""
-    row = {"task": case.task, "dtype": case.dtype, "unit": case.unit, "size": case.size, "peer": case.peer}
+    row: Row = {"task": case.task, "dtype": case.dtype, "unit": case.unit, "size": case.size, "peer": case.peer}
     row["seconds"] = {name: statistics.median(values) for name, values in seconds.items()}
     row["items_per_second"] = {name: case.items / value for name, value in row["seconds"].items()}
     if "ours" in seconds:
@@ -158,7 +155,7 @@ def _row(case: Case, seconds: dict[str, list[float]]) -> dict:
     return row | {"required": case.required, "required_memory": case.required_memory}
 
 
-def machine(device: torch.device) -> dict:
+def machine(device: torch.device) -> dict[str, str]:
     """What the times depend on besides the code."""
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device)}
@@ -181,12 +178,12 @@ def versions(package: str | None = None) -> dict[str, str]:
     return found
 
 
-def _identity(row: dict) -> tuple[str, str, str]:
+def _identity(row: Row) -> tuple[str, str, str]:
     """A file has one row for each."""
     return row["case"], row["machine"]["device"], row["sizes"]
 
 
-def _is_done(row: dict, header: dict, with_memory: bool) -> bool:
+def _is_done(row: Row, header: Row, with_memory: bool) -> bool:
     """Whether a row has all that would be measured."""
     same = all(row[key] == header[key] for key in ("versions", "repeats"))
     return same and "seconds" in row and (not with_memory or "peak_bytes" in row)

@@ -3,9 +3,12 @@
 import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from .cases import DTYPES, FULL, Builder, Case, Sizes, model_builder, random_images, random_tokens
 from .layers import mixer_cases
@@ -15,17 +18,17 @@ from .models import TextRow, VisionRow, without_mixing
 def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
     """Inference and training of the rows of Tables 7 and 8 beside ViT."""
     rows = {
-        ("tiny", "conv", 11, 32): (1.10, 1.03),
-        ("small", "conv", 11, 16): (1.10, 1.03),
-        ("small", "conv", 11, 384): (1.03, 0.95),
-        ("small", "conv", 15, 384): (1.03, 0.95),
-        ("tiny", "full"): (1.03, 0.95),
-        ("small", "full"): (1.03, 0.95),
-        ("base", "conv", 25, 32, 384): (1.20, 1.10),
-        ("base", "conv", 25, 32, 1024): (1.8, 1.8),
+        VisionRow("tiny", "conv", 11, 32): (1.10, 1.03),
+        VisionRow("small", "conv", 11, 16): (1.10, 1.03),
+        VisionRow("small", "conv", 11, 384): (1.03, 0.95),
+        VisionRow("small", "conv", 15, 384): (1.03, 0.95),
+        VisionRow("tiny", "full"): (1.03, 0.95),
+        VisionRow("small", "full"): (1.03, 0.95),
+        VisionRow("base", "conv", 25, 32, 384): (1.20, 1.10),
+        VisionRow("base", "conv", 25, 32, 1024): (1.8, 1.8),
     }
-    for values, required in rows.items():
-        row = VisionRow(*values, num_layers=sizes.vision_layers)
+    for of_paper, required in rows.items():
+        row = replace(of_paper, num_layers=sizes.vision_layers)
         batch = min(sizes.largest_batch, {224: 32, 384: 4, 1024: 1}[row.image_size])
         for task in ("inference", "training"):
             if task == "training" and row.image_size == 1024:
@@ -35,7 +38,7 @@ def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
                 builders = {
                     "ours": model_builder(row.aft, inputs, task, dtype),
                     "peer": model_builder(row.vit, inputs, task, dtype),
-                    "floor": model_builder(lambda row=row: without_mixing(row.aft()), inputs, task, dtype),
+                    "floor": model_builder(partial(_floor, row.aft), inputs, task, dtype),
                 }
                 yield Case(
                     f"{row.name} {task} {dtype_name}",
@@ -54,6 +57,11 @@ def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
     builders = _compiled_builders(row.aft, row.vit, inputs, "inference")
     name = f"{row.name} inference fp32 compiled"
     yield Case(name, "vision", "inference", "fp32", batch, "images", builders, peer="ViT compiled", peaks=())
+
+
+def _floor(make: Callable[..., PreTrainedModel], *arguments: int) -> PreTrainedModel:
+    """The same model without mixing."""
+    return without_mixing(make(*arguments))
 
 
 def _compiled_builders(
@@ -99,8 +107,7 @@ def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterat
         asked = {"floor": 1 / 1.15 if task == "inference" else 1 / 1.20}
         if task == "training" and CAUSAL_REQUIRED[aft_type]:
             asked["peer"] = CAUSAL_REQUIRED[aft_type][i]
-        ours = builder(lambda row=row: row.aft(length))
-        floor = builder(lambda row=row: without_mixing(row.aft(length)))
+        ours, floor = builder(partial(row.aft, length)), builder(partial(_floor, row.aft, length))
         yield Case(
             f"{row.name} T={length} {task} {dtype_name}",
             "causal",
@@ -126,7 +133,7 @@ def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
     for peer, make in {"Reformer": row.reformer, "RWKV": row.rwkv}.items():
         builders = {
             "ours": model_builder(aft, inputs, "inference", torch.float32),
-            "peer": model_builder(lambda make=make: make(length), inputs, "inference", torch.float32),
+            "peer": model_builder(partial(make, length), inputs, "inference", torch.float32),
         }
         name = f"{row.name} T={length} batch 1 inference fp32 beside {peer}"
         yield Case(name, "causal", "inference", "fp32", length, "tokens", builders, peer=peer)
@@ -161,7 +168,7 @@ def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
             )
 
 
-def _decode_case(name: str, dtype_name: str, batch: int, builders: dict[str, Builder], **options: object) -> Case:
+def _decode_case(name: str, dtype_name: str, batch: int, builders: dict[str, Builder], **options: Any) -> Case:
     # No peaks: the state is what counts, and a row has its bytes.
     return Case(
         f"{name} decode {dtype_name}", "decode", "decode", dtype_name, batch, "tokens", builders, peaks=(), **options
@@ -173,7 +180,7 @@ def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, 
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = make(context + 100).to(device, dtype).eval()  # with room for the calls
+        model = make(context + 100).eval().to(device, dtype)  # with room for the calls
         with torch.inference_mode():
             cache = _fill(model, context, batch)
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
@@ -196,8 +203,10 @@ def _fill(model: PreTrainedModel, context: int, batch: int) -> object:
             cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
         return cache
     for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer) and layer.keys is not None
         shape = (*layer.keys.shape[:2], context - 1, layer.keys.shape[-1])
-        layer.update(*(torch.randn(shape, dtype=layer.keys.dtype, device=layer.keys.device) for _ in range(2)))
+        keys, values = (torch.randn(shape, dtype=layer.keys.dtype, device=layer.keys.device) for _ in range(2))
+        layer.update(keys, values)
     return cache
 
 
@@ -205,13 +214,14 @@ def growth_cases(sizes: Sizes = FULL) -> Iterator[Case]:
     """Two blocks of each model at ever greater lengths, and of ever greater images: how time and memory grow."""
     for length in sizes.growth_lengths:
         for task in ("inference", "training"):
-            makes = {f"AFT-{name}": TextRow(name, 2, sizes.text_width).aft for name in ("local", "simple", "alibi")}
+            types = ("local", "simple", "alibi")
+            makes: dict[str, Callable[[int], PreTrainedModel]] = {
+                f"AFT-{name}": TextRow(name, 2, sizes.text_width).aft for name in types
+            }
             if length <= sizes.longest_gpt2:
                 makes["GPT-2"] = TextRow("local", 2, sizes.text_width).gpt2
             builders = {
-                name: model_builder(
-                    lambda make=make, n=length: make(n), random_tokens(1, length, task), task, torch.float32
-                )
+                name: model_builder(partial(make, length), random_tokens(1, length, task), task, torch.float32)
                 for name, make in makes.items()
             }
             yield _growth_case(f"T={length}", task, length, "tokens", length, builders)

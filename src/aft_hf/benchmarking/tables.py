@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ..data.whole_files import write_whole
-from .growth import slopes
+from .growth import Row, slopes
 
 
 HEADINGS = (
@@ -24,7 +24,7 @@ SLOPE_HEADINGS = ("model", "what", "slope", "first decade", "last decade")
 MET, MISSED = "✓", "✗"
 
 
-def comparisons(row: dict) -> Iterator[tuple[str, ...]]:
+def comparisons(row: Row) -> Iterator[tuple[str, ...]]:
     """The cells of a row, a line for each that ours is compared with."""
     if "seconds" not in row:
         reason = row.get("skipped") or f"failed: {row['failed']}"
@@ -61,7 +61,7 @@ def _mark(required: float | None, met: bool) -> str:
     return "" if required is None else f" {MET if met else MISSED}"
 
 
-def growth_slopes(rows: list[dict]) -> Iterator[tuple[str, ...]]:
+def growth_slopes(rows: list[Row]) -> Iterator[tuple[str, ...]]:
     """The cells of the table of slopes."""
     for found in slopes(rows):
         against = "length" if found["unit"] == "tokens" else "side of the image"
@@ -78,7 +78,7 @@ def rich_table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> Table
     return table
 
 
-def write_markdown(path: Path, rows: list[dict]) -> None:
+def write_markdown(path: Path, rows: list[Row]) -> None:
     """For each machine: what is asked of ours, what else it is compared with, slopes, and what was not measured."""
     parts = []
     for device, sizes in dict.fromkeys((row["machine"]["device"], row["sizes"]) for row in rows):

@@ -61,7 +61,7 @@ DROPPED = {
 
 
 def convert_deit(
-    source: str | os.PathLike | PreTrainedModel | VisionTransformerSource,
+    source: str | os.PathLike[str] | PreTrainedModel | VisionTransformerSource,
     *,
     aft_type: str | Sequence[str] = "conv",
     kernel_size: int = KERNEL_SIZE,
@@ -168,7 +168,7 @@ def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) 
     return AFTConfig(modality="image", **{name: getattr(source.config, name) for name in names}, **options)
 
 
-def _check_init(init: str, images: Iterable | None, source: VisionTransformerSource, config: AFTConfig) -> None:
+def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransformerSource, config: AFTConfig) -> None:
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
     if init == "paper":

@@ -145,7 +145,7 @@ def distill(
             run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)
             run.train()
         finally:
-            model.to(device="cpu", dtype=dtype).train(mode)
+            model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
 
 
@@ -190,13 +190,23 @@ class Objectives(nn.Module):
         return divergence, torch.stack(errors), (found.argmax(-1) == logits.argmax(-1)).float().mean()
 
     def _patches(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states[:, int(self.student.config.use_cls_token) :]
+        return hidden_states[:, int(bool(self.student.config.use_cls_token)) :]
 
 
 class _Run:
     """A distillation: what it works on, and how far it is."""
 
-    def __init__(self, model, source, images, settings, checkpoints, identity, accelerator, workers):
+    def __init__(
+        self,
+        model: AFTForImageClassification,
+        source: VisionTransformerSource,
+        images: Sequence[Image.Image],
+        settings: DistillationOptions,
+        checkpoints: str | Path | None,
+        identity: dict[str, Any],
+        accelerator: Accelerator,
+        workers: int,
+    ):
         self.settings, self.accelerator, self.num_images = settings, accelerator, len(images)
         self.identity = identity
         self.size, self.keeps_class_token = pair(model.config.image_size), model.config.use_cls_token
@@ -207,13 +217,14 @@ class _Run:
             Objectives(model), torch.optim.AdamW(groups, lr=settings.learning_rate)
         )
         self.augment = build_augmentation(settings.augmentation, self.size)
-        self.step, self.seconds, self.means = 0, 0.0, None
+        self.step, self.seconds = 0, 0.0
+        self.means: torch.Tensor | None = None  # of the last steps: divergence, agreement, errors
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
         set_seed(settings.seed, device_specific=True)
         self._resume()
         self.loader = self._loader(_Images(images, _processor(source, self.size)), workers)
 
-    def _loader(self, dataset: Dataset, workers: int) -> DataLoader:
+    def _loader(self, dataset: "_Images", workers: int) -> DataLoader[Any]:
         processes = self.accelerator.num_processes
         batch_size = min(self.settings.batch_size, self.num_images)
         if batch_size % processes:
@@ -301,6 +312,7 @@ class _Run:
         """The share of the budget that is spent: for all processes that of the first one."""
         if self.settings.steps is not None:
             return self.step / self.settings.steps
+        assert self.settings.minutes is not None  # the options have one of them
         spent = self.seconds / (60 * self.settings.minutes)
         return min(spent if own else self._agreed(spent), 1.0)
 
@@ -311,6 +323,7 @@ class _Run:
 
     def _mean_losses(self) -> torch.Tensor:
         """Of all processes."""
+        assert self.means is not None
         return self.accelerator.reduce(self.means, "mean")
 
     def _check(self) -> None:
@@ -339,6 +352,7 @@ class _Run:
         }
 
     def _save(self) -> Path:
+        assert self.means is not None and self.checkpoints is not None
         means = {str(i): mean for i, mean in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
         state = {"recipe": self.identity, "record": record, "data": "", "position": (), "rates": []}
@@ -368,7 +382,7 @@ class _Run:
         self.accelerator.print(f"going on from {path}")
 
 
-class _Images(Dataset):
+class _Images(Dataset[Image.Image]):
     """Pictures by the keys of `GlobalBatches`, and batches of them as pixel values."""
 
     def __init__(self, images: Sequence[Image.Image], processor: BaseImageProcessor):

@@ -27,7 +27,7 @@ WEIGHT_KEYS = ("model", "state_dict")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def read_tensors(source: str | os.PathLike) -> dict[str, torch.Tensor]:
+def read_tensors(source: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint by their names in its files, mapped into memory: pages are read when looked at.
 
     Raises:

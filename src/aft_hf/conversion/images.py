@@ -34,7 +34,7 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     return (images[index * len(images) // count] for index in range(count))
 
 
-class ImagesOnDisk(Sequence):
+class ImagesOnDisk(Sequence[Image.Image]):
     """The images of a path in RGB, each opened when it is asked for.
 
     Args:

@@ -7,14 +7,18 @@ pre-norm blocks of labml_nn.transformers between an embedding (`src_embed`) and 
 import math
 import re
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from ..configuration_aft import AFTConfig
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
 from .errors import ConversionError
 
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # Modules of a layer, and of a block and a model around it, by what they become.
 LAYER = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -165,7 +169,7 @@ def _take(state: dict[str, torch.Tensor], name: str, *, peek: bool = False) -> t
     return state[name] if peek else state.pop(name)
 
 
-def _loaded(module, tensors: dict[str, torch.Tensor], left: dict[str, torch.Tensor]):
+def _loaded(module: Module, tensors: dict[str, torch.Tensor], left: dict[str, torch.Tensor]) -> Module:
     """A module with these weights, if there is nothing left over."""
     if left:
         raise ConversionError(f"AFT has no place for {', '.join(sorted(left))}")

@@ -25,14 +25,14 @@ from .verification import verify_conversion
 
 
 def save_converted(
-    source: str | os.PathLike,
-    directory: str | os.PathLike,
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     overwrite: bool = False,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
     distillation: Mapping[str, Any] | None = None,
-    **options,
+    **options: Any,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """Convert, write model, image processor, report and manifest, and verify them before they get their place.
 
@@ -75,7 +75,7 @@ def save_converted(
 
 def _write(
     directory: Path,
-    source: str | os.PathLike,
+    source: str | os.PathLike[str],
     model: AFTForImageClassification,
     processor: BaseImageProcessor,
     report: ConversionReport,
@@ -102,7 +102,7 @@ def _write(
 
 
 def _convert(
-    source: str | os.PathLike,
+    source: str | os.PathLike[str],
     reading: Mapping[str, Any],
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
@@ -155,7 +155,7 @@ def _put_in_place(finished: Path, directory: Path) -> None:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
-def _check_target(directory: Path, source: str | os.PathLike, overwrite: bool) -> None:
+def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> None:
     """Refuse to write over anything but an earlier conversion that the user wants to be replaced, before the work."""
     if directory.exists() and not directory.is_dir():
         raise ConversionError(f"{directory}: is a file; give a directory")

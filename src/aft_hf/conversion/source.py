@@ -15,6 +15,7 @@ from transformers import (
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
     DeiTModel,
+    PreTrainedConfig,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
@@ -99,7 +100,7 @@ class VisionTransformerSource:
                 f"{self.name}: how many attention heads it has does not follow from its width of "
                 f"{self.config.hidden_size}; give source_num_heads"
             )
-        model_class = MODEL_CLASSES[self.config.model_type, self.heads]
+        model_class: type[Any] = MODEL_CLASSES[self.config.model_type, self.heads]
         prefix = f"{model_class.base_model_prefix}." if self.heads else ""
         state = {
             name if name.startswith(self.heads) else prefix + name: derivation.of(self.tensors)
@@ -113,7 +114,7 @@ class VisionTransformerSource:
 
 
 def read_source(
-    source: str | os.PathLike | PreTrainedModel,
+    source: str | os.PathLike[str] | PreTrainedModel,
     *,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
@@ -179,11 +180,12 @@ def _read_config(name: str) -> dict[str, Any]:
     return config
 
 
-def _read_transformers(name: str, config: Mapping[str, Any]) -> VisionTransformerSource:
-    model_type = config["model_type"]
-    check_config(name, config)
+def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransformerSource:
+    model_type = values["model_type"]
+    check_config(name, values)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        config = as_vit_config(CONFIG_CLASSES[model_type].from_dict(dict(config)))
+        config_class: type[PreTrainedConfig] = CONFIG_CLASSES[model_type]
+        config = as_vit_config(config_class.from_dict(dict(values)))
         size = pair(config.image_size)
         grid_of(config)  # patches of no size, or a size that is none
     tensors, own = read_tensors(name), _read_image_processor(name)

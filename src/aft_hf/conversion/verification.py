@@ -11,7 +11,7 @@ from .files import read_tensors
 from .report import REPORT_NAME, ConversionReport, SavedReport
 
 
-def verify_conversion(source: str | os.PathLike, directory: str | os.PathLike) -> int:
+def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
     """Compare a saved conversion with its source, both read anew, by nothing but the saved report.
 
     The report must account for all tensors of both. Every copied tensor is made again of the source's, as the report

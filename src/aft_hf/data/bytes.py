@@ -28,7 +28,7 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
     return {"train": (0, first), "validation": (first, second), "test": (second, size)}
 
 
-class ByteWindows(Dataset):
+class ByteWindows(Dataset[dict[str, torch.Tensor]]):
     """Windows of a file, `input_ids` and the next bytes as `labels`, (seq_len,) each.
 
     As evaluated (no seed), the windows predict every byte of the part but its first one exactly once; labels are -100

@@ -1,7 +1,7 @@
 """Labelled images for training: decoded and cropped where they are read, augmented in batches on the device."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kornia.augmentation as augmentation
@@ -19,7 +19,7 @@ from .order import SampleKey
 from .rand_augment import RandAugment
 
 
-class TrainingImages(Dataset):
+class TrainingImages(Dataset[dict[str, torch.Tensor]]):
     """Rows with an image and a label as `pixel_values`, (3, size, size) bytes, and `labels`.
 
     Args:
@@ -38,7 +38,7 @@ class TrainingImages(Dataset):
         numbers: Mapping[Any, int],
         *,
         size: int,
-        crop_scale: tuple[float, float] | None,
+        crop_scale: Sequence[float] | None,
         seed: int,
         image_column: str = "image",
         label_column: str = "label",
@@ -66,14 +66,14 @@ class TrainingImages(Dataset):
 
 
 def crop_box(
-    size: tuple[int, int], scale: tuple[float, float], random: np.random.Generator
+    size: tuple[int, int], scale: Sequence[float], random: np.random.Generator
 ) -> tuple[float, float, float, float]:
     """A random part (left, top, right, bottom) of an image of `size` (width, height), as Inception's crop: `scale` of
     the area, aspect ratio log-uniform in [3/4, 4/3]. What ten draws do not fit into the image becomes its centre."""
-    width, height = size
+    (width, height), (smallest, largest) = size, scale
     for _ in range(10):
         area, ratio = (
-            random.uniform(*scale) * width * height,
+            random.uniform(smallest, largest) * width * height,
             math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3))),
         )
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

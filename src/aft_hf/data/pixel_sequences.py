@@ -37,7 +37,7 @@ def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int], ch
     return Image.fromarray(pixels if channels == 3 else pixels[..., 0])
 
 
-class PixelSequences(Dataset):
+class PixelSequences(Dataset[dict[str, torch.Tensor]]):
     """Rows with an image as `input_ids`, which begin with the start token, and `labels`, the 3 H W sub-pixels.
 
     Args:

@@ -38,7 +38,7 @@ class Block(NamedTuple):
     state: dict[str, Any] | None = None  # of the stream; None: at its beginning
 
 
-class StreamedSamples(Dataset):
+class StreamedSamples(Dataset[Sample]):
     """Samples to train on, made where they are asked for; `StreamedBatches` reads their rows.
 
     Args:
@@ -70,7 +70,7 @@ class StreamedSamples(Dataset):
         return f"{count} shards, {sum_samples(first)}"
 
 
-class StreamedEvaluation(IterableDataset):
+class StreamedEvaluation(IterableDataset[Sample]):
     """Samples to evaluate: each row once, in the order of the stream.
 
     Args:

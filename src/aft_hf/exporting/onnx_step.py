@@ -1,12 +1,15 @@
 """Decoding outside PyTorch: one token at a time as an ONNX program, with the cache as its inputs and outputs."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim
 
+from ..blocks_aft import AFTLayer
 from ..caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
+from ..mixer_aft import AFTMixer
 from ..modeling_aft import AFTForCausalLM
 
 
@@ -22,11 +25,9 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
     Raises:
         ValueError: a model with a `full` layer, whose cache grows with the text.
     """
-    if None in (windows := [layer.mixer.state_window for layer in model.aft.layers]):
-        raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
     state = {"seen": torch.zeros(batch_size, dtype=torch.long)}
-    for index, (layer, window) in enumerate(zip(model.aft.layers, windows)):
-        mixer, empty = layer.mixer, AFTLayerState(window)
+    for index, mixer in enumerate(_mixers(model)):
+        empty = AFTLayerState(_window(mixer))
         widths = mixer.k_proj.out_features, mixer.v_proj.out_features
         empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
         state |= {f"{index}.{name}": getattr(empty, name) for name in STATE}
@@ -34,7 +35,7 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
     return {name: tensor for name, tensor in state.items() if tensor.numel() > 0}
 
 
-def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
+def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None:
     """Write the ONNX program of one step, for any batch size.
 
     Its inputs are `input_ids` (B, 1) and what `empty_state` describes; its outputs `logits` (B, 1, vocabulary) and
@@ -50,10 +51,11 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
     Raises:
         ValueError: a model with a `full` layer.
     """
-    inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": empty_state(model, 2)}
+    state = empty_state(model, 2)
+    inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": state}
     batch = {0: Dim("batch", min=1, max=4096)}
-    shapes = {"input_ids": batch, "state": dict.fromkeys(inputs["state"], batch)}
-    names = [*inputs["state"]]
+    shapes = {"input_ids": batch, "state": dict.fromkeys(state, batch)}
+    names = [*state]
     program = torch.onnx.export(
         _Step(model).train(model.training),
         (),
@@ -64,7 +66,19 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options) -> None:
         dynamo=True,
         **{"optimize": False, "verbose": False, **options},
     )
+    assert program is not None  # of dynamo=True
     program.save(path)
+
+
+def _mixers(model: AFTForCausalLM) -> list[AFTMixer]:
+    return [layer.mixer for layer in model.aft.layers if isinstance(layer, AFTLayer)]
+
+
+def _window(mixer: AFTMixer) -> int:
+    """How many keys and values the state of a mixer keeps."""
+    if mixer.state_window is None:
+        raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
+    return mixer.state_window
 
 
 class _Step(nn.Module):
@@ -76,12 +90,12 @@ class _Step(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         cache = AFTCache([])
-        for index, layer in enumerate(self.model.aft.layers):
-            cache.layers.append(_StepState(layer.mixer.state_window, index, state))
+        for index, mixer in enumerate(_mixers(self.model)):
+            cache.layers.append(_StepState(_window(mixer), index, state))
         logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits
         following = {"seen": state["seen"] + 1}
-        for index, layer in enumerate(cache.layers):
-            following |= {f"{index}.{name}": getattr(layer, name) for name in STATE}
+        for index, after in enumerate(cache.layers):
+            following |= {f"{index}.{name}": getattr(after, name) for name in STATE}
         return logits, *(following[name] for name in state)
 
 

@@ -75,7 +75,7 @@ SWITCHES: tuple[str, ...] = ("use_query", "query_activation", "position_bias_rep
 SWITCHES += ("position_bias_entropy_weight", "position_bias_selection", "position_bias_multiplier")
 
 
-def write_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> Path:
+def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
     """Write README.md into the directory of a saved model, and a picture of its position biases if there is none
     but ours.
 
@@ -126,7 +126,9 @@ def is_ours(content: str) -> bool:
     return MARKER in content or "generated_from_trainer" in content or "# Model Card for Model ID" in content
 
 
-def build_card(directory: str | os.PathLike, *, repo_id: str | None = None, license: str | None = None) -> ModelCard:
+def build_card(
+    directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None
+) -> ModelCard:
     """The card of a saved model, without writing anything. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
     return _card(directory, read_facts(directory), directory, repo_id=repo_id, license=license)
@@ -204,7 +206,7 @@ def fill_card(
     )
 
 
-def card_problems(path: str | os.PathLike, names: Collection[str] = ()) -> list[str]:
+def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> list[str]:
     """What the Hub, or a reader, would miss in a card; an empty list if nothing. Needs no network.
 
     Args:

@@ -64,7 +64,7 @@ ABSOLUTE_PATHS = (
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
 
-def find_problems(directory: str | os.PathLike, made: Path | None = None) -> list[str]:
+def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -> list[str]:
     """Everything that stands against publishing a directory, a line each; an empty list if nothing does.
 
     All files lie in the directory (where they do not, nothing else is looked at); the model loads from its weights
@@ -127,7 +127,7 @@ def _safetensors_header(path: Path) -> bytes:
         return file.read(struct.unpack("<Q", length)[0]) if len(length) == 8 else b""
 
 
-def _line(content: str | bytes, match: re.Match) -> int:
+def _line(content: str | bytes, match: re.Match[Any]) -> int:
     before = content[: match.start()]
     return (before.count(b"\n") if isinstance(before, bytes) else before.count("\n")) + 1
 

@@ -59,7 +59,7 @@ class Publication:
 
 
 def publish(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     repo_id: str,
     *,
     private: bool | None = None,

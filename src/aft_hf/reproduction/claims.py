@@ -1,6 +1,7 @@
 """The claims: what the paper says, its numbers, and which comparisons of our runs decide."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 LOWER, HIGHER = False, True
@@ -66,7 +67,7 @@ def _test(arm: str) -> tuple[str, str]:
     return arm, "test"
 
 
-def _beats(says: str, ours: str, other: str, higher: bool, **options) -> Comparison:
+def _beats(says: str, ours: str, other: str, higher: bool, **options: Any) -> Comparison:
     """Better on the data that it is tested on."""
     return Comparison(says, _test(ours), _test(other), higher, **options)
 

@@ -3,9 +3,13 @@
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+
+if TYPE_CHECKING:
+    from .running import Settings
 
 
 def reproduce_command(
@@ -79,7 +83,7 @@ def numbers_of(what: list[str]) -> list[int]:
     return [int(word) for word in what]
 
 
-def run_all(runs: list[tuple[str, int]], settings) -> list[str]:
+def run_all(runs: list[tuple[str, int]], settings: "Settings") -> list[str]:
     """Run one after the other; one that fails is told about, and the others go on. Returns the names of those."""
     from .running import identify, run_arm
 

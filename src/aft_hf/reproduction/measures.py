@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
 
 from ..mixers_aft import AFTConv
 from ..training.evaluation import evaluate_classifier
-from ..training.recipe import Recipe, build_recipe
+from ..training.recipe import BytesRecipe, ImagesRecipe, Recipe, build_recipe
 from ..training.tasks import BytesTask, first_rows, read_rows
 
 
@@ -26,7 +27,9 @@ def lengths(recipe: Recipe) -> dict[str, float]:
     for factor in LONGER:
         values = recipe.model_dump()
         values["data"]["seq_len"] *= factor
-        task = BytesTask(build_recipe(values))
+        longer = build_recipe(values)
+        assert isinstance(longer, BytesRecipe)
+        task = BytesTask(longer)
         metric, options = task.metric()
         for batch in DataLoader(task.evaluated["test"], max(1, recipe.global_batch_size // factor)):
             batch = {name: x.to(model.device) for name, x in batch.items()}
@@ -38,11 +41,12 @@ def lengths(recipe: Recipe) -> dict[str, float]:
 
 def image_sizes(recipe: Recipe) -> dict[str, float]:
     """Accuracy on the validation images at larger sizes than in training: "test_at_40_px" and so on."""
+    assert isinstance(recipe, ImagesRecipe)
     data = recipe.data
     model = _trained(AutoModelForImageClassification, recipe)
     processor = AutoImageProcessor.from_pretrained(recipe.output_dir)
     rows = first_rows(read_rows(recipe), data)["validation"]
-    columns = {"image_column": data.image_column, "label_column": data.label_column}
+    columns: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
     found = {}
     for factor in LARGER:
         side = round(data.image_size * factor)
@@ -79,7 +83,7 @@ MEASURES: dict[str, Callable[[Recipe], dict[str, float]]] = {
 }
 
 
-def scores(recipe: Recipe, results: dict) -> dict[str, float]:
+def scores(recipe: Recipe, results: dict[str, Any]) -> dict[str, float]:
     """The metrics of every run, from what `train` returns: "test" is bits per character or dimension, or accuracy, on
     the data that it is tested on; "train" the training loss over the last tenth of the steps, in bits where "test" is.
     """
@@ -94,7 +98,7 @@ def scores(recipe: Recipe, results: dict) -> dict[str, float]:
     }
 
 
-def _trained(kind: type, recipe: Recipe) -> torch.nn.Module:
+def _trained(kind: type[Any], recipe: Recipe) -> PreTrainedModel:
     """The model that a run has saved, on the device to measure on."""
     model = kind.from_pretrained(Path(recipe.output_dir)).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -90,9 +90,10 @@ def run_arm(name: str, seed: int, settings: Settings) -> dict[str, Any]:
 def identify(name: str, seed: int, settings: Settings) -> dict[str, Any]:
     """What decides the numbers of a run, as JSON holds it."""
     arm = ARMS[name]
+    values: dict[str, Any]
     if isinstance(arm, Speed):
-        fields = {"ours": dict(arm.ours), "peer": dict(arm.peer), "task": arm.task}
-        values = fields | {"batch": arm.batch, "length": arm.length, "smoke": settings.smoke}
+        values = {"ours": dict(arm.ours), "peer": dict(arm.peer), "task": arm.task}
+        values |= {"batch": arm.batch, "length": arm.length, "smoke": settings.smoke}
     else:
         recipe = recipe_of(name, seed, settings).model_dump()
         values = {key: portable(value) for key, value in recipe.items() if key not in ("output_dir", "notes")}
@@ -107,7 +108,9 @@ def recipe_of(name: str, seed: int, settings: Settings) -> Recipe:
     Raises:
         ValueError: its data are not given.
     """
-    arm, path = ARMS[name], RECIPES / f"{ARMS[name].recipe}.yaml"
+    arm = ARMS[name]
+    assert isinstance(arm, Training)
+    path = RECIPES / f"{arm.recipe}.yaml"
     overrides = [*arm.overrides, *_data(arm, settings), f"seed={seed}"]
     overrides.append(f"output_dir={json.dumps(str(settings.run_path(name, seed)))}")
     if arm.start is not None:
@@ -151,6 +154,7 @@ def _train(name: str, arm: Training, seed: int, settings: Settings) -> dict[str,
     from .measures import MEASURES, scores
 
     if arm.convert is not None:
+        assert arm.start is not None
         size = {"num_heads": arm.convert["num_heads"] * (1 if settings.smoke else settings.scale)}
         source, start = settings.run_path(arm.start, seed), settings.run_path(name, seed) / "start"
         torch.manual_seed(seed)  # of the parameters that are new

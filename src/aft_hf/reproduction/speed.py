@@ -54,21 +54,23 @@ def _peak(name: str, smoke: bool, device: str, candidate: str) -> int:
 
 def builders(name: str, smoke: bool) -> dict[str, Builder]:
     """What makes the candidates of an arm."""
-    arm = ARMS[name]
+    found = ARMS[name]
+    assert isinstance(found, Speed)
+    arm: Speed = found
+    kind: type[Any]
     kind = AutoModelForImageClassification if arm.length is None else AutoModelForCausalLM
     if smoke:
         tiny = {"num_hidden_layers": 1}
         length = None if arm.length is None else arm.length // 16
         arm = replace(arm, ours={**arm.ours, **tiny}, peer={**arm.peer, **tiny}, batch=1, length=length)
-    return {
-        candidate: model_builder(
-            lambda fields=fields: _model(kind, fields), lambda: _inputs(arm), arm.task, torch.float32
-        )
-        for candidate, fields in (("ours", arm.ours), ("peer", arm.peer))
-    }
+
+    def builder(fields: Mapping[str, Any]) -> Builder:
+        return model_builder(lambda: _model(kind, fields), lambda: _inputs(arm), arm.task, torch.float32)
+
+    return {"ours": builder(arm.ours), "peer": builder(arm.peer)}
 
 
-def _model(kind: type, fields: Mapping[str, Any]) -> PreTrainedModel:
+def _model(kind: type[Any], fields: Mapping[str, Any]) -> PreTrainedModel:
     """An untrained model from the fields of its config."""
     fields = dict(fields)
     return kind.from_config(AutoConfig.for_model(fields.pop("architecture"), **fields))

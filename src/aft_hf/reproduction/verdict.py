@@ -29,7 +29,12 @@ class Judgement:
 
 
 def judge(
-    ours: Mapping[int, float], other: Mapping[int, float] | float, *, higher: bool, margin: float = 0.0, paired=False
+    ours: Mapping[int, float],
+    other: Mapping[int, float] | float,
+    *,
+    higher: bool,
+    margin: float = 0.0,
+    paired: bool = False,
 ) -> Judgement:
     """Judge a comparison.
 

@@ -26,7 +26,8 @@ def build_adamw(model: nn.Module, settings: Optimizer, ema_decay: float | None =
             parameters = [parameter for parameter in group["params"] if (id(parameter) in linear) == decays]
             if parameters:
                 split.append(group | {"params": parameters} | ({} if decays else {"weight_decay": 0.0}))
-    optimizer = torch.optim.AdamW(split, lr=settings.learning_rate, betas=tuple(settings.betas), eps=settings.eps)
+    first, second = settings.betas
+    optimizer = torch.optim.AdamW(split, lr=settings.learning_rate, betas=(first, second), eps=settings.eps)
     if ema_decay is not None:
         keep_average(optimizer, ema_decay)
     return optimizer

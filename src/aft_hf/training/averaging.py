@@ -6,6 +6,7 @@ There it is saved, loaded and cut into shards with the moments, by every strateg
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         raise ValueError(f"the decay of an average of weights must be in (0, 1), got {decay}")
 
     @torch.no_grad()
-    def update(optimizer: torch.optim.Optimizer, *_) -> None:
+    def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in _parameters(optimizer):
             state = optimizer.state[parameter]
             if "average" not in state:

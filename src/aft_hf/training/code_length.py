@@ -1,5 +1,7 @@
 """Code length: how many bits a model takes for the data."""
 
+from typing import Any
+
 import datasets
 import evaluate
 import numpy as np
@@ -24,7 +26,7 @@ class CodeLength(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions, references, units: tuple[str, ...] = ("byte",)) -> dict[str, float]:
+    def _compute(self, predictions: Any, references: Any, units: tuple[str, ...] = ("byte",)) -> dict[str, float]:
         bits = np.asarray(predictions, dtype=np.float64).sum() / np.log(2)
         counts = np.asarray(references).sum(0)
         return {f"bits_per_{unit}": float(bits / count) for unit, count in zip(units, counts)}

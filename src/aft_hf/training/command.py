@@ -83,19 +83,29 @@ def evaluate_command(
     if is_image_classifier(config):
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
         processor = load(AutoImageProcessor, model)
-        options = {"batch_size": batch_size, "image_column": image_column, "label_column": label_column}
-        for side in image_size or [None]:
+        columns = {"image_column": image_column, "label_column": label_column}
+        sides: list[int | None] = [*image_size] if image_size else [None]
+        for side in sides:
             size = None if side is None else (side, side)
             name = "as trained" if side is None else f"{side} px"
             with explained(f"{model}: cannot be evaluated on {data}"):
-                results[name] = evaluate_classifier(classifier, processor, dataset, image_size=size, **options)
+                results[name] = evaluate_classifier(
+                    classifier, processor, dataset, image_size=size, batch_size=batch_size, **columns
+                )
     else:
         language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
         tokenizer = load(AutoTokenizer, model)
         block_size = own_block_size(config, tokenizer) if block_size is None else block_size
-        options = {"block_size": block_size, "stride": stride, "batch_size": batch_size, "text_column": text_column}
         with explained(f"{model}: cannot be evaluated on {data}"):
-            results[f"blocks of {block_size}"] = evaluate_language_model(language_model, tokenizer, dataset, **options)
+            results[f"blocks of {block_size}"] = evaluate_language_model(
+                language_model,
+                tokenizer,
+                dataset,
+                block_size=block_size,
+                stride=stride,
+                batch_size=batch_size,
+                text_column=text_column,
+            )
     metrics = list(next(iter(results.values())))
     table = Table("", *metrics, title=f"{model} on {data}")
     for name, values in results.items():

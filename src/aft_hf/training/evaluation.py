@@ -19,6 +19,7 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
+from ..data.bytes import IGNORED
 from ..data.classes import are_names, in_order_of_numbers, shortened
 from ..data.image_files import ImageError, row_at
 from ..data.image_size import resized_processor
@@ -26,7 +27,7 @@ from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
-from .metrics import IGNORED, AccuracyAndLoss, BitsPerToken, token_losses
+from .metrics import AccuracyAndLoss, BitsPerToken, token_losses
 
 
 logger = logging.get_logger(__name__)
@@ -139,7 +140,7 @@ def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedM
     return resized
 
 
-class _Rows(Samples):
+class _Rows(Samples[Any]):
     """Rows that are read in batches; an image that cannot be used is told with its row."""
 
     def __init__(self, rows: Dataset):

@@ -63,6 +63,8 @@ class FineTuner(Trainer):
             not go together.
     """
 
+    model: Any  # a PreTrainedModel, or what PEFT puts around one
+
     def __init__(
         self,
         *,
@@ -73,7 +75,7 @@ class FineTuner(Trainer):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         ema_decay: float | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__(**options)
         self.position_bias_scale, self.augment = position_bias_scale, augment
@@ -92,7 +94,7 @@ class FineTuner(Trainer):
             self.model_accepts_loss_kwargs = False
         if teacher is not None:
             _require_same_classes(teacher, self.model)
-            teacher.to(self.args.device).eval().requires_grad_(False)
+            teacher.eval().requires_grad_(False).to(self.args.device)
         if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
             raise ValueError(
                 "label_smoothing_factor takes the place of the model's own loss, and so of what "
@@ -118,7 +120,7 @@ class FineTuner(Trainer):
                 "what is evaluated is their average; leave one of them out"
             )
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             model = self.model if model is None else model
@@ -135,14 +137,20 @@ class FineTuner(Trainer):
             self._averaged = self.optimizer
         return self.optimizer
 
-    def train(self, *arguments, **options) -> TrainOutput:
+    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
         """Trainer's; with `ema_decay`, the model is the average of its weights in the end."""
         output = super().train(*arguments, **options)
         if self.ema_decay is not None:
             swap_average(_inner(self.optimizer), self.model_wrapped)
         return output
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
         """Trainer's loss; in training of augmented images, and with the teacher's part."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
@@ -184,7 +192,7 @@ class FineTuner(Trainer):
         with explained(f"{resume_from_checkpoint}: its model cannot be loaded; give an earlier checkpoint"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def evaluate(self, *arguments, **options) -> dict[str, float]:
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Trainer's, which leaves the random numbers of a training that continues as they were, and which evaluates
         the average of the weights where there is one."""
         during_training = self.ema_decay is not None and self.is_in_train
@@ -192,8 +200,9 @@ class FineTuner(Trainer):
         with torch.random.fork_rng(devices=[]), weights:
             return super().evaluate(*arguments, **options)
 
-    def create_model_card(self, *arguments, **options) -> None:
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """The card of `aft_hf.publishing`, from the files of the run; Trainer's for adapters and other models."""
+        assert self.args.output_dir is not None  # Trainer's arguments have filled it in
         config = Path(self.args.output_dir) / "config.json"
         if not config.is_file() or self.model.config.model_type != AFTConfig.model_type:
             super().create_model_card(*arguments, **options)
@@ -205,7 +214,9 @@ class FineTuner(Trainer):
         if not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        directory = Path(output_dir or self.args.output_dir)
+        output_dir = output_dir or self.args.output_dir
+        assert output_dir is not None
+        directory = Path(output_dir)
         try:
             with move_into(directory) as aside:
                 super()._save(str(aside), state_dict)
@@ -216,20 +227,23 @@ class FineTuner(Trainer):
 
     @torch.no_grad()
     def _teacher_logits(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        other_size = tuple(pixel_values.shape[2:]) != pair(self.teacher.config.image_size)
+        teacher = self.teacher
+        assert teacher is not None
+        other_size = tuple(pixel_values.shape[2:]) != pair(teacher.config.image_size)
         with self.accelerator.autocast():
-            return self.teacher(pixel_values.to(self.teacher.dtype), interpolate_pos_encoding=other_size).logits
+            return teacher(pixel_values.to(teacher.dtype), interpolate_pos_encoding=other_size).logits
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, where Accelerate has wrapped it."""
+def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """The optimizer of a training itself, where Accelerate has wrapped it."""
+    assert optimizer is not None
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     if teacher.base_model is teacher:
         raise ValueError(f"the teacher is a {type(teacher).__name__}, which has no classifier to learn from")
-    theirs, ours = (list(model.config.id2label.values()) for model in (teacher, student))
+    theirs, ours = (list((model.config.id2label or {}).values()) for model in (teacher, student))
     if len(theirs) != len(ours):
         raise ValueError(f"the teacher knows {len(theirs)} classes, the model {len(ours)}: both need the same")
     if theirs == ours:

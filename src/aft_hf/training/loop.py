@@ -49,7 +49,7 @@ def take_steps(run: Run) -> None:
     record.lap()
     with StopSignal(run.accelerator) as stop, progress_bar(run) as progress:
         for step in range(run.start + 1, run.total + 1):
-            rate = run.scheduler.get_last_lr()[0]
+            rate = float(run.scheduler.get_last_lr()[0])
             losses = [training_pass(run, next(batches), step, i) for i in range(run.accumulation)]
             run.scheduler.step()
             record.add(step, torch.stack(losses).mean(), rate)
@@ -85,7 +85,7 @@ def state(run: Run, step: int) -> dict[str, Any]:
         "recipe": run.recipe.model_dump(),
         "data": run.data,
         "rates": run.scheduler.get_last_lr(),
-        "position": tuple(run.batches.batch_sampler.position(step)),
+        "position": tuple(run.order.position(step)),
     }
 
 

@@ -1,5 +1,7 @@
 """Metrics as `evaluate` classes that need no network: they are made from the class, not loaded by name."""
 
+from typing import Any
+
 import datasets
 import evaluate
 import numpy as np
@@ -27,7 +29,7 @@ class TopKAccuracy(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions, references, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
+    def _compute(self, predictions: Any, references: Any, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
         ranking = np.argsort(-np.asarray(predictions), axis=1, kind="stable")  # the best class first
         hits = ranking == np.asarray(references)[:, None]
         return {"accuracy" if k == 1 else f"top_{k}_accuracy": float(hits[:, :k].any(1).mean()) for k in top_k}
@@ -36,7 +38,7 @@ class TopKAccuracy(evaluate.Metric):
 class AccuracyAndLoss(TopKAccuracy):
     """Top-k accuracy, and `loss`, the mean cross-entropy in nats with the scores as logits."""
 
-    def _compute(self, predictions, references, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
+    def _compute(self, predictions: Any, references: Any, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
         logits, labels = np.asarray(predictions, dtype=np.float64), np.asarray(references)
         logits = logits - logits.max(1, keepdims=True)
         losses = np.log(np.exp(logits).sum(1)) - np.take_along_axis(logits, labels[:, None], 1)[:, 0]
@@ -58,14 +60,14 @@ class BitsPerToken(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions, references) -> dict[str, float]:
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         losses, tokens = np.asarray(predictions, dtype=np.float64), np.asarray(references)
         bits = float(losses[tokens != IGNORED].mean() / np.log(2))
         with np.errstate(over="ignore"):  # infinite, where a training has failed
             return {"bits_per_token": bits, "perplexity": float(np.exp2(bits))}
 
 
-def token_losses(logits: torch.Tensor | tuple, labels: torch.Tensor) -> torch.Tensor:
+def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
     """The loss of each token but the first in nats, (B, T - 1), 0 where it does not count: all that is kept of logits.
 
     Args:

@@ -1,5 +1,7 @@
 """The parameter groups of an optimizer, and the optimizer."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -8,7 +10,7 @@ from ..mixer_aft import AFTMixer
 
 def parameter_groups(
     model: nn.Module, learning_rate: float, *, weight_decay: float = 0.0, position_bias_scale: float = 1.0
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Groups for any optimizer: weight decay on what has two dimensions or more, a rate of its own for w.
 
     A new AFT-conv has w = 0 (Eq. 8: gamma = beta = 0), and Adam moves a parameter by about the learning rate in each

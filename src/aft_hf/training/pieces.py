@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import PartialState
-from torch import distributed
+from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from ..sequence_shards_aft import average_over, context_parallel, local_piece, total_over
@@ -55,7 +55,7 @@ class Pieces:
                 f"conv, got {model.config.model_type} with {', '.join(sorted(set(types)))}"
             )
 
-    def loss(self, task: Task, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    def loss(self, task: Task, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of whole sequences, whose gradient is an average over the processes."""
         if self.group is None:
             return task.loss(model, batch)
@@ -66,7 +66,7 @@ class Pieces:
             loss = task.loss(model, piece) * share
         return average_over(self.group, loss)
 
-    def scores(self, task: Task, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores(self, task: Task, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Predictions and references of this process's own batch. The group takes the batches of its processes in
         turn, each process a piece; what a task scores in a row is a sum over its tokens.
         """
@@ -87,4 +87,5 @@ class Pieces:
         return x
 
     def _cut(self, batch: Batch) -> Batch:
+        assert self.group is not None
         return {name: local_piece(x, self.group) for name, x in batch.items()}

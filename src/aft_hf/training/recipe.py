@@ -134,7 +134,7 @@ class Schedule(Section):
         return name
 
     @model_validator(mode="after")
-    def _one_warmup(self):
+    def _one_warmup(self) -> "Schedule":
         if self.warmup_steps is not None and self.warmup_epochs is not None:
             raise ValueError("give warmup_steps or warmup_epochs, not both")
         return self
@@ -193,7 +193,7 @@ class Recipe(Section):
         return model
 
     @model_validator(mode="after")
-    def _one_length(self):
+    def _one_length(self) -> "Recipe":
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give either epochs or steps")
         return self
@@ -226,7 +226,7 @@ class ImageRowsRecipe(Recipe):
     data: ImageRows
 
     @model_validator(mode="after")
-    def _no_epochs_of_a_stream(self):
+    def _no_epochs_of_a_stream(self) -> "ImageRowsRecipe":
         warms_up_by_epochs = self.schedule.warmup_epochs is not None
         if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
             raise ValueError(

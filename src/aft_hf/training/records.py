@@ -154,7 +154,7 @@ def plot_losses(path: Path, record: Record) -> None:
     except ImportError:
         record.accelerator.print("matplotlib is not installed: no picture of the losses")
         return
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {
         "loss (nats)": {"training": [(step, loss) for step, loss, _ in record.curve()]}
     }
     for row in record.evaluations:

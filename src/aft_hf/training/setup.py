@@ -23,9 +23,9 @@ from .adamw import build_adamw
 from .checkpoints import Checkpoints
 from .manifest import Manifest, read_manifest
 from .pieces import Pieces
-from .recipe import Recipe, build_recipe
+from .recipe import ImageRows, Recipe, build_recipe
 from .records import Record, portable, remove_unfinished
-from .tasks import TASKS, Task
+from .tasks import TASKS, Samples, Task
 
 
 # Keys of a recipe that may differ between a checkpoint and the run that goes on from it.
@@ -60,8 +60,9 @@ class Run:
     model: nn.Module
     optimizer: AcceleratedOptimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    batches: DataLoader  # the micro-batches of this process from `start` on
-    evaluated: dict[str, DataLoader]
+    order: GlobalBatches | StreamedBatches
+    batches: DataLoader[Any]  # the micro-batches of this process from `start` on, in that order
+    evaluated: dict[str, DataLoader[Any]]
     checkpoints: Checkpoints
     record: Record
     accumulation: int  # micro-batches of this process in a step
@@ -82,10 +83,10 @@ def set_up(recipe: Recipe) -> Run:
     pieces = Pieces.of(recipe, join_processes())
     micro_batch_size, accumulation = recipe.accumulation(pieces.groups)
     task = TASKS[recipe.task](recipe)
-    streamed = isinstance(task.train, StreamedSamples)
     # The recipe of a stream says everything in steps.
-    epoch = 0 if streamed else steps_per_epoch(len(task.train), recipe.global_batch_size)
-    total = recipe.steps or max(1, round(recipe.epochs * epoch))
+    count = None if isinstance(task.train, StreamedSamples) else len(task.train)
+    epoch = 0 if count is None else steps_per_epoch(count, recipe.global_batch_size)
+    total = recipe.steps or max(1, round((recipe.epochs or 0) * epoch))
     accelerator = build_accelerator(recipe, micro_batch_size, accumulation)
 
     torch.manual_seed(recipe.seed)
@@ -111,24 +112,21 @@ def set_up(recipe: Recipe) -> Run:
         raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
     if start == total:
         accelerator.print(f"already complete: all {total:,} steps are done; the model is evaluated and saved again")
-    order = {
-        "global_batch_size": recipe.global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "seed": recipe.seed,
-        "start": start,
-        "stop": total,
-        "process": pieces.index,
-        "processes": pieces.groups,
-        "repetitions": task.repetitions,
-    }
-    if streamed:
-        sampler = StreamedBatches(
-            task.train.rows, shuffle_buffer=recipe.data.shuffle_buffer, position=position, **order
-        )
-    else:
-        sampler = GlobalBatches(len(task.train), **order)
-    loading = {"num_workers": recipe.data.workers, "pin_memory": accelerator.device.type == "cuda"}
-    samples = "a stream" if streamed else f"{len(task.train):,} samples, {epoch:,} steps in an epoch"
+    order = build_order(
+        task.train,
+        recipe,
+        position,
+        global_batch_size=recipe.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=recipe.seed,
+        start=start,
+        stop=total,
+        process=pieces.index,
+        processes=pieces.groups,
+        repetitions=task.repetitions,
+    )
+    loading: dict[str, Any] = {"num_workers": recipe.data.workers, "pin_memory": accelerator.device.type == "cuda"}
+    samples = "a stream" if count is None else f"{count:,} samples, {epoch:,} steps in an epoch"
     accelerator.print(
         f"{recipe.task}: {samples}, {total:,} steps; "
         f"{parameters / 1e6:.2f} M parameters; a step is {pieces.groups} x {accumulation} x "
@@ -144,7 +142,8 @@ def set_up(recipe: Recipe) -> Run:
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        batches=DataLoader(task.train, batch_sampler=sampler, **loading),
+        order=order,
+        batches=DataLoader(task.train, batch_sampler=order, **loading),
         evaluated={
             split: accelerator.prepare_data_loader(DataLoader(dataset, micro_batch_size, **loading))
             for split, dataset in task.evaluated.items()
@@ -158,6 +157,22 @@ def set_up(recipe: Recipe) -> Run:
         save_every=recipe.save_every or epoch,
         parameters=parameters,
     )
+
+
+def build_order(
+    samples: Samples, recipe: Recipe, position: tuple[Any, ...], **counts: int
+) -> GlobalBatches | StreamedBatches:
+    """The batches of a run.
+
+    Args:
+        samples: what is trained on.
+        position: of the sampler in a stream.
+        **counts: the arguments that both samplers have.
+    """
+    if not isinstance(samples, StreamedSamples):
+        return GlobalBatches(len(samples), **counts)
+    assert isinstance(recipe.data, ImageRows)  # nothing else is streamed
+    return StreamedBatches(samples.rows, shuffle_buffer=recipe.data.shuffle_buffer, position=position, **counts)
 
 
 def checkpoint_directory(recipe: Recipe) -> Path:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import evaluate
 import torch
@@ -10,6 +10,7 @@ from accelerate import PartialState
 from datasets import Dataset as Rows
 from datasets import DatasetDict, IterableDatasetDict
 from datasets import IterableDataset as StreamedRows
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import (
@@ -37,13 +38,20 @@ from .metrics import AccuracyAndLoss
 from .recipe import BytesData, BytesRecipe, Data, ImageRows, ImagesRecipe, PixelsRecipe, Recipe
 
 
+if TYPE_CHECKING:
+    from ..data.classification import TrainingImages
+
+
 Batch = dict[str, torch.Tensor]
 
+# What is trained on: indexed by `SampleKey`, or streamed.
+Samples: TypeAlias = "First | PixelSequences | TrainingImages | StreamedSamples"
 
-class First(Dataset):
-    """The first samples of a dataset, whatever it is indexed by."""
 
-    def __init__(self, dataset: Dataset, count: int | None):
+class First(Dataset[Any]):
+    """The first windows of a file, whatever they are indexed by."""
+
+    def __init__(self, dataset: ByteWindows, count: int | None):
         self.dataset, self.count = dataset, len(dataset) if count is None else min(count, len(dataset))
 
     def fingerprint(self) -> str:
@@ -59,13 +67,13 @@ class First(Dataset):
 class Task(ABC):
     """What the loop needs to know of a task. Making one reads the data, so there may be an OSError or a ValueError."""
 
-    auto_model: type = AutoModelForCausalLM
+    auto_model: type[Any] = AutoModelForCausalLM
     unit: str  # what rates count
     units_per_sample: int = 1
     repetitions: int = 1  # copies of a sample in a row
-    train: Dataset  # indexed by `SampleKey`, or `StreamedSamples`; with `fingerprint()`
+    train: Samples
     # Indexed by numbers, or iterated over; the first is looked at during training, all at the end.
-    evaluated: dict[str, Dataset]
+    evaluated: dict[str, Dataset[Any]]
     config_values: dict[str, Any]  # what the data say about the model's config
     processor: Any = None  # saved beside the model
 
@@ -86,17 +94,17 @@ class Task(ABC):
             config = AutoConfig.for_model(architecture, **(self._fitting(CONFIG_MAPPING[architecture]) | fields))
             return self.auto_model.from_config(config)
 
-    def _fitting(self, config: type) -> dict[str, Any]:
+    def _fitting(self, config: type[Any]) -> dict[str, Any]:
         """`config_values` as far as a class of configs has them."""
         known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
         return {name: value for name, value in self.config_values.items() if name in known}
 
     @abstractmethod
-    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-        """The training loss, a mean over the batch."""
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The training loss, a mean over the batch. The model may be wrapped."""
 
     @abstractmethod
-    def scores(self, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Predictions and references of the metric, a row for each sample."""
 
     @abstractmethod
@@ -110,13 +118,13 @@ class SequenceTask(Task):
     unit = "tokens"
     units: tuple[str, ...]  # what bits are counted per
 
-    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         outputs = model(input_ids=batch["input_ids"], use_cache=False)
         logits, labels = outputs.logits.float().flatten(0, 1), batch["labels"].flatten()
         loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
         return loss + regularization(model, outputs)
 
-    def scores(self, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
         losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=IGNORED)
         return losses.double().sum(1), self.count(batch["labels"])
@@ -132,22 +140,23 @@ class SequenceTask(Task):
 class BytesTask(SequenceTask):
     """The next byte of a file, or of the texts of a dataset."""
 
+    recipe: BytesRecipe
     units = ("byte", "character")
 
     def __init__(self, recipe: BytesRecipe):
         super().__init__(recipe)
         data = recipe.data
         files = byte_files(data, recipe.output_dir)
-        parts: dict[str, tuple] = {split: (file, None) for split, file in files.items()}
+        spans: dict[str, tuple[int, int]] = {}
         if len(files) == 1:
             spans = split_bytes(Path(files["train"]).stat().st_size)
-            parts = {split: (files["train"], span) for split, span in spans.items()}
-        train = ByteWindows(*parts.pop("train"), seq_len=data.seq_len, seed=recipe.seed)
+            files = dict.fromkeys(spans, files["train"])
+        train = ByteWindows(files.pop("train"), spans.get("train"), seq_len=data.seq_len, seed=recipe.seed)
         self.train = First(train, data.max_train_samples)
-        self.evaluated = {
-            split: First(ByteWindows(*part, seq_len=data.seq_len, stride=data.eval_stride), data.max_eval_samples)
-            for split, part in parts.items()
-        }
+        self.evaluated = {}
+        for split, file in files.items():
+            windows = ByteWindows(file, spans.get(split), seq_len=data.seq_len, stride=data.eval_stride)
+            self.evaluated[split] = First(windows, data.max_eval_samples)
         self.units_per_sample = data.seq_len
         self.processor = self._tokenizer()
         self.config_values = {
@@ -161,11 +170,11 @@ class BytesTask(SequenceTask):
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """That of bytes, with special tokens unless a pretrained model has embeddings of the bytes alone."""
-        special_tokens: dict[str, None] = {}
+        options: dict[str, Any] = {"model_max_length": self.recipe.data.seq_len}
         source = self.recipe.model.get("pretrained")
         if source is not None and load(AutoConfig, source).vocab_size == NUM_BYTES:
-            special_tokens = dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
-        return build_byte_tokenizer(model_max_length=self.recipe.data.seq_len, **special_tokens)
+            options |= dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
+        return build_byte_tokenizer(**options)
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         counted = labels != IGNORED
@@ -181,8 +190,8 @@ class PixelsTask(SequenceTask):
         super().__init__(recipe)
         data = recipe.data
         splits = first_rows(read_rows(recipe), data)
-        options = {"image_size": data.image_size, "image_column": data.image_column}
-        augment = {"flip": data.flip, "brightness_shift": data.brightness_shift}
+        options: dict[str, Any] = {"image_size": data.image_size, "image_column": data.image_column}
+        augment: dict[str, Any] = {"flip": data.flip, "brightness_shift": data.brightness_shift}
         rows = splits.pop("train")
         train = PixelSequences(rows, seed=recipe.seed, **options, **augment)
         self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
@@ -203,6 +212,7 @@ class PixelsTask(SequenceTask):
 class ImagesTask(Task):
     """The class of an image."""
 
+    recipe: ImagesRecipe
     auto_model = AutoModelForImageClassification
     unit = "images"
 
@@ -216,13 +226,13 @@ class ImagesTask(Task):
         splits = read_rows(recipe)
         require_column(splits, data.label_column, "data.label_column")
         names = class_names(splits["train"], data.label_column)
-        columns = {"image_column": data.image_column, "label_column": data.label_column}
+        columns: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
         self.processor = self._image_processor()
         numbers = {split: class_numbers(rows, data.label_column, names) for split, rows in splits.items()}
         splits = first_rows(splits, data)
         rows = splits.pop("train")
-        crop = {"size": data.image_size, "crop_scale": augmentation.crop_scale, "seed": recipe.seed}
-        train = TrainingImages(rows, numbers["train"], **crop, **columns)
+        crop: dict[str, Any] = {"crop_scale": augmentation.crop_scale, "seed": recipe.seed}
+        train = TrainingImages(rows, numbers["train"], size=data.image_size, **crop, **columns)
         self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
         self.evaluated = {}
         for split, rows in splits.items():
@@ -250,7 +260,7 @@ class ImagesTask(Task):
             "label2id": {name: i for i, name in enumerate(names)},
         }
 
-    def _image_processor(self):
+    def _image_processor(self) -> Any:
         """That of the recipe: the whole image, or the centre of a larger one, and the recipe's normalization."""
         data = self.recipe.data
         side = round(data.image_size / data.eval_crop_ratio)
@@ -264,13 +274,13 @@ class ImagesTask(Task):
             return load(AutoImageProcessor, self.recipe.model["pretrained"], **options)
         return ViTImageProcessorPil(**options)
 
-    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
         outputs = model(pixel_values=pixels)
         loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
         return loss + regularization(model, outputs)
 
-    def scores(self, model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
 
     def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
@@ -280,19 +290,19 @@ class ImagesTask(Task):
 TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "pixels": PixelsTask, "images": ImagesTask}
 
 
-def regularization(model: PreTrainedModel, outputs: Any) -> torch.Tensor | float:
+def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
     """Eq. 9: what an AFT-conv adds to the loss for the entropy of its position biases; 0 for other models."""
     entropy = getattr(outputs, "position_bias_entropy", None)
     if entropy is None:
         return 0.0
-    config = getattr(model, "module", model).config
+    config: Any = getattr(model, "module", model).config
     return config.position_bias_entropy_weight * entropy
 
 
 def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
     """The file of each split, "train" first."""
-    files = {"train": data.train, "validation": data.validation, "test": data.test}
-    files = {split: file for split, file in files.items() if file is not None}
+    given = {"train": data.train, "validation": data.validation, "test": data.test}
+    files: dict[str, str | Path] = {split: file for split, file in given.items() if file is not None}
     if data.dataset is not None:
         if files:
             raise ValueError(f"give either data.dataset or data.{next(iter(files))}")
