@@ -19,7 +19,7 @@ from aft_hf import AFTConfig, convert_deit
 from aft_hf.cli import main
 from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
 from aft_hf.conversion import distillation as module
-from aft_hf.conversion.distillation import Objectives, distill, rate
+from aft_hf.conversion.distillation import DistillationOptions, Objectives, distill, rate, weight_of_hidden_states
 from aft_hf.publishing import write_card
 from aft_hf.training.ownership import owned
 from aft_hf.training.stopping import StopSignal
@@ -113,6 +113,13 @@ def test_layer_by_layer_no_block_depends_on_another(vit, images):
     log_p = logits.log_softmax(-1)
     expected = (log_p.exp() * (log_p - student.classifier(pooled).log_softmax(-1))).sum(-1).mean()
     torch.testing.assert_close(kl, expected)
+
+
+def test_hidden_states_count_less_and_less():
+    settings = DistillationOptions(steps=10, hidden_states=3.0)
+    assert [weight_of_hidden_states(settings, x) for x in (0.0, 0.5, 1.0)] == [3.0, 1.5, 0.0]
+    settings = DistillationOptions(steps=10, layer_by_layer=0.5)
+    assert [weight_of_hidden_states(settings, x) for x in (0.5, 0.75, 1.0)] == [1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("aft_type", ("conv", "full"))

@@ -5,8 +5,8 @@ Two objectives, one after the other, in one run:
 1. Layer by layer, for a share of the budget, which is 0 unless it is asked for. Each block is fed with the teacher's
    hidden states and fitted to its next ones; the last block is fitted with the classifier to the teacher's logits,
    since what a ViT leaves in the patches after its last block nobody reads. Blocks do not depend on each other.
-2. End to end. The model sees images, and is fitted to the logits and to the hidden states. This alone measured best
-   (docs/conversion.md).
+2. End to end. The model sees images, and is fitted to the logits and, less and less, to the hidden states. This alone
+   measured best (docs/conversion.md).
 
 Teacher and student see the same augmented images. Hidden states are those of one batch: memory does not depend on the
 number of images.
@@ -61,7 +61,8 @@ class DistillationOptions:
         learning_rate: the peak; it rises over a tenth of the budget and falls by a cosine.
         weight_decay: of AdamW.
         layer_by_layer: the share of the budget for the first objective, in [0, 1).
-        hidden_states: the weight of the hidden states in the second one, beside 1 for the logits.
+        hidden_states: the weight of the hidden states where the second one begins, beside 1 for the logits; it falls
+            to 0 in a straight line, since an AFT cannot have all hidden states of its source, and need not.
         augmentation: of `build_augmentation`.
         seed: of the order of the images and of their augmentation.
     """
@@ -288,8 +289,8 @@ class _Run:
             states, logits = self._teach(pixels)
             divergence, errors, agreement = self.objectives(pixels, states, logits, layer_by_layer)
         # Alone, the blocks have one loss each; together, hidden states are a help for the logits.
-        weight = 1.0 if layer_by_layer else settings.hidden_states / len(errors)
-        self.accelerator.backward(divergence + weight * errors.sum())
+        of_states = errors.sum() if layer_by_layer else weight_of_hidden_states(settings, progress) * errors.mean()
+        self.accelerator.backward(divergence + of_states)
         self.accelerator.clip_grad_norm_(self.objectives.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -407,6 +408,11 @@ def rate(progress: float) -> float:
     if progress < WARMUP:
         return max(progress, 1e-3) / WARMUP
     return 0.5 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
+
+
+def weight_of_hidden_states(settings: DistillationOptions, progress: float) -> float:
+    """That of their mean error beside 1 for the logits, when the model is trained end to end."""
+    return settings.hidden_states * (1 - progress) / (1 - settings.layer_by_layer)
 
 
 def _processor(source: VisionTransformerSource, size: tuple[int, int]) -> BaseImageProcessor:
