@@ -56,7 +56,7 @@ console = Console()
 IMAGE_SIZE, LARGER_SIZE, PATCH_SIZE = 32, 40, 4
 CONFIGS = Path(__file__).parents[1] / "configs"
 DIGIT_SIZE = 8  # pixels, as scikit-learn has them
-DISTILLATION_STEPS = 840  # 20 epochs
+DISTILLATION_STEPS, DISTILLATION_RATE = 840, 2e-3  # 20 epochs
 LABELS = {"id2label": {i: str(i) for i in range(10)}, "label2id": {str(i): i for i in range(10)}}
 
 
@@ -119,7 +119,7 @@ def image(
     if teacher is not None:  # any other source knows other classes
         console.rule("4. Distilled from the ViT without labels")
         distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
-        pictures = {"images": [image for image, _ in train], "steps": steps}
+        pictures = {"images": [image for image, _ in train], "steps": steps, "learning_rate": DISTILLATION_RATE}
         distilled, report = save_converted(source, distilled_path, distillation=pictures, **conversion)
         done = report.options["distillation"]
         console.print(f"agrees with the ViT on {done['agreement']:.1%} of the last images, which were shifted")
