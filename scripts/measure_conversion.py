@@ -5,8 +5,9 @@
 A ViT is trained once. AFT-convs made from it, as in the paper, with position biases from its attention, and distilled
 without labels for 2, 5 and 15 minutes, one of random weights, and the ViT itself are then fine-tuned with labels, each
 with three seeds. Distillations and random weights differ by seed, too.
-Every step is a command of its own, printed before it runs; what is done already is not done again, so that the command
-goes on where it was stopped. `--seed 0` and `--seed 1 --seed 2` may run at the same time once the ViT is trained.
+Every step is a command of its own, printed before it runs; what is done already is not done again, so that the
+command goes on where it was stopped. Once the first seed has begun, others may run beside it (`--seed`); the command
+without that option then writes the tables. Minutes of distillation are comparable only where nothing else runs.
 """
 
 import json

@@ -25,52 +25,57 @@ def kernels(size=5, heads=3, spread=2.0):
     return spread * torch.randn(heads, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def weight_outside(kernel, cells):
-    """The sum of exp(w) over a square grid with the kernel in its middle."""
-    return float(torch.exp(kernel).sum()) + cells**2 - kernel.shape[-1] ** 2
+@pytest.mark.parametrize("outside", [0.0, -math.inf])
+@pytest.mark.parametrize("ratio", [0.3, 0.75, 1.25, 1.5, 12 / 7, 2.0, 5.0])
+def test_a_kernel_keeps_its_part_of_the_image(ratio, outside):
+    """What its weights exp(w) are more than the outside counts grows with the area."""
+    kernel, beyond = kernels(), math.exp(outside)
+    large = stretched(kernel, (ratio, ratio), longest=1000, outside=outside)
+    before, after = ((torch.exp(x) - beyond).sum((1, 2)) for x in (kernel, large))
+    torch.testing.assert_close(after, before * ratio**2, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("ratio", [2.0, 3.0, 5.0])
-def test_a_kernel_keeps_its_part_of_the_image(ratio):
-    """The sum of the weights grows with the area, as that of the positions outside does."""
-    for kernel in kernels():
-        large = stretched(kernel[None], (ratio, ratio), longest=1000, outside=0.0)[0]
-        before, after = weight_outside(kernel, 31), weight_outside(large, 31 * ratio)
-        assert after == pytest.approx(before * ratio**2, rel=1e-9)
+@pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.75, 0.75), (1.25, 1.25), (2.0, 2.0), (3.0, 3.0), (1.5, 0.8)])
+def test_a_weight_is_the_mean_over_its_area(ratios):
+    kernel = kernels(heads=1)
+    large = stretched(kernel, ratios, longest=1000, outside=0.0)[0]
+    half, reach, fine = kernel.shape[-1] // 2, large.shape[-1] // 2, 1200
 
+    def covered(new, ratio):
+        """The old positions at many points of a new one."""
+        points = (new + (torch.arange(fine) + 0.5) / fine - 0.5) / ratio
+        return points.round().long()
 
-@pytest.mark.parametrize("ratio", [0.5, 0.75, 1.25, 1.5, 2.0, 3.0])
-def test_weights_are_interpolated_between_neighbours(ratio):
-    kernel = kernels(heads=2)
-    large = stretched(kernel, (ratio, ratio), longest=1000, outside=0.0)
-    half, reach = kernel.shape[-1] // 2, large.shape[-1] // 2
-    width = max(1.0, 1.0 / ratio)
-
-    def share(new, old):
-        span = range(-100, 101)
-        weights = {x: max(0.0, 1 - abs(x - new / ratio) / width) for x in span}
-        return weights[old] / sum(weights.values())
-
-    for row, column in ((0, 0), (1, 0), (-1, 2), (reach, -reach)):
+    field = torch.ones(101, 101, dtype=torch.float64)  # exp(w) around the kernel
+    field[50 - half : 51 + half, 50 - half : 51 + half] = torch.exp(kernel[0])
+    for row, column in ((0, 0), (1, 0), (-1, 2), (reach, -reach), (reach, 0)):
         row, column = (max(-reach, min(reach, x)) for x in (row, column))
-        expected = 0.0
-        for old_row in range(-half - 3, half + 4):
-            for old_column in range(-half - 3, half + 4):
-                inside = max(abs(old_row), abs(old_column)) <= half
-                w = float(kernel[0, old_row + half, old_column + half]) if inside else 0.0
-                expected += share(row, old_row) * share(column, old_column) * math.exp(w)
-        # What lies further out than 3 beyond the kernel is not reached by the triangles of these ratios.
-        assert float(large[0, row + reach, column + reach]) == pytest.approx(math.log(expected), abs=1e-9)
+        rows, columns = covered(row, ratios[0]) + 50, covered(column, ratios[1]) + 50
+        expected = field[rows][:, columns].mean().log()
+        found = large[row + reach, column + reach]
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=float(field.max()) * 4 / fine)
 
 
-def test_beyond_the_new_kernel_there_is_nothing_of_the_old_one():
-    """One position more on each side would be all outside, w = 0; the last one is not."""
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.0, 1.25, 1.5, 2.0])
+def test_the_new_kernel_covers_the_old_one_and_no_more(ratio):
     kernel = torch.full((1, 5, 5), 3.0, dtype=torch.float64)
-    for ratio in (0.5, 0.8, 1.25, 1.5, 2.0):
-        large = stretched(kernel, (ratio, ratio), longest=1000, outside=0.0)[0]
-        reach, width = large.shape[-1] // 2, max(1.0, 1.0 / ratio)
-        assert float(large[reach, -1]) > 1e-6
-        assert (reach + 1) / ratio >= 2 + width - 1e-6
+    large = stretched(kernel, (ratio, ratio), longest=1000, outside=0.0)[0]
+    reach = large.shape[-1] // 2
+    assert (reach - 0.5) / ratio < 2.5 <= (reach + 0.5) / ratio + 1e-9
+    assert large[reach, -1] > 0
+
+
+def test_rows_stretch_by_the_ratio_of_the_rows():
+    kernel = torch.zeros(1, 3, 3, dtype=torch.float64)
+    kernel[0, 2, 1] = 4.0  # below the centre
+    large = stretched(kernel, (3.0, 1.0), longest=1000, outside=0.0)[0]
+    assert large[:, 4].tolist() == pytest.approx([0.0] * 6 + [4.0] * 3)
+    assert large.count_nonzero() == 3
+    model = classifier(num_heads=1, conv_kernel_size=3, position_bias_reparameterized=False)
+    for layer in model.aft.layers:
+        layer.mixer.kernel.data.copy_(kernel)
+    model.resize_position_biases((96, 32))
+    torch.testing.assert_close(model.aft.layers[1].mixer.kernel_bias()[0].double(), large)
 
 
 def test_large_and_small_biases_stay_finite():
@@ -138,6 +143,57 @@ def test_a_kernel_is_no_larger_than_the_grid_has_use_for():
     model = classifier(conv_kernel_size=15)
     model.resize_position_biases(16)
     assert model.config.conv_kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == 7
+
+
+def test_a_kernel_of_one_position_gets_a_shape_to_learn():
+    model = classifier(conv_kernel_size=1)
+    mixer = model.aft.layers[0].mixer
+    torch.nn.init.zeros_(mixer.kernel_scale)
+    model.resize_position_biases(64)
+    model(pixel_values=torch.randn(2, 3, 64, 64), labels=torch.tensor([0, 1])).loss.backward()
+    assert mixer.window == 3 and mixer.kernel_scale.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_in_half_precision_are_stretched_as_in_float32(dtype):
+    model, half = classifier(), classifier().to(dtype)
+    for each in (model, half):
+        each.resize_position_biases(48)
+    for layer, other in zip(model.aft.layers, half.aft.layers):
+        expected, found = layer.mixer.kernel_bias(), other.mixer.kernel_bias()
+        # Both the old and the new parameters are rounded: kernel, gamma and beta.
+        bound = 6 * torch.finfo(dtype).eps * max(1.0, float(expected.detach().abs().amax()))
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
+
+
+def test_what_is_frozen_stays_frozen():
+    model = classifier().requires_grad_(False)
+    model.resize_position_biases(48)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_nothing_is_changed_where_one_layer_cannot_be_stretched():
+    model = classifier()
+    model.aft.layers[1].mixer.selection = "gumbel"
+    with pytest.raises(ValueError, match="position_bias_selection"):
+        model.resize_position_biases(48)
+    assert [layer.mixer.window for layer in model.aft.layers] == [5, 5]
+    assert model.config.image_size == 32 and model.config.conv_kernel_size == 5
+
+
+def test_kernels_that_are_not_those_of_the_config_are_refused():
+    model = classifier()
+    other = AFTForImageClassification(model.config)
+    model.resize_position_biases(48)
+    with pytest.raises(ValueError, match="conv_kernel_size=9"):
+        other.resize_position_biases(48)
+
+
+def test_offloaded_kernels_are_refused():
+    model = classifier().to("meta")
+    with pytest.raises(ValueError, match="offloaded"):
+        model.resize_position_biases(48)
+    assert model.config.image_size == 32
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from .configuration_aft import AFTConfig, pair
 from .documents_aft import PACKING_INPUTS, packed_documents
 from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
 from .mixers_aft import AFTConv, AFTMixer
-from .resizing_aft import resize_kernels
+from .resizing_aft import resized_kernels
 from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
 
 
@@ -82,13 +82,16 @@ class AFTPreTrainedModel(PreTrainedModel):
         (`resizing_aft.py`). Without this call AFT-conv takes images of any size, too, with the kernels as they are,
         which then cover another part of the image.
 
+        Kernels are new parameters afterwards: make an optimizer after the call. The image processor needs the new
+        size, too. A call with the old size does not undo it, and several calls make kernels flat: resize copies.
+
         Args:
             image_size: the new one in pixels, or (height, width).
 
         Raises:
-            ValueError: the model is not one of images with layers of type "conv" alone, the size is no multiple of the
-                patch size, or kernels cannot be stretched (`position_bias_selection`; other proportions without
-                `global_connectivity`).
+            ValueError: the model is not one of images with layers of type "conv" alone; the size is no multiple of the
+                patch size; kernels cannot be stretched (`position_bias_selection`; other proportions without
+                `global_connectivity`; offloaded parameters) or are not those of the config. Nothing is changed then.
         """
         config = self.config
         if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
@@ -98,14 +101,18 @@ class AFTPreTrainedModel(PreTrainedModel):
         target.validate_image()
         rows, columns = target.grid_size
         ratios = rows / config.grid_size[0], columns / config.grid_size[1]
+        mixers = [module for module in self.modules() if isinstance(module, AFTConv)]
+        if any(mixer.window != config.conv_kernel_size for mixer in mixers):
+            raise ValueError(
+                f"the kernels are not of conv_kernel_size={config.conv_kernel_size}: was the config changed, or "
+                "resized with another model that shares it?"
+            )
         if ratios == (1.0, 1.0):
             return
-        for module in self.modules():
-            if isinstance(module, AFTConv):
-                resize_kernels(module, ratios, max(rows, columns))
-                config.conv_kernel_size = module.window
-            elif isinstance(module, AFTImageEmbeddings):
-                module.image_size = pair(image_size)
+        resized = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers]
+        for mixer, kernels in zip(mixers, resized):
+            kernels.put_into(mixer)
+            config.conv_kernel_size = mixer.window
         config.image_size = image_size
 
 

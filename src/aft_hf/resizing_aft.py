@@ -1,11 +1,13 @@
 """AFT-conv for images of another size than it was trained on: kernels stretch with the grid of patches.
 
 A kernel of s x s patches covers a smaller part of a larger image, and fewer of the positions that are averaged. So the
-weights exp(w) of a kernel are interpolated, as the position embeddings of a ViT are. The sum of these weights then
-grows with the number of patches, as that of the positions outside does, each of which counts 1 (w = 0).
+weights exp(w) of a kernel are resampled, as the position embeddings of a ViT are: each new one is the mean of the old
+ones over its area. Their sum then grows with the number of patches, as that of the positions outside the kernel does,
+each of which counts 1 (w = 0).
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,80 +16,95 @@ from .mixers_aft import AFTConv
 from .scaled_sums_aft import widen
 
 
-def resize_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> None:
-    """Stretch the kernels of a mixer in place.
+@dataclass(frozen=True)
+class ResizedKernels:
+    """The parameters of a mixer whose kernels are stretched; `put_into` makes them those of the mixer."""
+
+    kernel: torch.Tensor  # (h, s', s')
+    scale: torch.Tensor | None  # gamma, (h,)
+    shift: torch.Tensor | None  # beta, (h,)
+
+    @torch.no_grad()
+    def put_into(self, mixer: AFTConv) -> None:
+        mixer.kernel = nn.Parameter(self.kernel.to(mixer.kernel), requires_grad=mixer.kernel.requires_grad)
+        mixer.window = self.kernel.shape[-1]
+        for old, new in ((mixer.kernel_scale, self.scale), (mixer.kernel_shift, self.shift)):
+            if old is not None and new is not None:
+                old.copy_(new)
+
+
+@torch.no_grad()
+def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> ResizedKernels:
+    """What the parameters of a mixer become.
 
     Args:
         mixer: on a grid, without `selection`.
         ratios: of the new number of rows and columns of patches to the old one.
-        longest: the larger of both new numbers, which bounds the kernel.
+        longest: the larger of the new numbers of rows and columns; the new kernel is at most 2 longest - 1 wide.
 
     Raises:
-        ValueError: the mixer selects one position, which cannot be stretched; or it sees its kernel alone, and the
-            ratios differ, so that the new kernel would not be square.
+        ValueError: the mixer selects one position, which cannot be stretched; it sees its kernel alone, and the ratios
+            differ, so that the new kernel would not be square; or its parameters are elsewhere (offloaded).
     """
     if mixer.selection is not None:
         raise ValueError("a kernel of which one position is selected (position_bias_selection) cannot be stretched")
     if not mixer.global_connectivity and ratios[0] != ratios[1]:
         raise ValueError("without global_connectivity kernels stretch by the same ratio for rows and columns")
-    with torch.no_grad():
-        bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
-        kernel = bias / mixer.position_bias_multiplier
-        if mixer.kernel_scale is not None and mixer.kernel_shift is not None:
-            kernel = _standardize(mixer, kernel)
-        mixer.kernel = nn.Parameter(kernel.to(mixer.kernel.dtype), requires_grad=mixer.kernel.requires_grad)
-    mixer.window = kernel.shape[-1]
+    if mixer.kernel.is_meta:
+        raise ValueError("the kernels are on the device meta: resize a model before it is dispatched or offloaded")
+    bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
+    bias = bias / mixer.position_bias_multiplier
+    if mixer.kernel_scale is None or mixer.kernel_shift is None:
+        return ResizedKernels(bias, None, None)
+    # Eq. 8, the other way round.
+    deviation, mean = torch.std_mean(bias, (1, 2), correction=0, keepdim=True)
+    flat = deviation == 0
+    standard = torch.where(flat, _shape(mixer, bias), (bias - mean) / deviation.masked_fill(flat, 1.0))
+    # An optimizer is to move the kernel at the pace that it had.
+    size = widen(mixer.kernel).std((1, 2), correction=0, keepdim=True)
+    kernel = standard * torch.where(size == 0, mixer.position_bias_init_std / mixer.position_bias_multiplier, size)
+    return ResizedKernels(kernel, deviation.flatten(), mean.flatten())
+
+
+def _shape(mixer: AFTConv, like: torch.Tensor) -> torch.Tensor:
+    """Standardized kernels for heads with gamma = 0, whose shape no w shows: the old ones, or new ones where these are
+    too small to have a shape.
+    """
+    if min(mixer.window, like.shape[-1]) == 1:
+        shape = torch.randn_like(like)
+    else:
+        old = widen(mixer.kernel).unsqueeze(0)
+        shape = nn.functional.interpolate(old, like.shape[1:], mode="bilinear", align_corners=True).squeeze(0)
+    deviation, mean = torch.std_mean(shape, (1, 2), correction=0, keepdim=True)
+    return (shape - mean) / deviation.masked_fill(deviation == 0, 1.0)
 
 
 def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, outside: float) -> torch.Tensor:
     """Kernels w (h, s, s) as (h, s', s'), with s' about s times the larger ratio.
 
-    exp(w) is interpolated linearly, or averaged where a ratio is below 1; w is `outside` beyond the old kernel. Equal
-    ratios of 1 change nothing.
+    A new position covers 1 / ratio of an old one in each direction. Its exp(w) is the mean over what it covers; beyond
+    the old kernel w is `outside`.
     """
     half = kernels.shape[-1] // 2
-    reach = max(_reach(half, ratio) for ratio in ratios)
-    rows, columns = (_interpolation(half, ratio, min(reach, longest - 1), kernels.device) for ratio in ratios)
-    wide = kernels.double()
+    reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
+    rows, columns = (_shares(half, reach, ratio) for ratio in ratios)
+    wide = kernels.double() if kernels.is_cpu else kernels.cpu().double()  # not all devices have float64
     top = wide.flatten(1).amax(1).clamp_min(outside)[:, None, None]
     beyond = torch.exp(outside - top)
     weights = rows @ (torch.exp(wide - top) - beyond) @ columns.mT + beyond
-    # What is smaller counts nothing beside the largest weight.
-    return weights.clamp_min(torch.finfo(torch.float64).tiny).log().add_(top).to(kernels.dtype)
+    # What underflows beside the largest weight is among the smallest.
+    smallest = min(float(wide.amin()), outside) if outside > -math.inf else float(wide.amin())
+    bias = torch.where(weights < torch.finfo(weights.dtype).tiny, smallest, weights.log() + top)
+    return bias.to(kernels)
 
 
-def _reach(half: int, ratio: float) -> int:
-    """How far a kernel reaches that reached `half` positions, with what is interpolated between it and the outside."""
-    return max(math.ceil((half + max(1.0, 1.0 / ratio)) * ratio - 1e-9) - 1, 0)
+def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
+    """The share of each old offset in each new one, (2 reach + 1, 2 half + 1). The outside has the rest of a row."""
+    old = torch.arange(-half, half + 1, dtype=torch.float64)
+    new = torch.arange(-reach, reach + 1, dtype=torch.float64).unsqueeze(1)
+    end = torch.minimum(old + 0.5, (new + 0.5) / ratio)
+    start = torch.maximum(old - 0.5, (new - 0.5) / ratio)
+    return ratio * (end - start).clamp_min(0.0)
 
 
-def _interpolation(half: int, ratio: float, reach: int, device: torch.device) -> torch.Tensor:
-    """The share of each offset of the old kernel in each of the new one, (2 reach + 1, 2 half + 1). Rows sum to less
-    than 1 where the outside has a share.
-    """
-    width = max(1.0, 1.0 / ratio)  # of the triangle, in old positions
-    margin = math.ceil(2 * width)  # how far beyond the kernel the triangles of the last rows reach
-    old = torch.arange(-half - margin, half + margin + 1, dtype=torch.float64, device=device)
-    new = torch.arange(-reach, reach + 1, dtype=torch.float64, device=device) / ratio
-    triangle = (1.0 - (old - new.unsqueeze(1)).abs() / width).clamp_min(0.0)
-    return (triangle / triangle.sum(1, keepdim=True).clamp_min(1e-12))[:, margin:-margin]
-
-
-def _standardize(mixer: AFTConv, bias: torch.Tensor) -> torch.Tensor:
-    """Kernels, and in place gamma and beta, of which Eq. 8 makes `bias` (h, s', s')."""
-    scale, shift = mixer.kernel_scale, mixer.kernel_shift
-    assert scale is not None and shift is not None
-    deviation, mean = torch.std_mean(bias, (1, 2), correction=0, keepdim=True)
-    old = widen(mixer.kernel)
-    size = old.std((1, 2), correction=0, keepdim=True)  # as it was, so that an optimizer moves it at the same pace
-    size = torch.where(size == 0, deviation, size)
-    # A kernel whose gamma is 0 has a shape nonetheless, which is learned once gamma is not.
-    shape = nn.functional.interpolate(old.unsqueeze(0), bias.shape[1:], mode="bilinear", align_corners=True).squeeze(0)
-    flat = deviation == 0
-    kernel = torch.where(flat, shape, (bias - mean) / deviation.masked_fill(flat, 1.0) * size)
-    scale.copy_(deviation.flatten())
-    shift.copy_(mean.flatten())
-    return kernel
-
-
-__all__ = ["resize_kernels", "stretched"]
+__all__ = ["ResizedKernels", "resized_kernels", "stretched"]

@@ -93,6 +93,15 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
         layer.mixer.selection = "gumbel"
     larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
     expected = metrics_by_hand(model, larger, images)
+    with CaptureLogger(logger) as captured:
+        found = evaluate_classifier(model, processor, images, image_size=(24, 24))
+    assert found == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
+
+
+def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
+    """As after a fine-tuning at a larger size with the kernels as they were."""
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 24, "width": 24})
+    expected = metrics_by_hand(model, processor, images)
     assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
 
 

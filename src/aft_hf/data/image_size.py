@@ -23,3 +23,10 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
     else:
         resized.size = {"height": height, "width": width}
     return resized
+
+
+def makes_images_of(processor: BaseImageProcessor, size: tuple[int, int]) -> bool:
+    """Whether an image processor makes images of `size`, (height, width) in pixels, as it is."""
+    declared: Any = processor
+    made = dict(declared.crop_size if getattr(processor, "do_center_crop", False) else declared.size)
+    return made == {"height": size[0], "width": size[1]}

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..data.bytes import IGNORED
 from ..data.classes import are_names, in_order_of_numbers, shortened
 from ..data.image_files import ImageError, row_at
-from ..data.image_size import resized_processor
+from ..data.image_size import makes_images_of, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.text import group_into_blocks
 from ..modeling_aft import AFTPreTrainedModel
@@ -95,6 +95,7 @@ def evaluate_classifier(
         ValueError: the data has other classes than the model.
     """
     if image_size is not None:
+        model = model if makes_images_of(processor, image_size) else _resized(model, image_size)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
     names, numbers = [labels[number] for number in range(len(labels))], None
@@ -114,8 +115,6 @@ def evaluate_classifier(
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}
-    if image_size is not None:
-        model = _resized(model, image_size)
     if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True
     metric = AccuracyAndLoss(keep_in_memory=True)
@@ -129,13 +128,14 @@ def evaluate_classifier(
 
 
 def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedModel:
-    """A copy for images of this size, if the model is one whose position biases stretch; else the model itself."""
-    if not isinstance(model, AFTPreTrainedModel):
+    """A copy for images of this size, if the model is an AFT-conv whose kernels stretch; else the model itself."""
+    if not isinstance(model, AFTPreTrainedModel) or set(model.config.layer_aft_types) != {"conv"}:
         return model
     resized = copy.deepcopy(model)
     try:
         resized.resize_position_biases(image_size)
-    except ValueError:
+    except ValueError as error:
+        logger.warning(f"kernels are taken as they are for images of {image_size} pixels: {first_line(error)}")
         return model
     return resized
 
