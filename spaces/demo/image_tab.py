@@ -64,13 +64,17 @@ class ImageDemo:
         return {str(names[i]): p for i, p in enumerate(logits.float().softmax(-1).tolist())}
 
     def most_telling(self, image: Image.Image) -> tuple[int, int]:
-        """The layer and head, from 1, whose position biases change most what the centre of an image reads."""
+        """The layer and head, from 1, to begin with: position biases move much of what the centre of an image reads,
+        and it still reads several patches.
+        """
         pixels, best = self.pixels(image), (0.0, 1, 1)
         for layer in range(self.num_layers):
             _, maps = patch_maps(self.model, pixels, layer=layer)
-            moved = (maps.weights - maps.keys).abs().flatten(1).sum(1)  # (h,), twice the share that moved
-            head = int(moved.argmax())
-            best = max(best, (moved[head].item(), layer + 1, head + 1))
+            weights, keys = maps.weights.flatten(1), maps.keys.flatten(1)
+            moved = (weights - keys).abs().sum(1)  # (h,), twice the share that moved
+            spread = torch.special.entr(weights).sum(1)  # nats
+            head = int((moved * spread).argmax())
+            best = max(best, ((moved * spread)[head].item(), layer + 1, head + 1))
         return best[1:]
 
     def look(self, image: Image.Image | None, layer: int, head: int, query: tuple[int, int] | None):

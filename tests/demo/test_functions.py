@@ -66,11 +66,12 @@ def test_maps_change_with_layer_head_and_patch(image_demo):
     assert len(set(biases)) == 4
 
 
-def test_the_head_that_is_shown_first_is_the_one_whose_biases_move_the_weights_most(image_demo):
+def test_the_head_that_is_shown_first_moves_the_weights_and_leaves_several(image_demo):
     with torch.no_grad():
         for layer in image_demo.model.aft.layers:
             layer.mixer.kernel_scale.zero_()
-        image_demo.model.aft.layers[1].mixer.kernel_scale[2] = 5.0
+        image_demo.model.aft.layers[1].mixer.kernel_scale[2] = 1.0
+        image_demo.model.aft.layers[0].mixer.kernel_scale[1] = 100.0  # one patch has all the weight
     assert image_demo.most_telling(noise()) == (2, 3)
 
 
