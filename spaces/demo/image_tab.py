@@ -73,8 +73,8 @@ class ImageDemo:
             weights, keys = maps.weights.flatten(1), maps.keys.flatten(1)
             moved = (weights - keys).abs().sum(1)  # (h,), twice the share that moved
             spread = torch.special.entr(weights).sum(1)  # nats
-            head = int((moved * spread).argmax())
-            best = max(best, ((moved * spread)[head].item(), layer + 1, head + 1))
+            score, head = (moved * spread).max(0)
+            best = max(best, (score.item(), layer + 1, int(head) + 1))
         return best[1:]
 
     def look(self, image: Image.Image | None, layer: int, head: int, query: tuple[int, int] | None):
