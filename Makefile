@@ -65,8 +65,8 @@ PYTEST := $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
 test: install  ## All tests but the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: install  ## All tests
-	$(PYTEST) $(ARGS)
+test-all: install  ## All tests, and more examples of each property
+	HYPOTHESIS_PROFILE=all $(PYTEST) $(ARGS)
 
 coverage: install  ## The tests of make test, with line coverage
 	$(PYTEST) -m "not slow" --cov --cov-report=term-missing $(ARGS)

@@ -1,20 +1,301 @@
-"""Write model_cards/ anew: a table of all recipes in configs/, and a card for each that was run.
+"""Write model_cards/ anew: a table of all recipes in configs/, with what the paper reports for each and what a run of
+ours measured, and a card for each that was run, model_cards/GROUP/RECIPE.md.
 
     python scripts/write_model_cards.py
     python scripts/write_model_cards.py --keep examples/bytes_aft_local=outputs/bytes-aft-local
 
-The second keeps what a run has measured in model_cards/results before.
+The second first keeps what the card of that run needs in model_cards/results/GROUP/RECIPE.
 """
 
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from transformers import PreTrainedConfig
 
-from aft_hf.publishing.recipes import keep_run, write_recipe_cards
+from aft_hf.analysis import plot_position_biases
+from aft_hf.configuration_aft import AFTConfig
+from aft_hf.conversion import POSITION_BIAS_MULTIPLIER
+from aft_hf.modeling_aft import AFTForCausalLM, AFTForImageClassification
+from aft_hf.publishing.card import PICTURE, PICTURES, fill_card
+from aft_hf.publishing.errors import PublishError
+from aft_hf.publishing.facts import RESULTS, Facts, Results, add_results, read_json
+from aft_hf.publishing.licenses import DEFAULT
+from aft_hf.reading import ModelConfig
+from aft_hf.reading import read_json as read_document
+from aft_hf.training.recipe import Recipe, load_recipe
+from aft_hf.training.setup import check_same_run
+from aft_hf.training.tasks import TASKS
 
 
 ROOT = Path(__file__).resolve().parents[1]
+MARKER = "<!-- Written by scripts/write_model_cards.py from the recipe and the results of its run. -->"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a recipe is for: the data by their public name, and how the command says it."""
+
+    name: str
+    dataset: str  # on the Hub
+    overrides: str = ""
+    about: str = ""
+    classes: int | None = None
+
+
+SHAKESPEARE = Data(
+    "Tiny Shakespeare",
+    "karpathy/tiny_shakespeare",
+    "data.train=tinyshakespeare.txt",
+    "the file of 1,115,394 bytes, nine tenths to train, then a twentieth to validate and one to test.",
+)
+HUB_CIFAR10 = "data.dataset=uoft-cs/cifar10 data.image_column=img"  # the recipes of examples are for files, too
+CIFAR10 = Data("CIFAR-10", "uoft-cs/cifar10", classes=10)
+# By folder, or by recipe.
+DATA = {
+    "cifar10": CIFAR10,
+    "enwik8": Data(
+        "enwik8",
+        "LTCB/enwik8",
+        "data.train=enwik8",
+        "the file of 10^8 bytes, the first 90 million to train, then 5 to validate and 5 to test.",
+    ),
+    "imagenet": Data("ImageNet-1k", "ILSVRC/imagenet-1k", classes=1000),
+    "examples/bytes_aft_local": SHAKESPEARE,
+    "examples/bytes_gpt2": SHAKESPEARE,
+    "examples/images_aft_conv": replace(CIFAR10, overrides=HUB_CIFAR10),
+    "examples/pixels_aft_local": replace(
+        CIFAR10,
+        overrides=HUB_CIFAR10,
+        about="the run had 45,000 images to train on and 1,000 others to validate, stored as JPEG: its bits per "
+        "dimension do not compare with those on the images as published.",
+    ),
+}
+# What `aft-hf convert` finds in the sources of recipes that begin with a converted model.
+CONVERTED = {"facebook/deit-base-patch16-384": {"hidden_size": 768, "num_hidden_layers": 12, "patch_size": 16}}
+
+# What a recipe of a task is scored by, as results.json calls it.
+SCORES = {"bytes": "bits_per_byte", "pixels": "bits_per_dim", "images": "accuracy"}
+# The paper's other rows: (where, model, score on the test data).
+QUOTED = (
+    ("Table 2", "PixelCNN", "3.14 bits per dim"),
+    ("Table 2", "PixelCNN++", "2.92 bits per dim"),
+    ("Table 2", "PixelSNAIL", "2.85 bits per dim"),
+    ("Table 2", "Sparse Transformer strided, L = 128, d = 256, h = 2", "2.80 bits per dim"),
+    ("Table 2", "Image Transformer local2d, L = 12, d = 512, h = 4", "2.90 bits per dim"),
+    ("Table 8", "DeiT base at 384 px: `aft-hf evaluate facebook/deit-base-patch16-384`", "0.829 accuracy"),
+    ("Section 5.3", "AFT-conv small 15/384 at 384 px: `aft-hf evaluate --image-size 384`", "0.816 accuracy"),
+)
+
+
+def write_recipe_cards(root: Path) -> list[Path]:
+    """Write the cards of all recipes below `root`/configs that were run, and a table of all; remove cards written
+    before that are none of these.
+
+    Returns:
+        The paths of what was written.
+
+    Raises:
+        ValueError: a recipe that is wrong, without data in `DATA`, or whose run was another.
+    """
+    contents = {root / "model_cards" / f"{name}.md": text for name, text in recipe_cards(root).items()}
+    for path in (root / "model_cards").rglob("*.md"):
+        if path not in contents and MARKER in path.read_text(encoding="utf-8"):
+            path.unlink()
+    for path, text in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return list(contents)
+
+
+def recipe_cards(root: Path) -> dict[str, str]:
+    """What `write_recipe_cards` writes, by the name of the card without its suffix."""
+    facts = {name: recipe_facts(root, name) for name in recipe_names(root)}
+    cards = {name: _card(root, name, each) for name, each in facts.items() if each.results}
+    return cards | {"README": _index(root, facts)}
+
+
+def recipe_names(root: Path) -> list[str]:
+    """GROUP/RECIPE of all recipes; files that only serve others begin with an underscore."""
+    configs = root / "configs"
+    names = [path.relative_to(configs).with_suffix("").as_posix() for path in configs.glob("*/[!_]*.yaml")]
+    # Numbers in names by their size: 2 before 16.
+    order = {name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)] for name in names}
+    return sorted((name for name in names if not name.startswith("accelerate/")), key=lambda name: order[name])
+
+
+def recipe_facts(root: Path, name: str) -> Facts:
+    """All that is known of the model of a recipe; arguments as `keep_run`."""
+    path = _recipe_path(root, name)
+    recipe, data = load_recipe(path), _data(name)
+    config, architecture, parameters = _build(path, data)
+    facts = Facts(config, architecture, parameters, config_file=f"configs/{name}.yaml")
+    results = read_json(_kept(root, name) / RESULTS, Results)
+    if results is not None:
+        check_same_run(recipe, results.recipe.model_dump(exclude_unset=True), _kept(root, name) / RESULTS)
+        add_results(facts, results, f"model_cards/results/{name}/{RESULTS}")
+        facts.paper = recipe.paper.model_dump() if recipe.paper else None
+    facts.dataset, facts.dataset_name, facts.dataset_on_hub = data.dataset, data.name, True
+    _, source = _about(path)
+    facts.base_model = source[0] if source else None
+    return facts
+
+
+def keep_run(root: Path, name: str, directory: Path) -> Path:
+    """Keep of the run in `directory` what the card of its recipe needs; where it is kept.
+
+    Args:
+        root: of the repository.
+        name: GROUP/RECIPE.
+        directory: the `output_dir` of the run.
+
+    Raises:
+        ValueError: it is the run of another recipe, or has no results.
+    """
+    results = read_json(directory / RESULTS, Results)
+    if results is None:
+        raise PublishError(f"{directory / RESULTS}: no such file")
+    check_same_run(load_recipe(_recipe_path(root, name)), results.recipe.model_dump(exclude_unset=True), directory)
+    kept = _kept(root, name)
+    kept.mkdir(parents=True, exist_ok=True)
+    trimmed = {
+        key: value
+        for key, value in results.model_dump(exclude_unset=True).items()
+        if key not in ("losses", "evaluations")
+    }
+    (kept / RESULTS).write_text(json.dumps(trimmed, indent=1) + "\n")
+    if (directory / "losses.png").is_file():
+        shutil.copyfile(directory / "losses.png", kept / "losses.png")
+    config = read_document(directory / "config.json", ModelConfig, PublishError)
+    aft_type = (config.model_extra or {}).get("aft_type")
+    if config.model_type == AFTConfig.model_type and aft_type not in ("simple", "alibi"):
+        models = (AFTForCausalLM, AFTForImageClassification)
+        model = next(each for each in models if each.__name__ in (config.architectures or ()))
+        plot_position_biases(model.from_pretrained(directory), kept / PICTURE)
+    return kept
+
+
+def _kept(root: Path, name: str) -> Path:
+    return root / "model_cards" / "results" / name
+
+
+def _recipe_path(root: Path, name: str) -> Path:
+    return root / "configs" / f"{name}.yaml"
+
+
+def _data(name: str) -> Data:
+    data = DATA.get(name) or DATA.get(name.split("/")[0])
+    if data is None:
+        raise PublishError(f"configs/{name}.yaml: say in DATA of scripts/write_model_cards.py which data it is for")
+    return data
+
+
+def _build(path: Path, data: Data) -> tuple[PreTrainedConfig, str, int]:
+    """(config, class, parameters) of a recipe's model, which takes no memory: it is built as for the training, but for
+    the data that are made up."""
+    _, source = _about(path)
+    with tempfile.TemporaryDirectory() as directory:
+        made_up = [f"output_dir={directory}", "data.dataset=null", "data.validation=null", "data.train=generated"]
+        recipe = load_recipe(path, made_up)
+        if source is not None:
+            recipe.model = {"architecture": "aft", **source[1], **recipe.model}
+            recipe.model.pop("pretrained")
+        task = TASKS[recipe.task](recipe)
+    if data.classes is not None and recipe.task == "images":
+        task.config_values |= {"id2label": {i: f"class {i}" for i in range(data.classes)}}
+        task.config_values |= {"label2id": {label: i for i, label in task.config_values["id2label"].items()}}
+    with torch.device("meta"):
+        model = task.build_model()
+    return model.config, type(model).__name__, model.num_parameters()
+
+
+def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
+    """What the comment at the head of a recipe says: (its text, what the model is converted from and to, if it is)."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    text, _, command = " ".join(lines).partition(" First: ")
+    text = re.sub(r":? data\.\w+=.*$", "", text)
+    if not command:
+        return text, None
+    source, _, *words = command.partition("aft-hf convert ")[2].replace("\\", " ").split()
+    values = dict(zip(words[::2], words[1::2]))  # of each option, the word after it
+    fields = {
+        "aft_type": "conv",
+        "conv_kernel_size": int(values["--kernel-size"]),
+        "num_heads": int(values["--num-heads"]),
+        "position_bias_multiplier": float(values.get("--position-bias-multiplier", POSITION_BIAS_MULTIPLIER)),
+    }
+    return text, (source, fields | CONVERTED[source])
+
+
+def _commands(path: Path, name: str, data: Data) -> str:
+    """What to type."""
+    text = re.sub(r"\s*\\\n#\s*", " ", path.read_text(encoding="utf-8"))  # a command may go on in the next line
+    before = re.findall(r"^#\s+(aft-hf convert .*)$", text, re.MULTILINE)
+    return "\n".join([*before, f"aft-hf train configs/{name}.yaml {data.overrides}".rstrip()])
+
+
+def _card(root: Path, name: str, facts: Facts) -> str:
+    path, data = _recipe_path(root, name), _data(name)
+    recipe: Recipe = load_recipe(path)
+    kept = _kept(root, name)
+    link = f"[{data.name}](https://huggingface.co/datasets/{data.dataset})"
+    card = fill_card(
+        facts,
+        path.stem,
+        source=recipe.output_dir,
+        marker=MARKER,
+        license={"license": DEFAULT},
+        pictures={f"../results/{name}/{file}": text for file, text in PICTURES.items() if (kept / file).is_file()},
+        status="The weights are not on the Hub: the command below makes them.",
+        recipe={
+            "path": f"configs/{name}.yaml",
+            "link": f"../../configs/{name}.yaml",
+            "about": _about(path)[0].rstrip(".") + ".",
+            "command": _commands(path, name, data),
+            "data": f"{link}: {data.about}" if data.about else f"{link}.",
+            "notes": recipe.notes.strip(),
+        },
+    )
+    return str(card).rstrip() + "\n"
+
+
+def _index(root: Path, facts: dict[str, Facts]) -> str:
+    """Tables of all recipes, and the paper's other rows."""
+    lines = [
+        "# Recipes, the paper's scores and ours",
+        "",
+        MARKER,
+        "",
+        "Every recipe in `configs`: the row of the paper that it repeats, the score that the paper reports, and what",
+        "a run of ours measured. Scores are bits per byte, bits per dim or top-1 accuracy (0 to 1), on the test data,",
+        "of ImageNet on the validation data. A recipe that was run has a card; `results` has its files.",
+        "The paper's recipes need days on several GPUs, and were not run.",
+    ]
+    for name, each in facts.items():
+        group, _, title = name.partition("/")
+        if f"## {group}" not in lines:
+            lines += ["", f"## {group}", "", "| recipe | row of the paper | parameters | paper | ours |"]
+            lines.append("|---|---|---:|---:|---:|")
+        recipe = load_recipe(_recipe_path(root, name))
+        last = [fact for fact in each.results if fact.split == each.results[-1].split]
+        ours = [f"{fact.value:.3f} ({fact.split})" for fact in last if fact.name == SCORES[recipe.task]]
+        rows, score = (recipe.paper.rows, f"{recipe.paper.score:.3f}") if recipe.paper else (["none, ours"], "")
+        link = f"{name}.md" if each.results else f"../configs/{name}.yaml"
+        size = f"{(each.parameters or 0) / 1e6:.2f} M"
+        lines.append(f"| [{title}]({link}) | {'; '.join(rows)} | {size} | {score} | {(ours or ['not run'])[0]} |")
+    lines += ["", "## Rows of the paper without a recipe", "", "| where | model | paper |", "|---|---|---:|"]
+    lines += [f"| {' | '.join(row)} |" for row in QUOTED]
+    return "\n".join(lines) + "\n"
 
 
 def main(

@@ -1,5 +1,6 @@
 """The table of all recipes and the cards of those that were run: as the generator writes them."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -16,20 +17,22 @@ from aft_hf.conversion import POSITION_BIAS_MULTIPLIER
 from aft_hf.publishing import PublishError, build_card
 from aft_hf.publishing.card import card_problems
 from aft_hf.publishing.checks import ABSOLUTE_PATHS
-from aft_hf.publishing.recipes import QUOTED, keep_run, recipe_cards, recipe_facts, recipe_names, write_recipe_cards
 from aft_hf.training.recipe import load_recipe
 
 
 ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("write_model_cards", ROOT / "scripts" / "write_model_cards.py")
+script = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(script)
 CARDS = ROOT / "model_cards"
-NAMES = recipe_names(ROOT)
+NAMES = script.recipe_names(ROOT)
 KEPT = [name for name in NAMES if (CARDS / "results" / name / "results.json").is_file()]
 RUN = "examples/bytes_aft_local"
 
 
 @pytest.fixture(scope="module")
 def generated() -> dict[str, str]:
-    return recipe_cards(ROOT)
+    return script.recipe_cards(ROOT)
 
 
 @pytest.fixture
@@ -91,8 +94,8 @@ def test_the_table_has_every_recipe_with_the_paper_s_score_beside_ours(generated
 def test_rows_without_a_recipe_are_quoted(generated):
     repeated = [load_recipe(ROOT / "configs" / f"{name}.yaml").paper for name in NAMES]
     rows = {row for paper in repeated if paper for row in paper.rows}
-    assert not rows & {f"{where}: {model}" for where, model, _ in QUOTED}
-    assert all(f"| {' | '.join(row)} |" in generated["README"] for row in QUOTED)
+    assert not rows & {f"{where}: {model}" for where, model, _ in script.QUOTED}
+    assert all(f"| {' | '.join(row)} |" in generated["README"] for row in script.QUOTED)
 
 
 @pytest.mark.parametrize("path", [*CARDS.rglob("*.md"), *CARDS.rglob("*.json")], ids=lambda path: path.stem)
@@ -142,7 +145,7 @@ def card_as_if_run(root, name, *bases):
     recipe = load_recipe(root / "configs" / f"{name}.yaml").model_dump()
     results = {"metrics": {"validation": {"accuracy": 0.8126}}, "parameters": 1, "recipe": recipe}
     (kept / "results.json").write_text(json.dumps(results))
-    cards = recipe_cards(root)
+    cards = script.recipe_cards(root)
     return cards[name], cards["README"]
 
 
@@ -171,7 +174,7 @@ def test_a_converted_model_is_described_with_the_multiplier_that_the_command_giv
         ("\n", POSITION_BIAS_MULTIPLIER),
     ):
         path.write_text(recipe.replace(option, written))
-        facts = recipe_facts(root, "imagenet/aft_conv_base_25_32_384_from_deit")
+        facts = script.recipe_facts(root, "imagenet/aft_conv_base_25_32_384_from_deit")
         assert facts.config.position_bias_multiplier == multiplier
 
 
@@ -203,21 +206,21 @@ def test_an_ablation_shows_its_switch(root):
 
 
 def test_a_card_follows_its_recipe_and_writing_again_changes_nothing(root):
-    paths = write_recipe_cards(root)
+    paths = script.write_recipe_cards(root)
     before = [path.read_bytes() for path in paths]
-    assert [path.read_bytes() for path in write_recipe_cards(root)] == before and len(paths) == 2
+    assert [path.read_bytes() for path in script.write_recipe_cards(root)] == before and len(paths) == 2
     recipe = root / "configs" / f"{RUN}.yaml"
     recipe.write_text(recipe.read_text().replace("ten minutes", "eleven minutes"))
-    write_recipe_cards(root)
+    script.write_recipe_cards(root)
     assert "eleven minutes" in (root / "model_cards" / f"{RUN}.md").read_text()
 
 
 def test_the_card_of_a_recipe_without_results_is_removed_and_a_page_by_hand_is_not(root):
-    write_recipe_cards(root)
+    script.write_recipe_cards(root)
     by_hand = root / "model_cards" / "notes.md"
     by_hand.write_text("# Notes")
     shutil.rmtree(root / "model_cards" / "results" / RUN)
-    write_recipe_cards(root)
+    script.write_recipe_cards(root)
     assert [path.name for path in sorted((root / "model_cards").rglob("*.md"))] == ["README.md", "notes.md"]
 
 
@@ -225,17 +228,17 @@ def test_results_of_a_recipe_that_has_changed_since_are_refused(root):
     recipe = root / "configs" / f"{RUN}.yaml"
     recipe.write_text(recipe.read_text().replace("learning_rate: 3e-3", "learning_rate: 4e-3"))
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate=0\.003, and the recipe has 0\.004"):
-        recipe_cards(root)
+        script.recipe_cards(root)
 
 
 def test_data_that_nobody_named_are_asked_for(root):
     shutil.copytree(root / "configs" / "examples", root / "configs" / "mine")
     with pytest.raises(PublishError, match=r"configs/mine/bytes_aft_local\.yaml: say in .*DATA"):
-        recipe_cards(root)
+        script.recipe_cards(root)
 
 
 def test_of_a_run_is_kept_what_its_card_needs(root, run):
-    kept = keep_run(root, RUN, run)
+    kept = script.keep_run(root, RUN, run)
     results = json.loads((kept / "results.json").read_text())
     assert not {"losses", "evaluations"} & results.keys() and results["metrics"]
     assert (kept / "position_biases.png").read_bytes().startswith(b"\x89PNG")
@@ -244,9 +247,9 @@ def test_of_a_run_is_kept_what_its_card_needs(root, run):
 
 def test_the_run_of_another_recipe_is_not_kept(root, run):
     with pytest.raises(ValueError, match="and the recipe has"):
-        keep_run(root, "examples/bytes_gpt2", run)
+        script.keep_run(root, "examples/bytes_gpt2", run)
     with pytest.raises(PublishError, match=r"results\.json: no such file"):
-        keep_run(root, RUN, root)
+        script.keep_run(root, RUN, root)
 
 
 def test_the_code_on_the_card_of_a_model_of_pixels_draws_an_image(tmp_path, monkeypatch):
