@@ -19,7 +19,7 @@ from .scaled_sums_aft import EMPTY, working_dtype
 SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
 # Bytes of the features in a block: what stays in a processor's cache, and is worth starting all passes over it.
-BLOCK_SIZE = 2**23
+BLOCK_SIZE = 2**22
 
 # Chunks in a block.
 MOST_CHUNKS = 128
@@ -136,7 +136,8 @@ class Chunks:
 
     def _room_for_values(self) -> float:
         """The log of what the largest key may count, for sums over values like these to be finite."""
-        largest = float(self.value.abs().amax())
+        lowest, highest = torch.aminmax(self.value)
+        largest = max(-float(lowest), float(highest))
         if not math.isfinite(largest):  # found by its results
             largest = float(self.value.nan_to_num(0.0, 0.0, 0.0).abs().amax())
         return LARGEST_SUM[self.dtype] - math.log(max(largest, 1.0) * self.length)
@@ -258,7 +259,8 @@ class Chunks:
         while step < count:
             earlier, later = totals[:, :, :, :-step], totals[:, :, :, step:]
             source, target = (later, earlier) if reverse else (earlier, later)
-            target += scaled(source, self.decay(seen, start, start + step, count - step)).clone()
+            decay = self.decay(seen, start, start + step, count - step)
+            target += source.clone() if decay is None else scaled(source, decay)
             step *= 2
 
     def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
@@ -366,17 +368,26 @@ def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: in
 
 def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
-    return x if exponent is None else scale(x.clone(), exponent)
+    if exponent is None:
+        return x
+    if _is_representable(exponent, x.dtype):
+        return x * torch.exp(exponent)
+    root = torch.exp(exponent / 2)
+    return (x * root).mul_(root)
 
 
 def scale(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """`scaled` in place."""
     if exponent is None:
         return x
-    if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
+    if _is_representable(exponent, x.dtype):
         return x.mul_(torch.exp(exponent))
     root = torch.exp(exponent / 2)
     return x.mul_(root).mul_(root)
+
+
+def _is_representable(exponent: torch.Tensor, dtype: torch.dtype) -> bool:
+    return float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
