@@ -254,14 +254,21 @@ class Chunks:
         return totals
 
     def accumulate(self, totals: torch.Tensor, seen: torch.Tensor | None, start: int, reverse: bool = False) -> None:
-        """Running sums along the chunks from `start` on, (G, h, R, n, W / G), in place, in log2(n) steps."""
-        step, count = 1, totals.shape[3]
-        while step < count:
-            earlier, later = totals[:, :, :, :-step], totals[:, :, :, step:]
-            source, target = (later, earlier) if reverse else (earlier, later)
-            decay = self.decay(seen, start, start + step, count - step)
-            target += source.clone() if decay is None else scaled(source, decay)
-            step *= 2
+        """Running sums along the chunks from `start` on, (G, h, R, n, W / G), in place."""
+        count = totals.shape[3] - 1
+        decay, chunks = self.decay(seen, start, start + 1, count), totals.unbind(3)
+        factors = []
+        if decay is not None and count > 0:
+            factors = [x.expand(-1, -1, count, -1).unbind(2) for x in _factors(decay, totals.dtype)]
+        # A short call for each chunk takes less time than log2(n) passes over all of them.
+        for i in reversed(range(count)) if reverse else range(count):
+            source, target = (chunks[i + 1], chunks[i]) if reverse else (chunks[i], chunks[i + 1])
+            if not factors:
+                target += source
+                continue
+            for factor in factors[1:]:
+                source = source * factor[i]
+            target.addcmul_(source, factors[0][i])
 
     def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
         """The log of what the running sums at chunks from `start` on count at those from `later_start` on:
@@ -370,24 +377,25 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
     if exponent is None:
         return x
-    if _is_representable(exponent, x.dtype):
-        return x * torch.exp(exponent)
-    root = torch.exp(exponent / 2)
-    return (x * root).mul_(root)
+    first, *others = _factors(exponent, x.dtype)
+    x = x * first
+    for factor in others:
+        x *= factor
+    return x
 
 
 def scale(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """`scaled` in place."""
-    if exponent is None:
-        return x
-    if _is_representable(exponent, x.dtype):
-        return x.mul_(torch.exp(exponent))
-    root = torch.exp(exponent / 2)
-    return x.mul_(root).mul_(root)
+    for factor in () if exponent is None else _factors(exponent, x.dtype):
+        x *= factor
+    return x
 
 
-def _is_representable(exponent: torch.Tensor, dtype: torch.dtype) -> bool:
-    return float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]
+def _factors(exponent: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """exp(exponent) as one factor, or as two where it would be too small a number."""
+    if float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]:
+        return [torch.exp(exponent)]
+    return [torch.exp(exponent / 2)] * 2
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
