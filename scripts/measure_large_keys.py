@@ -2,11 +2,11 @@
 
     python scripts/measure_large_keys.py
 
-Prints a Markdown table. The three calls of a row run in turns in one process; ratios are medians over the turns.
+Prints a Markdown table. The three calls of a row run in turns in one process, which keeps the memory it frees; ratios
+are medians over the turns.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -14,6 +14,7 @@ import torch
 import typer
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.benchmarking.measuring import keep_freed_memory, seconds_in_turns
 
 
 SIZES = (1, 30, 90)
@@ -65,23 +66,15 @@ def calls(name: str, dtype: torch.dtype, training: bool) -> list[Callable[[], ob
 
 def measure(functions: list[Callable[[], object]], repeats: int) -> list[float]:
     """The time of each function over that of the first one."""
-    for function in functions:
-        function()
-    ratios = []
-    for _ in range(repeats):
-        times = []
-        for function in functions:
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        ratios.append([seconds / times[0] for seconds in times])
-    return [statistics.median(column) for column in zip(*ratios)]
+    seconds = seconds_in_turns(dict(enumerate(functions)), torch.device("cpu"), repeats=repeats).values()
+    return [statistics.median(ratios) for ratios in zip(*([x / turn[0] for x in turn] for turn in zip(*seconds)))]
 
 
 def main(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 9,
     only: Annotated[str, typer.Option(help="Measure mixers whose name contains this.")] = "",
 ) -> None:
+    keep_freed_memory()
     print(
         "| mixer | | "
         + " | ".join(f"{dtype} x{size}" for dtype in ("float32", "bfloat16") for size in SIZES[1:])

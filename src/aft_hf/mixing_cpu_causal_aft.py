@@ -24,7 +24,7 @@ from .mixing_cpu_chunks_aft import (
     scaled,
     tokens_of,
 )
-from .mixing_cpu_lost_aft import Lost, LostQueries
+from .mixing_cpu_lost_aft import Far, Lost, LostQueries
 
 
 # The same function of key, value and tables, made of differentiable operations.
@@ -124,17 +124,16 @@ class CausalSums(Chunks):
         # What the backward pass subtracts is not rounded.
         context = torch.empty_like(self.value, dtype=self.dtype if for_backward else None)
         inverse = torch.empty_like(self.key, dtype=self.dtype) if for_backward else None
-        none = torch.empty(0, dtype=torch.float64)
-        lost = [Lost(none.long(), none, none.to(self.dtype), none.bool())]
+        found: list[tuple[torch.Tensor, Far | None]] = []
         for rows, segments in self.blocks():
             inverse_of_rows = None if inverse is None else self.by_head(inverse)[:, rows.slice]
-            lost += self._forward_rows(rows, segments, self.by_head(context)[:, rows.slice], inverse_of_rows)
-        return _Result(context, inverse, Lost(*map(torch.cat, zip(*lost))))
+            found += self._forward_rows(rows, segments, self.by_head(context)[:, rows.slice], inverse_of_rows)
+        return _Result(context, inverse, self.lost.restore(found, context))
 
     def _forward_rows(
         self, rows: Rows, segments: list[Segment], context: torch.Tensor, inverse: torch.Tensor | None
-    ) -> Iterator[Lost]:
-        """Some rows from left to right."""
+    ) -> Iterator[tuple[torch.Tensor, Far | None]]:
+        """Some rows from left to right; what `LostQueries.restore` takes of the queries whose context is lost."""
         carry = None  # the running sum at the last chunk that lies further back than those of a segment
         for segment in segments:
             here = segment.positions
@@ -149,12 +148,9 @@ class CausalSums(Chunks):
             torch.reciprocal(denominator, out=reciprocal)
             exact = context[:, :, here] if context.dtype == self.dtype else numerator
             torch.mul(numerator, reciprocal, out=exact)
-            found = self.lost.find(rows, segment, reciprocal, exact, far, for_backward=inverse is not None)
-            if found is not None:
-                places, index = found
-                redone, average = self.lost.redo(index, self.lost.far(rows, segment, places, far))
-                exact.unflatten(-1, (rows.key.shape[-1], -1))[places] = average
-                yield redone
+            lost = self.lost.find(rows, segment, reciprocal, exact, far, for_backward=inverse is not None)
+            if lost is not None:
+                yield lost
             if exact is numerator:
                 context[:, :, here] = exact
 

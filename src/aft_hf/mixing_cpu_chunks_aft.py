@@ -19,7 +19,7 @@ from .scaled_sums_aft import EMPTY, working_dtype
 SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
 # Bytes of the features in a block: what stays in a processor's cache, and is worth starting all passes over it.
-BLOCK_SIZE = 2**23
+BLOCK_SIZE = 2**22
 
 # Chunks in a block.
 MOST_CHUNKS = 128
@@ -136,7 +136,8 @@ class Chunks:
 
     def _room_for_values(self) -> float:
         """The log of what the largest key may count, for sums over values like these to be finite."""
-        largest = float(self.value.abs().amax())
+        lowest, highest = torch.aminmax(self.value)
+        largest = max(-float(lowest), float(highest))
         if not math.isfinite(largest):  # found by its results
             largest = float(self.value.nan_to_num(0.0, 0.0, 0.0).abs().amax())
         return LARGEST_SUM[self.dtype] - math.log(max(largest, 1.0) * self.length)
@@ -253,13 +254,21 @@ class Chunks:
         return totals
 
     def accumulate(self, totals: torch.Tensor, seen: torch.Tensor | None, start: int, reverse: bool = False) -> None:
-        """Running sums along the chunks from `start` on, (G, h, R, n, W / G), in place, in log2(n) steps."""
-        step, count = 1, totals.shape[3]
-        while step < count:
-            earlier, later = totals[:, :, :, :-step], totals[:, :, :, step:]
-            source, target = (later, earlier) if reverse else (earlier, later)
-            target += scaled(source, self.decay(seen, start, start + step, count - step)).clone()
-            step *= 2
+        """Running sums along the chunks from `start` on, (G, h, R, n, W / G), in place."""
+        count = totals.shape[3] - 1
+        decay, chunks = self.decay(seen, start, start + 1, count), totals.unbind(3)
+        factors = []
+        if decay is not None and count > 0:
+            factors = [x.expand(-1, -1, count, -1).unbind(2) for x in _factors(decay, totals.dtype)]
+        # A short call for each chunk takes less time than log2(n) passes over all of them.
+        for i in reversed(range(count)) if reverse else range(count):
+            source, target = (chunks[i + 1], chunks[i]) if reverse else (chunks[i], chunks[i + 1])
+            if not factors:
+                target += source
+                continue
+            for factor in factors[1:]:
+                source = source * factor[i]
+            target.addcmul_(source, factors[0][i])
 
     def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
         """The log of what the running sums at chunks from `start` on count at those from `later_start` on:
@@ -366,17 +375,27 @@ def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: in
 
 def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
-    return x if exponent is None else scale(x.clone(), exponent)
+    if exponent is None:
+        return x
+    first, *others = _factors(exponent, x.dtype)
+    x = x * first
+    for factor in others:
+        x *= factor
+    return x
 
 
 def scale(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """`scaled` in place."""
-    if exponent is None:
-        return x
-    if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
-        return x.mul_(torch.exp(exponent))
-    root = torch.exp(exponent / 2)
-    return x.mul_(root).mul_(root)
+    for factor in () if exponent is None else _factors(exponent, x.dtype):
+        x *= factor
+    return x
+
+
+def _factors(exponent: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """exp(exponent) as one factor, or as two where it would be too small a number."""
+    if float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]:
+        return [torch.exp(exponent)]
+    return [torch.exp(exponent / 2)] * 2
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -24,8 +24,10 @@ from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment, sma
 # Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
 LARGEST_BIAS = 20.0
 
-# Numbers of each tensor that is computed at once: what stays in a processor's cache.
+# Numbers of each tensor that is computed at once: what stays in a processor's cache; of windows more, since they take
+# many short calls.
 PIECE_SIZE = 2**17
+PIECE_OF_WINDOWS = 2**19
 
 # The largest number in float64.
 LARGEST = torch.finfo(torch.float64).max
@@ -130,9 +132,9 @@ class LostQueries:
         context: torch.Tensor,
         far: torch.Tensor | None,
         for_backward: bool,
-    ) -> tuple[Places, torch.Tensor] | None:
-        """The lost queries of a segment, as `Places` and by index, those left out that see nothing: their context is
-        set to 0. Clears `inverse` for the backward pass.
+    ) -> tuple[torch.Tensor, Far | None] | None:
+        """The lost queries of a segment by index, and what they see of its running sums. Those that see nothing are
+        left out, and their context is set to 0. Clears `inverse` for the backward pass.
 
         None, after one look at all numbers, where there are none.
         """
@@ -166,7 +168,8 @@ class LostQueries:
         if len(position) == 0:
             return None
         index = ((places.row + rows.slice.start) * self.length + position) * self.width
-        return places, index.add_(places.head * inverse.shape[-1]).add_(places.feature)
+        index.add_(places.head * inverse.shape[-1]).add_(places.feature)
+        return index, self._far(rows, segment, places, far)
 
     def _places_above(self, inverse: torch.Tensor, most: float) -> Places:
         """Where `inverse` (h, R, T, k) is larger: by chunks first, of which few have such queries."""
@@ -181,7 +184,7 @@ class LostQueries:
             found.append(Places(head[window], row[window], token, feature[window]))
         return Places(*map(torch.cat, zip(*found)))
 
-    def far(self, rows: Rows, segment: Segment, places: Places, far: torch.Tensor | None) -> Far | None:
+    def _far(self, rows: Rows, segment: Segment, places: Places, far: torch.Tensor | None) -> Far | None:
         """What lost queries of a segment see of its running sums."""
         if far is None:
             return None
@@ -198,7 +201,18 @@ class LostQueries:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def redo(self, index: torch.Tensor, far: Far | None) -> tuple[Lost, torch.Tensor]:
+    def restore(self, found: list[tuple[torch.Tensor, Far | None]], context: torch.Tensor) -> Lost:
+        """Write the averages of what `find` found into the context, (B, T, d)."""
+        if not found:
+            nothing = self.key.new_empty(0, dtype=self.dtype)
+            return Lost(nothing.long(), nothing.double(), nothing, nothing.bool())
+        indices, parts = zip(*found)
+        far = None if parts[0] is None else Far(*map(torch.cat, zip(*parts)))
+        lost, average = self._compute(torch.cat(indices), far)
+        context.view(self.key.numel(), -1)[lost.index] = average.to(context.dtype)
+        return lost
+
+    def _compute(self, index: torch.Tensor, far: Far | None) -> tuple[Lost, torch.Tensor]:
         """The log-sum of each lost query, and the averages (N, c / k)."""
         lost = Lost(
             index,
@@ -222,8 +236,8 @@ class LostQueries:
         assert tables is not None
         window = _Window(self, index)
         top, weights, hidden = window.weights(self.near)
-        values = weights.unsqueeze(1) * window.values.mT  # (M, c / k, S)
-        summands = torch.cat([hidden.unsqueeze(1), weights.unsqueeze(1), values], 1)
+        weights = weights.unsqueeze(1)
+        summands = torch.cat([hidden.unsqueeze(1), weights, weights * window.values], 1)
         found = window.at_queries(window.products(summands, tables.mT))  # (N, 2 + c / k)
         hides, total, sums = found[:, 0], found[:, 1], found[:, 2:]
         log_far = None if far is None else far.log_relative_to(top[window.of_query])
@@ -239,7 +253,7 @@ class LostQueries:
         nothing = top == -math.inf
         top.masked_fill_(nothing, 0.0)
         weights = _weights(keys, largest, biases.sub_(top.unsqueeze(-1)), self.dtype)  # (N, S)
-        sums = torch.bmm(weights.unsqueeze(1), window.values_of_queries()).squeeze(1)  # (N, c / k)
+        sums = torch.bmm(window.values_of_queries(), weights.unsqueeze(-1)).squeeze(-1)  # (N, c / k)
         total = weights.sum(-1)
         exponent, log_far = top.double(), None
         if far is not None:
@@ -279,8 +293,7 @@ class LostQueries:
         tables_gradient: torch.Tensor | None,
     ) -> None:
         """What lost queries add to the gradients of the keys, values and biases of their windows."""
-        of_keys = key_gradient.view(-1)
-        of_values = value_gradient.view(len(of_keys), -1)
+        of_keys, of_values = (x.unflatten(-1, (self.width, -1)) for x in (key_gradient, value_gradient))
         of_biases = None if tables_gradient is None else tables_gradient.view(-1, self.size, self.span)
         for by_window, add in ((True, self._add_window_gradients), (False, self._add_softmax_gradients)):
             for here in self._pieces((lost.by_window == by_window).nonzero().squeeze(-1), by_window):
@@ -308,12 +321,11 @@ class LostQueries:
         of_sums = weights.new_zeros(len(weights), 1 + self.features_of_key, self.size)
         of_sums[window.of_query, :, window.place] = torch.cat([of_denominator, of_numerator], -1)
         of_weights, of_weighted = window.products(of_sums, tables).tensor_split((1,), 1)  # (M, ..., S)
-        of_keys.index_add_(
-            0, window.tokens, (weights * (of_weights[:, 0] + (window.values.mT * of_weighted).sum(1))).flatten()
-        )
-        of_values.index_add_(0, window.tokens, (weights.unsqueeze(1) * of_weighted).mT.flatten(0, 1))
+        weights = weights.unsqueeze(1)
+        window.add_to(of_keys, weights * (of_weights + (window.values * of_weighted).sum(1, keepdim=True)))
+        window.add_to(of_values, weights * of_weighted)
         if of_biases is not None:
-            summands = torch.cat([weights.unsqueeze(1), weights.unsqueeze(1) * window.values.mT], 1)
+            summands = torch.cat([weights, weights * window.values], 1)
             for table, which in window.by_table():
                 product = of_sums[which].flatten(0, 1).mT @ summands[which].flatten(0, 1)
                 of_biases[table] += tables[table] * product
@@ -334,13 +346,13 @@ class LostQueries:
         rounded = log_sum.to(biases.dtype)
         rest = torch.exp((rounded.double() - log_sum).nan_to_num_(0.0).clamp_(-1.0, 1.0)).to(self.dtype)
         weights = _weights(keys, largest, biases.sub_(rounded.unsqueeze(-1)), self.dtype)  # (N, S)
-        of_context = gradient * rest.unsqueeze(-1)  # (N, c / k)
-        difference = window.values_of_queries() - context.unsqueeze(1)
-        of_logits = torch.bmm(difference, of_context.unsqueeze(-1)).squeeze(-1).mul_(weights)
+        of_context = (gradient * rest.unsqueeze(-1)).unsqueeze(-1)  # (N, c / k, 1)
+        difference = window.values_of_queries() - context.unsqueeze(-1)
+        of_logits = torch.bmm(of_context.mT, difference).squeeze(1).mul_(weights)
         if not window.finite:
             of_logits.masked_fill_(window.hidden(), 0.0)
-        window.add_to(of_keys.unsqueeze(-1), of_logits.unsqueeze(-1))
-        window.add_to(of_values, weights.unsqueeze(-1) * of_context.unsqueeze(1))
+        window.add_of_queries(of_keys, of_logits.unsqueeze(1))
+        window.add_of_queries(of_values, weights.unsqueeze(1) * of_context)
         if of_biases is not None:
             of_biases.view(-1, self.span).index_add_(0, window.bias_rows, of_logits)
 
@@ -352,36 +364,63 @@ class LostQueries:
 
     def _pieces(self, which: torch.Tensor, by_window: bool) -> Iterator[torch.Tensor]:
         """Lost queries that are computed at once; most windows have several."""
-        size = self.span * self.features_of_key // (QUERIES_OF_WINDOW if by_window else 1)
-        return iter(which.split(max(1, PIECE_SIZE // max(1, size))) if len(which) else ())
+        size = self.span * self.features_of_key
+        at_once = PIECE_OF_WINDOWS * QUERIES_OF_WINDOW // size if by_window else PIECE_SIZE // size
+        return iter(which.split(max(1, at_once)) if len(which) else ())
 
 
 class _Window:
     """The windows of S keys and values that some lost queries see: one for all queries of a chunk and feature."""
 
     def __init__(self, lost: LostQueries, index: torch.Tensor):
-        size, span, width = lost.size, lost.span, lost.width
-        place = index // width % lost.length % size
+        size, span, width, length = lost.size, lost.span, lost.width, lost.length
+        place = index // width % length % size
         own, of_query = torch.unique(index - place * width, return_inverse=True)  # the first query of each chunk
         heads, chunks = lost.biases.shape[:2]
         head = own % width // (width // heads) if heads > 1 else 0
-        chunk = own // width % lost.length // size if chunks > 1 else 0
+        chunk = own // width % length // size if chunks > 1 else 0
         # Windows with the same position biases lie side by side.
         self.table, order = torch.zeros_like(own).add_(head * chunks + chunk).sort()  # (M,)
         own, self.of_query = own[order], order.argsort()[of_query]
         self.place, self.bias_rows = place, self.table[self.of_query] * size + place  # (N,)
-        lag = torch.arange(size - span, size, device=index.device)  # (S,)
-        position = (own // width % lost.length).unsqueeze(-1) + lag
-        missing = (position < 0) | (position >= lost.length)  # (M, S)
-        own = own.unsqueeze(-1)
-        self.tokens = torch.where(missing, own, own + lag * width).flatten()
-        self.keys = lost.key.view(-1).index_select(0, self.tokens).view(missing.shape).to(lost.biases.dtype)
-        self.keys.masked_fill_(missing, -math.inf)
-        values = lost.value.view(lost.key.numel(), -1).index_select(0, self.tokens)
-        self.values = values.view(*missing.shape, -1).to(lost.dtype)  # (M, S, c / k)
+        # Where they begin, and those that reach beyond the sequence, which are read and written token by token.
+        self.size, self.start = size, own // width % length - (span - size)
+        self.row, self.feature = own // width // length, own % width
+        self.edge = ((self.start < 0) | (self.start > length - span)).nonzero().squeeze(-1)  # (E,)
+        token = self.start[self.edge].unsqueeze(-1) + torch.arange(span, device=index.device)  # (E, S)
+        missing = (token < 0) | (token >= length)
+        self.edge_tokens = (self.row[self.edge] * length).unsqueeze(-1) + token.clamp(0, length - 1)
+        self.keys = self._read(lost.key.unsqueeze(-1)).squeeze(1).to(lost.biases.dtype)  # (M, S)
+        self.keys[self.edge] = self.keys[self.edge].masked_fill_(missing, -math.inf)
+        self.values = self._read(lost.value.unflatten(-1, (width, -1))).to(lost.dtype)  # (M, c / k, S)
         # Infinity and NaN must not reach queries that do not see them.
         self.finite = float(self.keys.amax()) < math.inf and math.isfinite(float(self.values.sum()))
         self.dtype, self.biases = lost.dtype, lost.biases.flatten(0, 2)
+
+    def _read(self, x: torch.Tensor) -> torch.Tensor:
+        """The windows of x (B, T, h k, f): (M, f, S). Beyond the sequence, those of its first or last token."""
+        span = self.edge_tokens.shape[-1]
+        at_edge = x.flatten(0, 1)[self.edge_tokens, self.feature[self.edge].unsqueeze(-1)].mT  # (E, f, S)
+        if len(self.edge) == len(self.start):
+            return at_edge
+        start = self.start.clamp(0, x.shape[1] - span)
+        found = x.unfold(1, span, 1)[self.row, start, self.feature]
+        found[self.edge] = at_edge
+        return found
+
+    def add_to(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds x (M, f, S), 0 beyond the sequence, to the windows of a gradient (B, T, h k, f)."""
+        tokens = gradient.view(-1, gradient.shape[-1])
+        target = self.edge_tokens * gradient.shape[2] + self.feature[self.edge].unsqueeze(-1)
+        tokens.index_add_(0, target.flatten(), x[self.edge].mT.flatten(0, 1))
+        if len(self.edge) == len(self.start):
+            return
+        inside = torch.ones_like(self.start, dtype=torch.bool).index_fill_(0, self.edge, False)
+        row, start, feature = (y[inside] for y in (self.row, self.start, self.feature))
+        chunks = gradient.unfold(1, self.size, 1)  # (B, T - C + 1, h k, f, C)
+        # Windows of neighbouring chunks overlap, but no two begin with the same chunk.
+        for i, part in enumerate(x[inside].split(self.size, -1)):
+            chunks[row, start + i * self.size, feature] += part
 
     def weights(self, near: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Without the keys that are less than `near` below the largest one of a window: the largest of the others
@@ -420,19 +459,17 @@ class _Window:
         return keys, largest.masked_fill_(largest == -math.inf, 0.0), biases
 
     def values_of_queries(self) -> torch.Tensor:
-        """(N, S, c / k)"""
+        """(N, c / k, S)"""
         values = self.values.index_select(0, self.of_query)
-        return values if self.finite else values.masked_fill_(self.hidden().unsqueeze(-1), 0.0)
+        return values if self.finite else values.masked_fill_(self.hidden().unsqueeze(1), 0.0)
 
     def hidden(self) -> torch.Tensor:
         """Which keys a query does not see: (N, S)."""
         return self.logits_of_queries()[0] == -math.inf
 
-    def add_to(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds x (N, S, w) to the rows of a gradient (B T h k, w)."""
-        # Queries of one window are added row by row first, which is faster than by token.
-        total = x.new_zeros(*self.keys.shape, x.shape[-1]).index_add_(0, self.of_query, x)
-        gradient.index_add_(0, self.tokens, total.flatten(0, 1))
+    def add_of_queries(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds x (N, f, S) to a gradient (B, T, h k, f)."""
+        self.add_to(gradient, x.new_zeros(len(self.start), *x.shape[1:]).index_add_(0, self.of_query, x))
 
 
 def _quotients(

@@ -178,7 +178,10 @@ class Block:
         # error each.
         precise = FLOOR[working_dtype(self.table.entries)] + 5.0 - math.log(torch.finfo(dtype).eps)
         # Gradients are sums of products of values, and of a gradient, with what the denominators divide.
-        largest = float(self.values.abs().nan_to_num_(0.0).amax().clamp(1.0, LARGEST_VALUE))
+        lowest, highest = (float(x) for x in self.values.aminmax())
+        if not math.isfinite(highest - lowest):
+            highest = float(self.values.abs().nan_to_num_(0.0).amax())
+        largest = min(max(1.0, -lowest, highest), LARGEST_VALUE)
         finite = math.log(largest * self.keys.shape[-1]) + GRADIENT_MARGIN - math.log(torch.finfo(dtype).max)
         return math.exp(top + max(precise, finite))
 
