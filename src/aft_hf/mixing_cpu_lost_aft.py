@@ -58,6 +58,22 @@ class Far(NamedTuple):
         return self.denominator.double().log().add_(self.reference - keys.double())
 
 
+class Upstream(NamedTuple):
+    """Where the backward pass of lost queries begins."""
+
+    log_sum: torch.Tensor  # (N,), as in `Lost`
+    context: torch.Tensor  # (N, c / k)
+    gradient: torch.Tensor  # (N, c / k), of the context
+
+
+class Gradients(NamedTuple):
+    """What the backward pass of lost queries adds to."""
+
+    keys: torch.Tensor  # (B, T, h k, 1)
+    values: torch.Tensor  # (B, T, h k, c / k)
+    biases: torch.Tensor | None  # (h n, C, S)
+
+
 class Places(NamedTuple):
     """Lost queries by their places in (h, R, T, k) of a segment."""
 
@@ -293,68 +309,53 @@ class LostQueries:
         tables_gradient: torch.Tensor | None,
     ) -> None:
         """What lost queries add to the gradients of the keys, values and biases of their windows."""
-        of_keys, of_values = (x.unflatten(-1, (self.width, -1)) for x in (key_gradient, value_gradient))
-        of_biases = None if tables_gradient is None else tables_gradient.view(-1, self.size, self.span)
+        downstream = Gradients(
+            key_gradient.unsqueeze(-1),
+            value_gradient.unflatten(-1, (self.width, -1)),
+            None if tables_gradient is None else tables_gradient.view(-1, self.size, self.span),
+        )
         for by_window, add in ((True, self._add_window_gradients), (False, self._add_softmax_gradients)):
             for here in self._pieces((lost.by_window == by_window).nonzero().squeeze(-1), by_window):
-                index, log_sum = lost.index[here], lost.log_sum[here]
-                context_here, gradient_here = (self._at_queries(x, index) for x in (context, gradient))
-                add(_Window(self, index), log_sum, context_here, gradient_here, of_keys, of_values, of_biases)
+                index = lost.index[here]
+                upstream = Upstream(lost.log_sum[here], *(self._at_queries(x, index) for x in (context, gradient)))
+                add(_Window(self, index), upstream, downstream)
 
-    def _add_window_gradients(
-        self,
-        window: "_Window",
-        log_sum: torch.Tensor,
-        context: torch.Tensor,
-        gradient: torch.Tensor,
-        of_keys: torch.Tensor,
-        of_values: torch.Tensor,
-        of_biases: torch.Tensor | None,
-    ) -> None:
+    def _add_window_gradients(self, window: "_Window", upstream: Upstream, downstream: Gradients) -> None:
         """Of all queries of a window at once."""
         tables = self.exp_biases
         assert tables is not None
         _, weights, _ = window.weights(self.near)
-        scale = torch.exp(-log_sum).to(self.dtype)
-        of_numerator = scale.unsqueeze(-1) * gradient.to(self.dtype)  # (N, c / k)
-        of_denominator = -(of_numerator * context).sum(-1, keepdim=True)
+        scale = torch.exp(-upstream.log_sum).to(self.dtype)
+        of_numerator = scale.unsqueeze(-1) * upstream.gradient.to(self.dtype)  # (N, c / k)
+        of_denominator = -(of_numerator * upstream.context).sum(-1, keepdim=True)
         of_sums = weights.new_zeros(len(weights), 1 + self.features_of_key, self.size)
         of_sums[window.of_query, :, window.place] = torch.cat([of_denominator, of_numerator], -1)
         of_weights, of_weighted = window.products(of_sums, tables).tensor_split((1,), 1)  # (M, ..., S)
         weights = weights.unsqueeze(1)
-        window.add_to(of_keys, weights * (of_weights + (window.values * of_weighted).sum(1, keepdim=True)))
-        window.add_to(of_values, weights * of_weighted)
-        if of_biases is not None:
+        window.add_to(downstream.keys, weights * (of_weights + (window.values * of_weighted).sum(1, keepdim=True)))
+        window.add_to(downstream.values, weights * of_weighted)
+        if downstream.biases is not None:
             summands = torch.cat([weights, weights * window.values], 1)
             for table, which in window.by_table():
                 product = of_sums[which].flatten(0, 1).mT @ summands[which].flatten(0, 1)
-                of_biases[table] += tables[table] * product
+                downstream.biases[table] += tables[table] * product
 
-    def _add_softmax_gradients(
-        self,
-        window: "_Window",
-        log_sum: torch.Tensor,
-        context: torch.Tensor,
-        gradient: torch.Tensor,
-        of_keys: torch.Tensor,
-        of_values: torch.Tensor,
-        of_biases: torch.Tensor | None,
-    ) -> None:
+    def _add_softmax_gradients(self, window: "_Window", upstream: Upstream, downstream: Gradients) -> None:
         """Of queries one by one."""
         keys, largest, biases = window.logits_of_queries()
         # A log-sum is rounded to the dtype of the keys, and the rest goes into the gradient.
-        rounded = log_sum.to(biases.dtype)
-        rest = torch.exp((rounded.double() - log_sum).nan_to_num_(0.0).clamp_(-1.0, 1.0)).to(self.dtype)
+        rounded = upstream.log_sum.to(biases.dtype)
+        rest = torch.exp((rounded.double() - upstream.log_sum).nan_to_num_(0.0).clamp_(-1.0, 1.0)).to(self.dtype)
         weights = _weights(keys, largest, biases.sub_(rounded.unsqueeze(-1)), self.dtype)  # (N, S)
-        of_context = (gradient * rest.unsqueeze(-1)).unsqueeze(-1)  # (N, c / k, 1)
-        difference = window.values_of_queries() - context.unsqueeze(-1)
+        of_context = (upstream.gradient * rest.unsqueeze(-1)).unsqueeze(-1)  # (N, c / k, 1)
+        difference = window.values_of_queries() - upstream.context.unsqueeze(-1)
         of_logits = torch.bmm(of_context.mT, difference).squeeze(1).mul_(weights)
         if not window.finite:
             of_logits.masked_fill_(window.hidden(), 0.0)
-        window.add_of_queries(of_keys, of_logits.unsqueeze(1))
-        window.add_of_queries(of_values, weights.unsqueeze(1) * of_context)
-        if of_biases is not None:
-            of_biases.view(-1, self.span).index_add_(0, window.bias_rows, of_logits)
+        window.add_of_queries(downstream.keys, of_logits.unsqueeze(1))
+        window.add_of_queries(downstream.values, weights.unsqueeze(1) * of_context)
+        if downstream.biases is not None:
+            downstream.biases.view(-1, self.span).index_add_(0, window.bias_rows, of_logits)
 
     # ---------------------------------------------------------------------------------------------------- shared
 
