@@ -18,7 +18,8 @@ from torch import nn
 
 from .activations_aft import differentiable_gradients, is_linear, runs_as_written
 from .mixing_cpu_bias_aft import MODERATE, Table, Tables, is_moderate
-from .mixing_cpu_sums_aft import Block, Upstream, are_bounded, write_weights
+from .mixing_cpu_product_aft import Upstream, are_bounded, write_weights
+from .mixing_cpu_sums_aft import Block
 from .projections_aft import Projections
 from .scaled_sums_aft import EMPTY, working_dtype
 
