@@ -18,10 +18,11 @@ from .verdict import FACTOR, LEAST_SEEDS, NOT_RUN
 
 BEGINNING = f"""# The paper's claims in small
 
-Each claim of the paper is tested by short runs with equal budgets: models of a fraction of the paper's size on a
-fraction of its data, {LEAST_SEEDS} seeds each. This page is written by `scripts/reproduce.py report` from the numbers
-of the runs, `reproduction.json` beside it. The paper's numbers are of its own models and data: not the values compare
-with ours, but their order.
+Each claim of the paper is tested by short runs with equal budgets: models of a fraction of the paper's size, few
+steps on a fraction of its data, {LEAST_SEEDS} seeds each. They end long before the models have converged, so a
+model that learns faster at first is ahead. The paper's numbers are of its own models and data: compare the order, not
+the values. This page is written by `scripts/reproduce.py report` from the numbers of the runs, `reproduction.json`
+beside it.
 
 A comparison **holds** if its difference of means exceeds {FACTOR:g} standard errors of that difference in the
 direction of the claim, it **does not hold** if it does so in the other direction, and otherwise it is **not decided at
