@@ -146,7 +146,8 @@ def test_any_length_in_any_number_of_blocks(structure, length, size, monkeypatch
 @pytest.mark.parametrize("largest_bias", [-1.0, 20.0], ids=["each by a softmax", "by windows"])
 def test_lost_queries_are_exact_in_windows_and_one_by_one(structure, largest_bias, piece, monkeypatch):
     monkeypatch.setattr(mixing_cpu_lost_aft, "LARGEST_BIAS", largest_bias)
-    monkeypatch.setattr(mixing_cpu_lost_aft, "PIECE_SIZE", piece)
+    for name in ("PIECE_SIZE", "PIECE_OF_WINDOWS"):
+        monkeypatch.setattr(mixing_cpu_lost_aft, name, piece)
     inputs, actual, expected = make(structure, 33, batch=3)
     inputs[0] *= 200.0
     inputs, exact = to(inputs, torch.float32)
@@ -294,3 +295,15 @@ def test_huge_keys_of_all_tokens(structure):
     inputs[0] *= 1e28
     inputs, exact = to(inputs, torch.float32)
     assert_near(results(actual, inputs), results(expected, exact), torch.float32)
+
+
+@pytest.mark.parametrize("slope", [None, 1e-5])
+@pytest.mark.parametrize("key", [0.3, 40.0])
+def test_errors_do_not_grow_with_the_length(key, slope):
+    """Equal keys and values are the worst case: the running sum grows by the same number in each chunk."""
+    slopes = None if slope is None else torch.tensor([slope])
+    mix = partial(causal_mixing, slopes=slopes, num_heads=1, chunk_size=32, differentiable=None)
+    inputs, exact = to([torch.full((1, 2**17, 2), key), torch.full((1, 2**17, 2), 0.7), None], torch.float32)
+    actual, expected = results(mix, inputs), results(mix, exact)
+    torch.testing.assert_close(expected[0], exact[1])
+    assert_near(actual, expected, torch.float32)

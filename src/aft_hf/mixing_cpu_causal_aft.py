@@ -3,8 +3,8 @@
 The sequence is cut into chunks. Each query sums over its own chunk and the chunk before by products with tables of
 exp(w), and over everything further back by a running sum. Exponentials are relative to a reference: 0 where keys are
 moderate, otherwise the largest key so far, for each chunk and feature (`mixing_cpu_chunks_aft.py`). Queries that see
-only keys far below their reference are found by their denominators and computed again, each by a softmax of its own
-(`mixing_cpu_lost_aft.py`), so no query depends on what comes after it.
+only keys far below their reference are found by their denominators and computed again, all of a window at once or
+each by a softmax (`mixing_cpu_lost_aft.py`), so no query depends on what comes after it.
 """
 
 from collections.abc import Callable, Iterator

@@ -254,21 +254,28 @@ class Chunks:
         return totals
 
     def accumulate(self, totals: torch.Tensor, seen: torch.Tensor | None, start: int, reverse: bool = False) -> None:
-        """Running sums along the chunks from `start` on, (G, h, R, n, W / G), in place."""
+        """Running sums along the chunks, (G, h, R, n, W / G), in place: from the first one, which is `start`, to the
+        last, or from the last to the first in `reverse`. They are accumulated in float64, so that the length does not
+        matter.
+        """
         count = totals.shape[3] - 1
-        decay, chunks = self.decay(seen, start, start + 1, count), totals.unbind(3)
-        factors = []
-        if decay is not None and count > 0:
-            factors = [x.expand(-1, -1, count, -1).unbind(2) for x in _factors(decay, totals.dtype)]
-        # A short call for each chunk takes less time than log2(n) passes over all of them.
+        decay = self.decay(seen, start, start + 1, count)
+        if decay is None:  # PyTorch's cumsum accumulates in float64 on a CPU
+            if reverse:
+                totals.copy_(totals.flip(3).cumsum(3).flip(3))
+            else:
+                totals.cumsum_(3)
+            return
+        if count == 0:
+            return
+        decays = torch.exp(decay.double()).expand(-1, -1, count, -1).unbind(2)
+        chunks = totals.unbind(3)
+        total = chunks[-1 if reverse else 0].to(torch.float64, copy=True)
         for i in reversed(range(count)) if reverse else range(count):
-            source, target = (chunks[i + 1], chunks[i]) if reverse else (chunks[i], chunks[i + 1])
-            if not factors:
-                target += source
-                continue
-            for factor in factors[1:]:
-                source = source * factor[i]
-            target.addcmul_(source, factors[0][i])
+            target = chunks[i if reverse else i + 1]
+            total *= decays[i]
+            total += target
+            target.copy_(total)
 
     def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
         """The log of what the running sums at chunks from `start` on count at those from `later_start` on:
@@ -377,25 +384,24 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
     if exponent is None:
         return x
-    first, *others = _factors(exponent, x.dtype)
-    x = x * first
-    for factor in others:
-        x *= factor
-    return x
+    if _is_representable(exponent, x.dtype):
+        return x * torch.exp(exponent)
+    root = torch.exp(exponent / 2)
+    return (x * root).mul_(root)
 
 
 def scale(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
     """`scaled` in place."""
-    for factor in () if exponent is None else _factors(exponent, x.dtype):
-        x *= factor
-    return x
+    if exponent is None:
+        return x
+    if _is_representable(exponent, x.dtype):
+        return x.mul_(torch.exp(exponent))
+    root = torch.exp(exponent / 2)
+    return x.mul_(root).mul_(root)
 
 
-def _factors(exponent: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """exp(exponent) as one factor, or as two where it would be too small a number."""
-    if float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]:
-        return [torch.exp(exponent)]
-    return [torch.exp(exponent / 2)] * 2
+def _is_representable(exponent: torch.Tensor, dtype: torch.dtype) -> bool:
+    return float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

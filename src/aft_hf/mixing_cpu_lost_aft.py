@@ -24,8 +24,8 @@ from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment, sma
 # Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
 LARGEST_BIAS = 20.0
 
-# Numbers of each tensor that is computed at once: what stays in a processor's cache; of windows more, since they take
-# many short calls.
+# Numbers of each tensor that is computed at once: what stays in a processor's cache. Of windows, which take many short
+# calls, it is more; an estimate.
 PIECE_SIZE = 2**17
 PIECE_OF_WINDOWS = 2**19
 
@@ -218,13 +218,15 @@ class LostQueries:
     # --------------------------------------------------------------------------------------------------- forward
 
     def restore(self, found: list[tuple[torch.Tensor, Far | None]], context: torch.Tensor) -> Lost:
-        """Write the averages of what `find` found into the context, (B, T, d)."""
+        """Write the averages of what `find` found into the context, (B, T, d). Empties the list."""
         if not found:
             nothing = self.key.new_empty(0, dtype=self.dtype)
             return Lost(nothing.long(), nothing.double(), nothing, nothing.bool())
         indices, parts = zip(*found)
-        far = None if parts[0] is None else Far(*map(torch.cat, zip(*parts)))
-        lost, average = self._compute(torch.cat(indices), far)
+        found.clear()
+        index, far = torch.cat(indices), None if parts[0] is None else Far(*map(torch.cat, zip(*parts)))
+        del indices, parts
+        lost, average = self._compute(index, far)
         context.view(self.key.numel(), -1)[lost.index] = average.to(context.dtype)
         return lost
 
@@ -399,7 +401,7 @@ class _Window:
         self.dtype, self.biases = lost.dtype, lost.biases.flatten(0, 2)
 
     def _read(self, x: torch.Tensor) -> torch.Tensor:
-        """The windows of x (B, T, h k, f): (M, f, S). Beyond the sequence, those of its first or last token."""
+        """The windows of x (B, T, h k, f): (M, f, S). Positions beyond the sequence read its first or last token."""
         span = self.edge_tokens.shape[-1]
         at_edge = x.flatten(0, 1)[self.edge_tokens, self.feature[self.edge].unsqueeze(-1)].mT  # (E, f, S)
         if len(self.edge) == len(self.start):
@@ -410,7 +412,7 @@ class _Window:
         return found
 
     def add_to(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds x (M, f, S), 0 beyond the sequence, to the windows of a gradient (B, T, h k, f)."""
+        """Adds x (M, f, S), which must be 0 beyond the sequence, to the windows of a gradient (B, T, h k, f)."""
         tokens = gradient.view(-1, gradient.shape[-1])
         target = self.edge_tokens * gradient.shape[2] + self.feature[self.edge].unsqueeze(-1)
         tokens.index_add_(0, target.flatten(), x[self.edge].mT.flatten(0, 1))
