@@ -57,8 +57,12 @@ def converted(source, **options):
 
 @pytest.mark.parametrize(
     ("options", "layer_by_layer"),
-    (({}, 0.0), ({}, 0.3), ({"aft_type": "full"}, 0.3), ({"image_size": 48}, 0.0)),
-    ids=("conv", "conv, layer by layer first", "full", "larger"),
+    (
+        pytest.param({}, 0.0, id="conv"),
+        pytest.param({}, 0.3, id="conv, layer by layer first", marks=pytest.mark.slow),
+        pytest.param({"aft_type": "full"}, 0.3, id="full", marks=pytest.mark.slow),
+        pytest.param({"image_size": 48}, 0.0, id="larger", marks=pytest.mark.slow),
+    ),
 )
 def test_a_distilled_model_computes_nearly_what_its_teacher_does(vit, images, options, layer_by_layer):
     source = read_source(vit)

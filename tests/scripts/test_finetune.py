@@ -402,6 +402,7 @@ DAMAGES |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_said_to_be_in_one_line(damage, classifier, images, checkpoint, tmp_path):
     name, change = DAMAGES[damage]
