@@ -1,5 +1,5 @@
-"""Pages of the site that are made from other files: the command line, the guide for contributors, the changelog,
-and the notebooks."""
+"""Pages of the site that are made from other files (the command line, the guide for contributors, the changelog and
+the notebooks), and the types in docstrings."""
 
 import json
 import re
@@ -22,6 +22,16 @@ def on_files(files, config):
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def on_page_content(html, page, config, files):
+    """Types in docstrings, which are Markdown in the form of transformers: `int`, *optional*, defaults to 1."""
+    return re.sub(r"(?<=\()<code>([^<]*`[^<]*)</code>", lambda match: _markdown(match[1]), html)
+
+
+def _markdown(text: str) -> str:
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
+    return re.sub(r"\*(\w+)\*", r"<em>\1</em>", text)
 
 
 def _page(name: str) -> str:
