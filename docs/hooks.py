@@ -25,7 +25,7 @@ def on_files(files, config):
 
 
 def on_page_content(html, page, config, files):
-    """Types in docstrings, which are Markdown in the form of transformers: `int`, *optional*, defaults to 1."""
+    """Render the types in docstrings, which are Markdown as in transformers: `int`, *optional*, defaults to 1."""
     return re.sub(r"(?<=\()<code>([^<]*`[^<]*)</code>", lambda match: _markdown(match[1]), html)
 
 

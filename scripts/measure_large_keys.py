@@ -6,7 +6,6 @@ Prints a Markdown table. The three calls of a row run in turns in one process, w
 are medians over the turns.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Annotated
 
@@ -14,7 +13,7 @@ import torch
 import typer
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.benchmarking.measuring import keep_freed_memory, seconds_in_turns
+from aft_hf.benchmarking.measuring import keep_freed_memory, ratio, seconds_in_turns
 
 
 SIZES = (1, 30, 90)
@@ -66,8 +65,8 @@ def calls(name: str, dtype: torch.dtype, training: bool) -> list[Callable[[], ob
 
 def measure(functions: list[Callable[[], object]], repeats: int) -> list[float]:
     """The time of each function over that of the first one."""
-    seconds = seconds_in_turns(dict(enumerate(functions)), torch.device("cpu"), repeats=repeats).values()
-    return [statistics.median(ratios) for ratios in zip(*([x / turn[0] for x in turn] for turn in zip(*seconds)))]
+    seconds = seconds_in_turns(dict(enumerate(functions)), torch.device("cpu"), repeats=repeats)
+    return [ratio(seconds, 0, name) for name in seconds]
 
 
 def main(

@@ -4,7 +4,7 @@ ours measured, and a card for each that was run, model_cards/GROUP/RECIPE.md.
     python scripts/write_model_cards.py
     python scripts/write_model_cards.py --keep examples/bytes_aft_local=outputs/bytes-aft-local
 
-The second first keeps what the card of that run needs in model_cards/results/GROUP/RECIPE.
+The second command first copies what the card of that run needs into model_cards/results/GROUP/RECIPE.
 """
 
 import json

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .position_biases_aft import collect_grid_table, grid_table
-from .scaled_sums_aft import EMPTY
+from .scaled_sums_aft import EMPTY, largest_size
 
 
 # Exponents of at most this size need no reference: the product of two exponentials is far from float32's limits.
@@ -44,8 +44,7 @@ COPY_COST = 600
 
 def is_moderate(x: torch.Tensor) -> bool:
     """Whether all of x are exponents that need no reference; never with NaN."""
-    lowest, highest = x.detach().aminmax()
-    return float(lowest) >= -MODERATE and float(highest) <= MODERATE
+    return largest_size(x) <= MODERATE
 
 
 def relative_exp(x: torch.Tensor, maximum: torch.Tensor, top: float = TOP) -> torch.Tensor:

@@ -20,7 +20,6 @@ from .mixing_cpu_chunks_aft import (
     Segment,
     add_products,
     products,
-    scale,
     scaled,
     tokens_of,
 )
@@ -133,7 +132,7 @@ class CausalSums(Chunks):
     def _forward_rows(
         self, rows: Rows, segments: list[Segment], context: torch.Tensor, inverse: torch.Tensor | None
     ) -> Iterator[tuple[torch.Tensor, Far | None]]:
-        """Some rows from left to right; what `LostQueries.restore` takes of the queries whose context is lost."""
+        """Compute some rows from left to right, and yield what `LostQueries.find` finds in each segment."""
         carry = None  # the running sum at the last chunk that lies further back than those of a segment
         for segment in segments:
             here = segment.positions
@@ -171,7 +170,7 @@ class CausalSums(Chunks):
         start, chunks = segment.start, segment.chunks
         own, previous = features[:, :, :, 1:], features[:, :, :, :-1]
         sums = products(segment.of(self.biases.own), scaled(own, rows.difference(start, start, chunks)))
-        scale(previous, rows.difference(start - 1, start, chunks))
+        scaled(previous, rows.difference(start - 1, start, chunks), out=previous)
         products(segment.of(self.biases.previous), previous, sums)
         if far is not None:
             weight = self.biases.far_weight
@@ -269,7 +268,7 @@ class CausalSums(Chunks):
         of_features = products(segment.of(table), own)
         if of_tables is not None:
             add_products(segment.of(of_tables[0]), features[:, :, :, 1:], own)
-        previous = scale(of_sums, rows.difference(start - 1, start, chunks + 1))
+        previous = scaled(of_sums, rows.difference(start - 1, start, chunks + 1), out=of_sums)
         products(segment.of(table_of_next), previous[:, :, :, 1:], of_features)
         if of_tables is not None:
             add_products(segment.of(of_tables[1]), features[:, :, :, :-1], previous[:, :, :, :-1])

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_bias_aft import MODERATE
-from .scaled_sums_aft import EMPTY, working_dtype
+from .mixing_cpu_bias_aft import MODERATE, is_moderate
+from .scaled_sums_aft import EMPTY, largest_size, working_dtype
 
 
 # exp(x) is taken for x from here on, and as if x were this below: subnormal results take several times longer.
@@ -121,8 +121,7 @@ class Chunks:
         self.headroom = HEADROOM if self.global_connectivity else HEADROOM + WINDOW_MARGIN
         self.room = math.inf
         self.dtype, self.length = working_dtype(value), value.shape[1]
-        lowest, highest = torch.aminmax(self.key)
-        self.moderate = -MODERATE <= float(lowest) <= float(highest) <= MODERATE
+        self.moderate = is_moderate(self.key)
         if not self.moderate:
             self.room = self._room_for_values()
             self.headroom = min(self.headroom, self.room)
@@ -136,8 +135,7 @@ class Chunks:
 
     def _room_for_values(self) -> float:
         """The log of what the largest key may count, for sums over values like these to be finite."""
-        lowest, highest = torch.aminmax(self.value)
-        largest = max(-float(lowest), float(highest))
+        largest = largest_size(self.value)
         if not math.isfinite(largest):  # found by its results
             largest = float(self.value.nan_to_num(0.0, 0.0, 0.0).abs().amax())
         return LARGEST_SUM[self.dtype] - math.log(max(largest, 1.0) * self.length)
@@ -255,8 +253,8 @@ class Chunks:
 
     def accumulate(self, totals: torch.Tensor, seen: torch.Tensor | None, start: int, reverse: bool = False) -> None:
         """Running sums along the chunks, (G, h, R, n, W / G), in place: from the first one, which is `start`, to the
-        last, or from the last to the first in `reverse`. They are accumulated in float64, so that the length does not
-        matter.
+        last, or from the last to the first in `reverse`. They are accumulated in float64, so that errors do not grow
+        with the length.
         """
         count = totals.shape[3] - 1
         decay = self.decay(seen, start, start + 1, count)
@@ -380,28 +378,16 @@ def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: in
     return at_chunks(own, start, count) - at_chunks(seen, seen_start, count)
 
 
-def scaled(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
-    """x exp(exponent), precise where that is a number though the exponential alone would be too small for one."""
+def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x exp(exponent), precise where that is a number though the exponential alone would be too small for one; x
+    itself without an exponent. `out` may be x.
+    """
     if exponent is None:
         return x
-    if _is_representable(exponent, x.dtype):
-        return x * torch.exp(exponent)
+    if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
+        return torch.mul(x, torch.exp(exponent), out=out)
     root = torch.exp(exponent / 2)
-    return (x * root).mul_(root)
-
-
-def scale(x: torch.Tensor, exponent: torch.Tensor | None) -> torch.Tensor:
-    """`scaled` in place."""
-    if exponent is None:
-        return x
-    if _is_representable(exponent, x.dtype):
-        return x.mul_(torch.exp(exponent))
-    root = torch.exp(exponent / 2)
-    return x.mul_(root).mul_(root)
-
-
-def _is_representable(exponent: torch.Tensor, dtype: torch.dtype) -> bool:
-    return float(exponent.amin()) >= SMALLEST_EXPONENT[dtype]
+    return torch.mul(x, root, out=out).mul_(root)
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

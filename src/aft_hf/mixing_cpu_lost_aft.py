@@ -24,8 +24,8 @@ from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment, sma
 # Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
 LARGEST_BIAS = 20.0
 
-# Numbers of each tensor that is computed at once: what stays in a processor's cache. Of windows, which take many short
-# calls, it is more; an estimate.
+# Numbers of each tensor that is computed at once: what stays in a processor's cache. Windows take many short calls, so
+# they are computed in larger pieces, whose size is an estimate.
 PIECE_SIZE = 2**17
 PIECE_OF_WINDOWS = 2**19
 
@@ -59,7 +59,7 @@ class Far(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Where the backward pass of lost queries begins."""
+    """Inputs of the backward pass of lost queries."""
 
     log_sum: torch.Tensor  # (N,), as in `Lost`
     context: torch.Tensor  # (N, c / k)
@@ -67,7 +67,7 @@ class Upstream(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward pass of lost queries adds to."""
+    """Gradients to which lost queries add their part."""
 
     keys: torch.Tensor  # (B, T, h k, 1)
     values: torch.Tensor  # (B, T, h k, c / k)
@@ -149,7 +149,7 @@ class LostQueries:
         far: torch.Tensor | None,
         for_backward: bool,
     ) -> tuple[torch.Tensor, Far | None] | None:
-        """The lost queries of a segment by index, and what they see of its running sums. Those that see nothing are
+        """The lost queries of a segment by index, and the running sums that they see. Queries that see nothing are
         left out, and their context is set to 0. Clears `inverse` for the backward pass.
 
         None, after one look at all numbers, where there are none.

@@ -1,7 +1,7 @@
 """One product with a table of exp(w) on a CPU: the averages of Eq. 2 for some queries, and their gradients.
 
-Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. `mixing_cpu_sums_aft.py` takes
-the queries of a block in one such product or in several.
+Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. `mixing_cpu_sums_aft.py`
+computes the queries of a block by one such product or by several.
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .mixing_cpu_bias_aft import Table, Tables, relative_exp
-from .scaled_sums_aft import working_dtype
+from .scaled_sums_aft import largest_size, working_dtype
 
 
 # Values up to this size may be summed with weights of up to exp(LARGEST_EXPONENT), any number of them.
@@ -141,5 +141,4 @@ def _summable(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, t
 
 def are_bounded(values: torch.Tensor) -> bool:
     """Whether sums of values with weights are finite; never with NaN."""
-    lowest, highest = values.aminmax()
-    return float(lowest) >= -LARGEST_VALUE and float(highest) <= LARGEST_VALUE
+    return largest_size(values) <= LARGEST_VALUE

@@ -31,7 +31,7 @@ from .mixing_cpu_product_aft import (
     product_average,
     product_gradients,
 )
-from .scaled_sums_aft import working_dtype
+from .scaled_sums_aft import largest_size, working_dtype
 
 
 # Rows by the indices of their groups, features of the keys and rows of the batch; and an index of more dimensions.
@@ -152,10 +152,10 @@ class Block:
         # error each.
         precise = FLOOR[working_dtype(self.table.entries)] + 5.0 - math.log(torch.finfo(dtype).eps)
         # Gradients are sums of products of values, and of a gradient, with what the denominators divide.
-        lowest, highest = (float(x) for x in self.values.aminmax())
-        if not math.isfinite(highest - lowest):
-            highest = float(self.values.abs().nan_to_num_(0.0).amax())
-        largest = min(max(1.0, -lowest, highest), LARGEST_VALUE)
+        largest = largest_size(self.values)
+        if not math.isfinite(largest):
+            largest = float(self.values.abs().nan_to_num_(0.0).amax())
+        largest = min(max(largest, 1.0), LARGEST_VALUE)
         finite = math.log(largest * self.keys.shape[-1]) + GRADIENT_MARGIN - math.log(torch.finfo(dtype).max)
         return math.exp(top + max(precise, finite))
 

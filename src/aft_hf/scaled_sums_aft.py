@@ -54,6 +54,12 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def largest_size(x: torch.Tensor) -> float:
+    """The largest absolute value in x; NaN where x holds one."""
+    lowest, highest = x.detach().aminmax()
+    return max(-float(lowest), float(highest))
+
+
 def widen(x: torch.Tensor) -> torch.Tensor:
     """x in `working_dtype`."""
     dtype = working_dtype(x)

@@ -77,7 +77,7 @@ def seconds_in_turns(
     return seconds
 
 
-def ratio(seconds: dict[str, list[float]], ours: str, peer: str) -> float:
+def ratio(seconds: dict[Name, list[float]], ours: Name, peer: Name) -> float:
     """How many times faster `ours` is: the median over turns of the ratio within a turn, which noise moves least."""
     return statistics.median(b / a for a, b in zip(seconds[ours], seconds[peer]))
 
