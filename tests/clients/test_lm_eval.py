@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a task of our own: no network, and the bits that `aft-hf evaluate` finds."""
+"""lm-evaluation-harness on a local task, without a network: its bits per byte equal those of `aft-hf evaluate`."""
 
 import math
 from pydoc_data.topics import topics
@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 
-lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: make clients")
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: run `make clients`")
 
 BLOCK = 64
 
@@ -20,7 +20,7 @@ def text() -> str:
 
 
 def evaluate(model, tokenizer, directory, rows, **task):
-    """The result of one task on rows of a json file."""
+    """Evaluate the model on one task whose samples are the rows, written to a JSON file; return the results."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -38,8 +38,10 @@ def evaluate(model, tokenizer, directory, rows, **task):
 
 
 def test_bits_per_byte_of_blocks_are_those_of_our_evaluation(load, tokenizer, text, tmp_path):
-    """Of each block all but the first byte, which has no context."""
-    training = pytest.importorskip("aft_hf.training.evaluation", reason="needs the extra `train`")
+    """Each block is scored on all bytes but the first, which has no context."""
+    training = pytest.importorskip(
+        "aft_hf.training.evaluation", reason="needs the extra `train`: pip install -e '.[train]'"
+    )
     model = load()
     blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
     rows = {"context": [block[0] for block in blocks], "rest": [block[1:] for block in blocks]}

@@ -1,10 +1,10 @@
-"""peft: adapters on the projections of the mixers, trained, merged and loaded again."""
+"""peft: adapters on the projections of the mixers are trained, saved, loaded and merged; prompt tuning."""
 
 import pytest
 import torch
 
 
-peft = pytest.importorskip("peft", reason="needs peft: make clients")
+peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ADAPTERS = {

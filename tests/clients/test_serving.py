@@ -1,4 +1,4 @@
-"""`transformers serve` and an OpenAI client; streaming from Python."""
+"""`transformers serve` with an OpenAI client, `transformers chat`, pipelines, and streaming from Python."""
 
 import sys
 import threading
@@ -17,13 +17,13 @@ PROMPT = "To be or"
 
 @pytest.fixture(scope="module")
 def server(server_port):
-    openai = pytest.importorskip("openai", reason="needs openai: make clients")
+    openai = pytest.importorskip("openai", reason="needs openai: run `make clients`")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server_port}/v1", api_key="none")
 
 
 @pytest.fixture
 def expected(saved, tokenizer) -> str:
-    """The greedy continuation of the prompt by six bytes."""
+    """Greedy continuation of the prompt by six bytes."""
     return continuation(saved, tokenizer, PROMPT)
 
 
@@ -56,9 +56,9 @@ def test_a_conversation_is_continued_in_the_format_of_the_tokenizer(server, save
 
 
 def test_the_chat_of_the_command_line_answers(server_port, saved, monkeypatch, capsys):
-    typed = iter([PROMPT, "n", "!exit"])  # it asks whether to go on when the limit is reached
+    typed = iter([PROMPT, "n", "!exit"])  # at the token limit, the chat asks whether to continue
     monkeypatch.setattr("builtins.input", lambda *_: next(typed))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # it blocks servers of this machine, too
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # offline mode also blocks local servers
     with pytest.raises(SystemExit, match="0"):
         cli.app(["transformers", "chat", str(saved), f"http://127.0.0.1:{server_port}", "max_new_tokens=6"])
     assert next(typed, None) is None

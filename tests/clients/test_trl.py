@@ -1,4 +1,4 @@
-"""TRL: supervised fine-tuning, packed and not, and direct preference optimization."""
+"""TRL: supervised fine-tuning with and without packing, and direct preference optimization."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from datasets import Dataset
 from aft_hf import modeling_aft
 
 
-trl = pytest.importorskip("trl", reason="needs trl: make clients")
+trl = pytest.importorskip("trl", reason="needs trl: run `make clients`")
 
 TEXTS = ["Friends, Romans, countrymen", "lend me your ears;"]
 OPTIONS = {
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def tune(model, tokenizer, directory, texts=TEXTS, **options):
-    """Fine-tunes in place; returns the loss of the first step."""
+    """Fine-tune the model in place; return the loss of the first step."""
     arguments = trl.SFTConfig(str(directory), **(OPTIONS | options))
     data = Dataset.from_dict({"text": texts})
     trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
@@ -47,7 +47,7 @@ def test_packed_documents_train_as_padded_ones(aft_type, packed, tokenizer, tmp_
     assert tune(other, tokenizer, tmp_path, **packed) == pytest.approx(loss, rel=1e-5)
     changed = 0
     for (name, expected), found in zip(one.named_parameters(), other.parameters()):
-        # Float32 sums over at most 64 tokens of gradients of about 1, in another order.
+        # Tolerance for float32 sums of gradients of about 1 over at most 64 tokens, in a different order.
         torch.testing.assert_close(found - before[name], expected - before[name], rtol=1e-4, atol=1e-5)
         changed += not torch.equal(expected, before[name])
     assert changed == len(before)
