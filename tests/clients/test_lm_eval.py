@@ -37,7 +37,7 @@ def evaluate(model, tokenizer, directory, rows, **task):
     )
 
 
-def test_bits_per_byte_of_blocks_are_those_of_our_evaluation(load, tokenizer, text, tmp_path):
+def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, text, tmp_path):
     """Each block is scored on all bytes but the first, which has no context."""
     training = pytest.importorskip(
         "aft_hf.training.evaluation", reason="needs the extra `train`: pip install -e '.[train]'"
@@ -55,7 +55,7 @@ def test_bits_per_byte_of_blocks_are_those_of_our_evaluation(load, tokenizer, te
     assert -found / (BLOCK - 1) / math.log(2) == pytest.approx(expected["bits_per_token"], rel=1e-5)
 
 
-def test_rolling_bits_per_byte_are_those_of_windows_that_begin_with_the_end_of_a_text(load, tokenizer, text, tmp_path):
+def test_rolling_bits_per_byte_equal_those_of_windows_after_an_end_of_text_token(load, tokenizer, text, tmp_path):
     model = load()
     metrics = [{"metric": "bits_per_byte"}]
     task = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}

@@ -35,7 +35,7 @@ def test_trainer_collates_and_trains(options, load, tokenizer, tmp_path):
     assert second < first < 20
 
 
-def test_optuna_searches(load, tmp_path):
+def test_optuna_searches_the_learning_rate(load, tmp_path):
     pytest.importorskip("optuna", reason="needs optuna: run `make clients`")
     ids = torch.randint(256, (8, 12)).tolist()
     data = [{"input_ids": row, "labels": row} for row in ids]
@@ -89,7 +89,7 @@ def test_ignite_trains(load):
 
 
 @pytest.mark.parametrize("source", ["package", "remote code"])
-def test_captum_attributes_and_attributions_sum_to_the_difference(source, tmp_path):
+def test_captum_attributions_sum_to_the_difference_of_the_logits(source, tmp_path):
     attr = pytest.importorskip("captum.attr", reason="needs captum: run `make clients`")
     model, pixels = image_classifier(), torch.randn(1, 3, 16, 16)
     if source == "remote code":

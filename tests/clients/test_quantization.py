@@ -8,7 +8,7 @@ IDS = torch.arange(24).view(2, 12) * 7 % 256
 
 
 @torch.no_grad()
-def test_weights_of_eight_bits_by_torchao(load):
+def test_torchao_quantizes_weights_to_8_bits(load):
     quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: run `make clients`")
     model = load().eval()
     expected = model(IDS).logits
@@ -20,7 +20,7 @@ def test_weights_of_eight_bits_by_torchao(load):
 
 
 @torch.no_grad()
-def test_dynamic_quantization_of_pytorch(load):
+def test_pytorch_quantizes_linear_layers_dynamically(load):
     model = load().eval()
     expected = model(IDS).logits
     with pytest.warns(DeprecationWarning):

@@ -40,7 +40,7 @@ def tune(model, tokenizer, directory, texts=TEXTS, **options):
     "packed", [{"packing": True, "max_length": 64}, {"padding_free": True, "max_length": None}], ids=str
 )
 @pytest.mark.parametrize("aft_type", AFT_TYPES)
-def test_packed_documents_train_as_padded_ones(aft_type, packed, tokenizer, tmp_path):
+def test_packed_documents_give_the_same_update_as_padded_ones(aft_type, packed, tokenizer, tmp_path):
     one, other = language_model(aft_type), language_model(aft_type)
     before = {name: parameter.detach().clone() for name, parameter in one.named_parameters()}
     loss = tune(one, tokenizer, tmp_path, max_length=64)
@@ -53,14 +53,14 @@ def test_packed_documents_train_as_padded_ones(aft_type, packed, tokenizer, tmp_
     assert changed == len(before)
 
 
-def test_a_model_of_a_directory_is_fine_tuned(load, tokenizer, tmp_path):
+def test_a_saved_model_is_fine_tuned(load, tokenizer, tmp_path):
     model = load()
     before = model.lm_head.weight.detach().clone()
     tune(model, tokenizer, tmp_path)
     assert not torch.equal(model.lm_head.weight, before)
 
 
-def test_its_loss_leaves_the_entropy_out_and_that_is_told(tokenizer, tmp_path, monkeypatch):
+def test_the_loss_of_trl_omits_the_entropy_with_a_warning(tokenizer, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
     model = language_model("conv", position_bias_entropy_weight=0.125)

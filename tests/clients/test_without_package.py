@@ -31,12 +31,12 @@ def check(task: str, directories: list[Path], home: Path) -> None:
     assert done.stdout.count("checked ") == len(directories)
 
 
-def test_packed_documents_train_as_padded_ones_by_the_code_beside_a_model(tmp_path):
+def test_packed_documents_give_the_same_update_as_padded_ones_with_remote_code(tmp_path):
     pytest.importorskip("trl", reason="needs trl: run `make clients`")
     check("packing", [save_language_model(tmp_path, aft_type) for aft_type in AFT_TYPES], tmp_path / "home")
 
 
-def test_whole_texts_and_images_are_exported_by_the_code_beside_a_model(tmp_path):
+def test_models_of_texts_and_images_are_exported_with_remote_code(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs onnxruntime: run `make clients`")
     pytest.importorskip("onnxscript", reason="needs onnxscript: run `make clients`")
     image_classifier().save_pretrained(tmp_path / "image")

@@ -62,7 +62,7 @@ def count(module):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_says_what_was_chosen_and_writes_to_a_place_of_its_own(path):
+def test_a_recipe_has_notes_and_its_own_output_directory(path):
     recipe = recipe_at(path)
     assert len(recipe.notes) > 20
     assert path.read_text().startswith("# ")
@@ -358,7 +358,7 @@ def test_a_row_of_the_paper_has_a_recipe_with_its_score_and_hyper_parameters(row
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_is_rows_of_the_paper_or_named_as_ours(path):
+def test_a_recipe_names_its_rows_of_the_paper_or_is_marked_as_ours(path):
     paper, name = recipe_at(path).paper, path.relative_to(CONFIGS).with_suffix("").as_posix()
     ours = path.parent.name == "examples" or path.name.startswith("ours_")
     assert ours == (paper is None) == ("ours" in path.read_text(encoding="utf-8").split("\nmodel")[0])
@@ -384,7 +384,7 @@ MILLIONS = {
 
 
 @pytest.mark.parametrize(("name", "millions"), MILLIONS.items(), ids=MILLIONS)
-def test_the_models_of_imagenet_have_the_parameters_of_the_paper(name, millions):
+def test_imagenet_models_have_the_parameter_counts_of_the_paper(name, millions):
     model = model_at(CONFIGS / "imagenet" / f"{name}.yaml")
     # The rounding in the paper varies by 0.1. For the model of 79.7 M, ours has 79.86 M parameters, 0.2 % more.
     assert count(model) / 1e6 == pytest.approx(millions, abs=max(0.1, 0.0025 * millions))
@@ -401,14 +401,14 @@ ABLATIONS = [path for path in RECIPES if path.stem.startswith("ablation_")]
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
-def test_an_ablation_differs_from_its_model_in_one_switch(path):
+def test_an_ablation_differs_from_its_base_model_in_one_setting(path):
     base = next(line for line in path.read_text().splitlines() if line.startswith("base: ")).removeprefix("base: ")
     ablated, whole = recipe_at(path).model_dump(), recipe_at(path.parent / base).model_dump()
     assert len((ablated["model"].items() ^ whole["model"].items()) - {("gumbel_temperature", 0.5)}) in (1, 2)
     assert {key for key in whole if ablated[key] != whole[key]} == {"model", "paper", "output_dir"}
 
 
-def test_the_deit_of_the_recipes_computes_what_vit_does():
+def test_the_deit_of_the_recipes_gives_the_outputs_of_vit():
     """The recipes build DeiT as a BEiT with stochastic depth, whose keys lack the bias that softmax cancels."""
     recipe = dict(recipe_at(CONFIGS / "imagenet" / "deit_tiny.yaml").model)
     recipe.pop("architecture")

@@ -130,7 +130,7 @@ def test_every_snippet_of_a_page_runs(page, workplace):
         assert done.returncode == 0, f"{snippet}: {command[-1]}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
 
-def test_no_exception_is_left_without_a_command():
+def test_every_entry_of_shorter_and_not_run_matches_a_command():
     shown = [snippet.code for page in PAGES for snippet in snippets(page) if snippet.language == "bash"]
     for start in SHORTER:
         assert any(code.startswith(start) for code in shown), f"no page shows {start!r}: remove it from SHORTER"

@@ -56,7 +56,7 @@ def read(folder: Path, text: str | bytes, *overrides: str) -> Recipe | str:
 
 
 @given(valid_recipes())
-def test_a_valid_recipe_survives_the_way_to_yaml_and_back(folder, values):
+def test_a_valid_recipe_survives_a_round_trip_through_yaml(folder, values):
     recipe = build_recipe(values)
     assert read(folder, recipe.to_yaml()) == recipe
     values["notes"] = ""  # PyYAML's safe_dump leaves texts such as 3e-4 unquoted, which recipes read as numbers
@@ -64,7 +64,7 @@ def test_a_valid_recipe_survives_the_way_to_yaml_and_back(folder, values):
 
 
 @pytest.mark.parametrize("notes", ["\x85", "a\u2028b", "\u2029", "3e-4", "1E5", "1_0.5e+3"])
-def test_a_string_that_yaml_reads_as_something_else_stays_that_string(folder, notes):
+def test_a_string_that_yaml_could_misread_survives_a_round_trip(folder, notes):
     values = {"task": "bytes", "model": {"pretrained": "name"}, "data": {"train": "file"}, "output_dir": "out"}
     values |= {"notes": notes, "optimizer": {"learning_rate": 1.0}, "global_batch_size": 1, "steps": 1}
     recipe = build_recipe(values)
@@ -113,7 +113,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_was_found_is_refused_in_a_line(folder, case):
+def test_an_input_that_once_failed_is_refused_in_one_line(folder, case):
     text, overrides, named = FOUND[case]
     said = read(folder, text, *overrides)
     assert isinstance(said, str) and named in said

@@ -64,7 +64,7 @@ def example(config: AFTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @given(valid_configs(), st.sampled_from(DTYPES))
-def test_a_valid_config_makes_a_model_that_trains_saves_loads_and_answers(values, dtype):
+def test_a_valid_config_gives_a_model_that_trains_saves_loads_and_predicts(values, dtype):
     check(values, dtype)
 
 
@@ -78,5 +78,5 @@ def refused(values: dict, wrong: tuple) -> None:
 
 
 @given(valid_configs(), wrong_fields())
-def test_a_config_with_a_wrong_field_is_refused_by_its_name(values, wrong):
+def test_an_invalid_field_is_refused_by_name(values, wrong):
     refused(values, wrong)

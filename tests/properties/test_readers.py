@@ -104,7 +104,7 @@ ANYTHING = st.sampled_from(list(VALUES.values())) | JSON
 
 
 @given(st.sampled_from(FILES), PLACES, ANYTHING)
-def test_any_value_at_any_place_of_any_file_is_read_or_said_to_be_wrong(root, where, pick, value):
+def test_any_value_at_any_place_of_any_file_is_read_or_refused(root, where, pick, value):
     examine(root, where, pick, value)
 
 
@@ -113,7 +113,7 @@ STRICT = [each for each in FILES if each != ("evaluate text", "generation_config
 
 
 @given(st.sampled_from(STRICT), st.sampled_from(sorted(set(TEXTS) - {"a lone surrogate"})))
-def test_a_file_that_is_no_json_is_said_to_be(root, where, text):
+def test_a_file_that_is_not_json_is_refused_in_one_line(root, where, text):
     reader, file = where
     assert_said(
         *read_with(reader, root, lambda directory: (directory / file).write_bytes(TEXTS[text])), must_fail=True
@@ -170,7 +170,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_was_found_is_said_by_name(root, case):
+def test_a_value_that_once_failed_is_named_in_the_error(root, case):
     reader, file, place, value, named = FOUND[case]
     there = content(root, reader, file)
     if place == ("base",):
@@ -184,7 +184,7 @@ def test_what_was_found_is_said_by_name(root, case):
 
 @pytest.mark.parametrize("case", ["pipe", "folder", "empty header", "100,000 levels", "a shape of text"])
 @pytest.mark.parametrize("reader", ["evaluate text", "convert vit", "publish text"])
-def test_weights_that_are_none_are_said_to_be(root, reader, case):
+def test_a_malformed_weights_file_is_refused_in_one_line(root, reader, case):
     def change(directory: Path) -> None:
         path = directory / "model.safetensors"
         path.unlink()
@@ -202,7 +202,7 @@ def test_weights_that_are_none_are_said_to_be(root, reader, case):
 
 
 @pytest.mark.parametrize("reader", ["evaluate text", "convert vit", "publish text"])
-def test_a_pipe_in_place_of_a_config_is_not_waited_for(root, reader):
+def test_a_pipe_in_place_of_a_config_is_refused_without_waiting(root, reader):
     def change(directory: Path) -> None:
         (directory / "config.json").unlink()
         os.mkfifo(directory / "config.json")

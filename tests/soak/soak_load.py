@@ -69,19 +69,19 @@ def serve(request: Callable[[int], torch.Tensor]) -> None:
     assert seconds[-1] < 1.5 * seconds[0]  # CPU time, which hardly depends on other processes
 
 
-def test_generations_of_mixed_types_and_shapes_leave_nothing_behind():
+def test_generation_with_mixed_types_and_shapes_keeps_memory_and_time_flat():
     models = [language_model(aft_type) for aft_type in TYPES]
     serve(lambda number: text_request(models, number))
 
 
-def test_images_of_mixed_shapes_leave_nothing_behind():
+def test_classification_of_mixed_image_shapes_keeps_memory_and_time_flat():
     torch.manual_seed(0)
     config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=5, image_size=32, patch_size=4, **SIZES)
     model = AFTForImageClassification(config).eval()
     serve(lambda number: image_request(model, number))
 
 
-def test_eight_threads_give_what_one_gives():
+def test_eight_threads_generate_the_same_tokens_as_one():
     models, numbers = [language_model(aft_type) for aft_type in TYPES], range(REQUESTS // 10)
     alone = [text_request(models, number) for number in numbers]
     with ThreadPoolExecutor(8) as threads:

@@ -41,6 +41,6 @@ def recipe(kind: str, directory: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["text", "images", "streaming", "average", "two processes"])
-def test_killing_a_run_changes_nothing(tmp_path, kind):
+def test_a_killed_and_resumed_run_gives_the_same_result(tmp_path, kind):
     processes = 2 if kind == "two processes" else 1
     assert_killing_changes_nothing(recipe(kind, tmp_path), KILLS, SEED, processes)
