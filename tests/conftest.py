@@ -1,8 +1,8 @@
 """Fixtures of several test files: fixed seeds, and the variants of the AFT mixers as `mixer`, `grid_mixer` and others.
 
 A test that takes `mixer` runs once per variant of `build_mixers`; a test that takes `grid_mixer`, `typical_mixer` or
-`typical_sequence_mixer` runs once per variant of that subset. All mixers have 8 features, are in evaluation mode, and
-have random position biases: a new AFT-conv has gamma = beta = 0, so its kernels have no effect on the outputs.
+`typical_sequence_mixer` runs once per variant of that subset. All mixers have 8 features and are in evaluation
+mode. Their position biases are random, because the kernels of a new AFT-conv (gamma = beta = 0) have no effect.
 """
 
 import os
@@ -22,7 +22,7 @@ from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.mixers_aft import AFTMixer
 
 
-# Operations on tensors this small do not gain from threads, and get much slower when other processes use the cores.
+# Threads do not speed up operations on tensors this small, and slow them down when other processes use the cores.
 torch.set_num_threads(1)
 
 WIDTH = 8

@@ -108,7 +108,7 @@ def test_any_value_at_any_place_of_any_file_is_read_or_refused(root, where, pick
     examine(root, where, pick, value)
 
 
-# The commands that must refuse a malformed file: all of them, but `evaluate` does not use generation_config.json.
+# The files that a command must refuse if malformed: all but generation_config.json, which `evaluate` does not use.
 STRICT = [each for each in FILES if each != ("evaluate text", "generation_config.json")]
 
 
