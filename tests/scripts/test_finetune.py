@@ -581,15 +581,9 @@ def test_wrong_options_for_text_are_told(options, message, language_model, text,
         start(language_model, tmp_path, "--do_train", "--train", text, *options)
 
 
-@pytest.mark.slow
-def test_a_wrong_path_ends_in_one_line(tmp_path):
-    command = [sys.executable, SCRIPT, "--do_train", "--model_name_or_path", "./missing", "--train", "x.txt"]
-    done = subprocess.run(
-        [*command, "--output_dir", tmp_path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+def test_a_wrong_path_ends_in_one_line(tmp_path, run_command):
+    options = ["--do_train", "--model_name_or_path", "./missing", "--train", "x.txt", "--output_dir", tmp_path]
+    done = run_command("finetune.py", *options)
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("finetune.py: ") and "./missing" in line
