@@ -46,8 +46,8 @@ def classifier(aft=True):
     config = AFTConfig(modality="image", aft_type="conv", num_labels=CLASSES, **SIZES)
     model = AFTForImageClassification(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=3.0 if "mixer.kernel" in name else 1.0)  # so that kernels change the metrics
     return model.eval()
 
 
@@ -96,6 +96,14 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
     with CaptureLogger(logger) as captured:
         found = evaluate_classifier(model, processor, images, image_size=(24, 24))
     assert found == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
+
+
+def test_kernels_are_kept_as_trained_on_request(images):
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    kept = evaluate_classifier(model, processor, images, image_size=(24, 24), stretch_kernels=False)
+    larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
+    assert kept == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
+    assert kept != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
 
 
 def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):

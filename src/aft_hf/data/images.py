@@ -6,7 +6,10 @@ from typing import Any
 import kornia.augmentation as augmentation
 from datasets import ClassLabel, Dataset, IterableDataset, Value
 from torch import nn
+from torch.utils.data import Dataset as Samples
 from transformers.image_processing_utils import BaseImageProcessor
+
+from .image_files import ImageError, row_at
 
 
 AUGMENTATIONS = ("none", "shift", "crop", "resized_crop")
@@ -43,6 +46,31 @@ class ImagePipeline:
     def sample(self, row: dict[str, Any]) -> dict[str, Any]:
         """A single row."""
         return {name: values[0] for name, values in self({name: [value] for name, value in row.items()}).items()}
+
+
+class ImageRows(Samples[dict[str, Any]]):
+    """Rows of images for a `DataLoader`, which reads a batch at once; an error names the row of an unusable image.
+
+    Args:
+        rows: a dataset that an `ImagePipeline` transforms.
+    """
+
+    def __init__(self, rows: Dataset):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return row_at(self.rows, index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        try:
+            return self.rows.__getitems__(indices)
+        except ImageError:
+            for index in indices:
+                row_at(self.rows, index)
+            raise
 
 
 def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:

@@ -10,7 +10,7 @@ from .errors import PublishError
 
 # What training and conversion leave behind and nobody loads stays where it is. Hidden files too, but for Git's own.
 LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
-LEFT_OUT += ["_run"]  # of finetune.py: who trains there
+LEFT_OUT += ["_run"]  # `training.ownership`: who trains there
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
 LEFT_OUT += [MANIFEST_NAME]

@@ -33,6 +33,13 @@ def evaluate_command(
         list[int] | None,
         typer.Option(help="Side of the images in pixels, as often as you like; by default as trained."),
     ] = None,
+    stretch_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--stretch-kernels/--keep-kernels",
+            help="With --image-size: stretch the kernels of AFT-conv with the image, or keep them as trained.",
+        ),
+    ] = True,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per block of text; by default the longest that the model takes.")
     ] = None,
@@ -90,7 +97,13 @@ def evaluate_command(
             name = "as trained" if side is None else f"{side} px"
             with explained(f"{model}: cannot be evaluated on {data}"):
                 results[name] = evaluate_classifier(
-                    classifier, processor, dataset, image_size=size, batch_size=batch_size, **columns
+                    classifier,
+                    processor,
+                    dataset,
+                    image_size=size,
+                    stretch_kernels=stretch_kernels,
+                    batch_size=batch_size,
+                    **columns,
                 )
     else:
         language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as Samples
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -21,9 +20,8 @@ from transformers.utils import logging
 
 from ..data.bytes import IGNORED
 from ..data.classes import are_names, in_order_of_numbers, shortened
-from ..data.image_files import ImageError, row_at
 from ..data.image_size import makes_images_of, resized_processor
-from ..data.images import ImagePipeline, class_names, class_numbers
+from ..data.images import ImagePipeline, ImageRows, class_names, class_numbers
 from ..data.text import group_into_blocks
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
@@ -75,6 +73,7 @@ def evaluate_classifier(
     dataset: Dataset,
     *,
     image_size: tuple[int, int] | None = None,
+    stretch_kernels: bool = True,
     batch_size: int = 64,
     image_column: str = "image",
     label_column: str = "label",
@@ -88,6 +87,8 @@ def evaluate_classifier(
             data or model have no names for them.
         image_size: (height, width) in pixels in place of the processor's. Position embeddings of models that can
             stretch them (ViT, DeiT) and kernels of AFT-conv stretch with the image.
+        stretch_kernels: False leaves the kernels of AFT-conv as they are, so that Eq. 2 of the trained position
+            biases is computed; they then cover another part of the image.
         batch_size: images per forward pass.
         image_column, label_column: names in the dataset.
 
@@ -95,7 +96,8 @@ def evaluate_classifier(
         ValueError: the data has other classes than the model.
     """
     if image_size is not None:
-        model = model if makes_images_of(processor, image_size) else _resized(model, image_size)
+        if stretch_kernels and not makes_images_of(processor, image_size):
+            model = _resized(model, image_size)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
     names, numbers = [labels[number] for number in range(len(labels))], None
@@ -119,7 +121,7 @@ def evaluate_classifier(
         options["interpolate_pos_encoding"] = True
     metric = AccuracyAndLoss(keep_in_memory=True)
     model.eval()
-    loader = DataLoader(_Rows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
+    loader = DataLoader(ImageRows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
     for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         logits = model(pixel_values=pixels, **options).logits
@@ -138,24 +140,6 @@ def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedM
         logger.warning(f"kernels are taken as they are for images of {image_size} pixels: {first_line(error)}")
         return model
     return resized
-
-
-class _Rows(Samples[Any]):
-    """Rows that are read in batches; an image that cannot be used is told with its row."""
-
-    def __init__(self, rows: Dataset):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        try:
-            return self.rows.__getitems__(indices)
-        except ImageError:
-            for index in indices:
-                row_at(self.rows, index)
-            raise
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from .averaging import averaged
 from .ownership import owned
 from .recipe import Recipe
 from .records import move_into, peak_memory, plot_losses, write_results
-from .setup import Run, checkpoint_directory, join_processes, set_up
+from .setup import Run, join_processes, set_up
 from .stopping import StopSignal
 from .tasks import Batch
 
@@ -36,7 +36,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         SystemExit: with 128 + the number of the signal, after SIGTERM or Ctrl-C and a checkpoint.
     """
     join_processes()
-    with owned(checkpoint_directory(recipe)):
+    with owned(Path(recipe.output_dir)):
         run = set_up(recipe)
         take_steps(run)
         return finish(run)

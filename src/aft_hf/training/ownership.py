@@ -15,7 +15,8 @@ from ..data.json_files import write_json
 from ..reading import Document, UnreadableError, first_line, read_json, shortened
 
 
-LOCK, OWNER = "run.lock", "run.json"
+RUN = "_run"  # a name that neither Trainer nor `publish` uploads
+LOCK, OWNER = f"{RUN}/run.lock", f"{RUN}/run.json"
 
 
 class Owner(Document):
@@ -60,7 +61,7 @@ def owned(directory: Path) -> Iterator[None]:
 def _acquire(lock: FileLock, directory: Path) -> None:
     """Take the lock, and write down who has it."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
         since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
