@@ -182,7 +182,7 @@ def test_a_truncated_pickle_is_refused(tmp_path, zipped):
 @pytest.mark.parametrize("content", ["hello world\n", "", "{}"])
 def test_a_text_file_is_no_checkpoint(tmp_path, content):
     (tmp_path / "deit.pth").write_text(content)
-    assert_refused(tmp_path / "deit.pth", tmp_path, "no checkpoint of PyTorch|not tensors alone")
+    assert_refused(tmp_path / "deit.pth", tmp_path, "no checkpoint of PyTorch|objects other than tensors")
 
 
 def test_a_pickle_without_a_state_dict_is_refused(tmp_path):

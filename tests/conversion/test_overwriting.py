@@ -97,7 +97,7 @@ def test_a_file_of_the_user_with_a_name_that_the_new_one_needs_is_kept_and_named
 def test_a_conversion_without_a_manifest_is_kept(vit, converted):
     (converted / MANIFEST_NAME).unlink()
     before = contents(converted)
-    with pytest.raises(ConversionError, match=rf"no {MANIFEST_NAME} .*delete it yourself"):
+    with pytest.raises(ConversionError, match=rf"no {MANIFEST_NAME} .*delete the directory yourself"):
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     assert contents(converted) == before
 
