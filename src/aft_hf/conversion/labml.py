@@ -158,7 +158,7 @@ def _shift_of_head(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Ten
     rounding = 4 * torch.finfo(weight.dtype).eps * (exact.abs() @ shift.double().abs() + wanted.abs())
     if (error > rounding).any():
         raise ConversionError(
-            "generator.projection.bias: an AFT has no bias in its head, and no bias of the last layer norm can replace "
+            "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
             f"this one of {len(bias)} tokens with {weight.shape[1]} features; set it to 0, convert, and fine-tune"
         )
     return shift
