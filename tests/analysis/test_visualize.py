@@ -247,8 +247,8 @@ def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
     ("name", "kind", "options", "message"),
     [
         ("vit", "biases", [], "is no AFT but a vit"),
-        ("image", "keys", [], "give the images to look at"),
-        ("text", "implicit", [], "give some with --text"),
+        ("image", "keys", [], "give --images"),
+        ("text", "implicit", [], "give --text"),
         ("text", "implicit", ["--text", "abc", "--position", "1,1"], "the index of a token"),
         ("image", "implicit", ["--images", "images", "--position", "4,0"], "one of the 4 x 6 patches"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
