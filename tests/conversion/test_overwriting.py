@@ -1,4 +1,4 @@
-"""Overwriting a conversion deletes what that conversion wrote, and nothing else."""
+"""Tests of overwriting a conversion: only the files that the earlier conversion wrote are deleted."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def converted(vit, tmp_path):
 
 
 def contents(directory):
-    """Bytes by name; where a link leads for a link, None for a directory."""
+    """Return the content of each path in a directory: bytes of a file, target of a symlink, None for a directory."""
     found = {}
     for path in sorted(directory.rglob("*")):
         kind = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()
