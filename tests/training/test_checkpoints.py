@@ -165,7 +165,7 @@ def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_ski
     (checkpoints / ".partial-000000010").mkdir()
     results = run(values)
     said = capsys.readouterr().out
-    assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin is not what was written): skipped" in said
+    assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin does not match its checksum): skipped" in said
     assert f"{checkpoints}/step-000000006 is damaged (no checkpoint.json): skipped" in said
     assert f"going on from {checkpoints}/step-000000003" in said
     assert results["losses"] == original[1]["losses"]
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_leaves_the_last_complete_checkpoint(copied, origina
     assert finish(launch(_run_with_little_room, (values,))) == [1]
     message = Path(f"{values['output_dir']}.error").read_text()
     assert "OSError: cannot write the checkpoint of step 12" in message and message.count("\n") == 1
-    assert f"the last complete one is {checkpoints}/step-000000009" in message
+    assert f"the last complete checkpoint is {checkpoints}/step-000000009" in message
     assert find_damage(checkpoints / "step-000000009") is None and not (checkpoints / "step-000000012").exists()
     assert not list(checkpoints.glob(".*"))  # nothing holds what is left of the disk
     assert run(values)["losses"] == original[1]["losses"]
@@ -237,7 +237,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path
     assert finish(launch(_run_with_little_room, (values,))) == [1]
     message = Path(f"{values['output_dir']}.error").read_text()
     assert f"OSError: cannot write the model and its results to {tmp_path}/run (" in message
-    assert "the same command writes them when there is room" in message and message.count("\n") == 1
+    assert "free disk space and run the same command again to write them" in message and message.count("\n") == 1
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == files
     assert not list((tmp_path / "run").glob(".*"))
     assert run(values)["losses"] == original[1]["losses"]
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written_stops_the_run_with_one_message(tmp_path
 def test_a_checkpoint_asked_for_by_name_has_to_be_complete(copied):
     values, checkpoints = copied
     cut_in_half(checkpoints / "step-000000009/model.safetensors")
-    with pytest.raises(ValueError, match=r"step-000000009 is no complete checkpoint: model.safetensors is not"):
+    with pytest.raises(ValueError, match=r"step-000000009 is not a complete checkpoint: model.safetensors does not"):
         run(values | {"resume": str(checkpoints / "step-000000009")})
 
 

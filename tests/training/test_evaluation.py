@@ -139,7 +139,7 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
     expected = metrics_by_hand(model, processor, data)
     with CaptureLogger(logger) as log:  # the model has no names of its own
         assert evaluate_classifier(model, processor, data) == pytest.approx(expected, rel=1e-4)
-    assert "taken by number: the data has 'tree 0'" in log.out and "the model 'LABEL_0'" in log.out
+    assert "matched by number: the data has 'tree 0'" in log.out and "the model 'LABEL_0'" in log.out
     model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
     with pytest.raises(ValueError, match=r"classes 'tree 0', .* \(7 in all\), the model 'animal 0'"):
         evaluate_classifier(model, processor, data)

@@ -80,7 +80,7 @@ def test_a_payload_in_the_manifest_is_not_run(tmp_path, original, content, capsy
     checkpoint = tmp_path / "run/checkpoints/step-000000003"
     (checkpoint / MANIFEST).write_bytes(content(Payload(tmp_path / "marker")))
     run(values)
-    assert f"{checkpoint} is damaged ({MANIFEST} is not what was written): skipped" in capsys.readouterr().out
+    assert f"{checkpoint} is damaged ({MANIFEST} does not match its checksum): skipped" in capsys.readouterr().out
     assert not (tmp_path / "marker").exists()
 
 
@@ -158,6 +158,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(tmp_path, origin
     (checkpoint / MANIFEST).write_text('{"step": 3, "files": {}}')
     torch.save({}, checkpoint / "custom_checkpoint_0.pkl")
     for resume in ("auto", str(checkpoint)):
-        with pytest.raises(ValueError, match="is of an earlier version of aft-hf, which pickled what could run code"):
+        with pytest.raises(
+            ValueError, match="was written by an earlier version of aft-hf, with a pickle that could run code"
+        ):
             run(values | {"resume": resume})
     assert checkpoint.is_dir()
