@@ -113,7 +113,7 @@ def test_a_manifest_of_another_step_is_damage_and_nothing_else_suffers(copied, o
     write_manifest(newest, read_manifest(newest).model_copy(update={"step": step}))
     results = run(values)
     said = capsys.readouterr().out
-    assert f"{newest} is damaged ({MANIFEST}" in said and f"going on from {checkpoints}/step-000000006" in said
+    assert f"{newest} is damaged ({MANIFEST}" in said and f"resuming from {checkpoints}/step-000000006" in said
     assert results["losses"] == original[1]["losses"]
     for path in checkpoints.glob("step-*"):
         assert find_damage(path) is None
@@ -167,7 +167,7 @@ def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_ski
     said = capsys.readouterr().out
     assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin does not match its checksum): skipped" in said
     assert f"{checkpoints}/step-000000006 is damaged (no checkpoint.json): skipped" in said
-    assert f"going on from {checkpoints}/step-000000003" in said
+    assert f"resuming from {checkpoints}/step-000000003" in said
     assert results["losses"] == original[1]["losses"]
     assert not (checkpoints / ".partial-000000010").exists()
 

@@ -214,7 +214,7 @@ def test_the_precision_of_a_launch_is_not_that_of_the_recipe_and_that_is_told(
 ):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)  # what `accelerate launch` sets
     run(bytes_recipe(tmp_path, steps=1))
-    line = "mixed_precision='no' by the recipe; 'fp16' of the launch has no effect"
+    line = "mixed_precision='no' of the recipe is used; 'fp16' of the launch has no effect"
     assert (line in capsys.readouterr().out) == told
 
 
@@ -237,7 +237,7 @@ def interrupt(now: bool) -> None:
 def test_resume_never_refuses_to_run_over_checkpoints(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
-    with pytest.raises(ValueError, match="is of an earlier run"):
+    with pytest.raises(ValueError, match="is from an earlier run"):
         run(values | {"resume": "never"})
 
 

@@ -82,11 +82,11 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
         ("compile=1", r"^compile=1: must be a valid boolean$"),
-        ("schedule.name=cosin", r"^schedule.name='cosin': not a schedule that is known; did you mean cosine\?$"),
+        ("schedule.name=cosin", r"^schedule.name='cosin': not a known schedule; did you mean cosine\?$"),
         ("task=byte", r"^task='byte': must be one of bytes, pixels, images$"),
         ("data=3", r"^data=3: must be a mapping of keys to values$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
-        ("steps", r"^'steps' is no override: write key=value"),
+        ("steps", r"^'steps' is not an override: write key=value"),
         ("steps=[", r"^steps=\[: not YAML"),
     ],
 )
@@ -170,5 +170,5 @@ def test_accumulation_follows_from_processes_and_micro_batches(recipe, processes
 @pytest.mark.parametrize(("processes", "micro"), [(3, 1), (2, 3), (16, None)])
 def test_a_batch_that_cannot_be_shared_is_an_error(recipe, processes, micro):
     resolved = load_recipe(recipe, [f"micro_batch_size={micro or 'null'}"])
-    with pytest.raises(ValueError, match="global_batch_size=8 is no multiple of the processes x micro_batch_size"):
+    with pytest.raises(ValueError, match="global_batch_size=8 is not a multiple of processes x micro_batch_size"):
         resolved.accumulation(processes)

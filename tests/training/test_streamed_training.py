@@ -132,7 +132,7 @@ def test_files_folders_and_generated_rows_are_streamed_too(tmp_path, images, tas
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": None, "epochs": 2}, "nobody knows the length of an epoch with data.streaming: give steps, "),
+        ({"steps": None, "epochs": 2}, "the length of an epoch is unknown with data.streaming: give steps, "),
         ({"save_every": None}, "give steps, evaluate_every and save_every"),
         ({"schedule": {"warmup_epochs": 1}}, "warmup_steps in place of warmup_epochs"),
     ],
@@ -145,7 +145,7 @@ def test_a_stream_has_no_epochs(tmp_path, images, shards, changes, message):
 
 def test_a_stream_is_not_divided_nor_searched_for_classes(tmp_path, images):
     values = streamed(images_recipe(tmp_path, images), tmp_path, dataset=None, train=str(images), workers=0)
-    with pytest.raises(ValueError, match="nothing can be held out from a stream: give data to validate on"):
+    with pytest.raises(ValueError, match="a held-out set cannot be taken from a stream: give validation data"):
         run(values)
     plain = tmp_path / "plain.parquet"
     rows = Dataset.from_parquet(str(images))
