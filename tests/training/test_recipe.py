@@ -71,7 +71,7 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     [
         ("optimizer.learning_rat=1", r"^unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?$"),
         ("optimizer.weight-decay=1", r"^unknown key optimizer.weight-decay; did you mean optimizer.weight_decay\?$"),
-        ("weight-decay=1", r"^unknown key weight-decay; there are "),
+        ("weight-decay=1", r"^unknown key weight-decay; known: "),
         ("global_batchsize=1", r"^unknown key global_batchsize; did you mean global_batch_size\?$"),
         ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
         ("data.image_size=1", r"^unknown key data.image_size; "),
