@@ -1,4 +1,4 @@
-"""Trainer with position biases at their own rate, augmentation, a teacher, mixed images, and an average of weights."""
+"""FineTuner: learning rate of position biases, augmentation, distillation, mixed images and EMA."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_position_biases_have_a_rate_of_their_own_and_no_weight_decay_through_th
 def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path):
     trainer = tuner(vit(8), tmp_path, optim="adafactor", learning_rate=0.1)
     assert "Adafactor" in type(trainer.create_optimizer()).__name__
-    assert len(trainer.optimizer.param_groups) == 2  # a ViT has no position biases in this sense
+    assert len(trainer.optimizer.param_groups) == 2  # a ViT has none of AFT's position biases
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_evaluating_draws_no_random_number_that_training_would_miss(tmp_path):
 
 
 def constant_rows(count: int) -> list[dict]:
-    """Rows that take no random numbers to make."""
+    """Return rows that are made without random numbers."""
     return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": i % CLASSES} for i in range(count)]
 
 

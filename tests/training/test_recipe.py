@@ -1,4 +1,4 @@
-"""Recipes: what they fill in, and how they say what is wrong."""
+"""Recipes: defaults, overrides and error messages."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_there_are_recipes():
 def test_every_recipe_of_the_repository_is_valid_with_and_without_smoke(path):
     full, smoke = load_recipe(path), load_recipe(path, smoke=True)
     assert full.output_dir != smoke.output_dir
-    assert full.data.train is None  # no paths of one machine
+    assert full.data.train is None  # no path of a particular machine
     assert smoke.steps is not None
 
 
@@ -104,7 +104,7 @@ def test_control_characters_of_an_override_do_not_reach_the_terminal(recipe, ove
     except ValueError as error:
         assert str(error).isprintable()
     else:
-        assert override == "notes={}" and control == "\u202e"  # a text may hold what is no control character
+        assert override == "notes={}" and control == "\u202e"  # it is not a control character
 
 
 @pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x9b2J", "\u202e"], ids=ascii)

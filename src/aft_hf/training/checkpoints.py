@@ -1,4 +1,4 @@
-"""Atomic checkpoints of a training run: saving, detection of damage, and loading of the newest complete one."""
+"""Atomic checkpoints of a training run: saving, detecting damage, and loading the newest complete checkpoint."""
 
 import os
 import re
