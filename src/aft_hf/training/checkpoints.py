@@ -85,7 +85,7 @@ class Checkpoints:
         """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why.
 
         Raises:
-            ValueError: an earlier version of aft-hf wrote the checkpoint.
+            ValueError: an earlier version of aft-hf wrote a checkpoint.
         """
         for _, path in self.steps():
             damage = find_damage(path)

@@ -197,7 +197,7 @@ class FineTuner(Trainer):
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as Trainer does, during training with the averaged weights if there are any.
 
-        The random state is restored afterwards, so that evaluations do not change the training.
+        The random state of the CPU is restored afterwards, so that evaluations do not change the training.
         """
         during_training = self.ema_decay is not None and self.is_in_train
         weights = averaged(_inner(self.optimizer), self.model_wrapped) if during_training else nullcontext()

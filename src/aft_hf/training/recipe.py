@@ -84,9 +84,8 @@ class PixelsData(ImageRows):
 class Augmentation(Section):
     """Augmentation of training images. The defaults only flip; configs/imagenet has the augmentation of DeiT."""
 
-    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = (
-        None  # range of the share of the area
-    )
+    # Range of the share of the area that is cropped; None: no random crop.
+    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = None
     flip: bool = True
     rand_augment_operations: Annotated[int, Field(ge=0)] = 0
     rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0  # mean magnitude of the operations
@@ -102,9 +101,7 @@ class ImagesData(ImageRows):
 
     label_column: str = "label"
     image_size: Count = 224  # side in pixels
-    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # side of the evaluated center, as a share of the image's
-    )
+    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0  # side of the center crop / side of the resized image
     image_mean: list[float] = [0.485, 0.456, 0.406]
     image_std: list[Positive] = [0.229, 0.224, 0.225]
     augmentation: Augmentation = Augmentation()

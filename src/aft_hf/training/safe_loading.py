@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
 NEVER_READ = ("training_args.bin",)  # written by Trainer for information only
-SHARD_TABLE = ".metadata"  # `torch.distributed.checkpoint`: a plain pickle, after a number if it is of one process
+SHARD_TABLE = ".metadata"  # plain pickle of `torch.distributed.checkpoint`; tables of single processes have a prefix
 
 FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
