@@ -175,9 +175,8 @@ class FineTuner(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and schedule; raise an error if they are missing, where Trainer would start new ones."""
-        if checkpoint is not None and not (
-            self.is_deepspeed_enabled or self.is_fsdp_enabled
-        ):  # these have other files
+        # DeepSpeed and FSDP have other files.
+        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not Path(checkpoint, name).is_file():
                     raise UnreadableError(

@@ -14,9 +14,9 @@ def parameter_groups(
     """Return parameter groups for any optimizer, with a separate learning rate for the position biases w.
 
     A new AFT-conv has w = 0 (Eq. 8: gamma = beta = 0), and Adam moves a parameter by about the learning rate in each
-    step. Position biases have to grow to the order of 1, and in a short training they do so only with a larger learning
-    rate than the weights. A `position_bias_multiplier` in the config has the same effect with Adam and its variants;
-    converted models have a multiplier and need no `position_bias_scale`.
+    step. Position biases have to grow to the order of 1, and in a short training they do so only with a larger
+    learning rate than the weights. A `position_bias_multiplier` in the config has the same effect with Adam and its
+    variants; converted models have a multiplier and need no `position_bias_scale`.
 
     Args:
         model: any model; a model without AFT mixers has no position biases.

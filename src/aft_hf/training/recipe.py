@@ -422,9 +422,8 @@ def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
     if error["type"] == "model_type":
         return f"{key}={shown(error['input'])}: must be a mapping of keys to values"
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if error["type"] == "value_error" and isinstance(
-        error["input"], dict
-    ):  # about several keys, which the message names
+    # An error about several keys, which the message names.
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{key}: {message}" if key and f"{key}." not in message else message
     return f"{key}={shown(error['input'])}: {message}"
 
