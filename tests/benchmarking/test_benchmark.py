@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from aft_hf.benchmarking.peak import measure_peak
 from aft_hf.benchmarking.suites import SUITES, select_cases
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 CPU = torch.device("cpu")
 
 

@@ -26,7 +26,7 @@ def test_a_smoke_run_trains_and_a_second_one_has_nothing_left_to_do(tmp_path):
     # Lines of a log, and no bars.
     assert "step 4/4: loss" in first.stdout and "tokens/s" in first.stdout and "GiB" in first.stdout
     assert "it/s" not in first.stderr and "step/s" not in first.stderr and "\r" not in first.stderr
-    assert "going on from" in second.stdout
+    assert "resuming from" in second.stdout
     assert first.stdout.splitlines()[-2:] == second.stdout.splitlines()[-2:]
     metrics, place = first.stdout.splitlines()[-2:]
     assert metrics.startswith("test: bits_per_byte") and place == f"the model is in {tmp_path / 'out'}"

@@ -1,4 +1,4 @@
-"""The table and the picture of finished runs."""
+"""The table and the plot of finished runs."""
 
 import json
 

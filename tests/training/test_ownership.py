@@ -29,7 +29,7 @@ def test_a_second_process_is_told_who_is_there_and_changes_nothing(tmp_path):
     message = (tmp_path / "run.error").read_text()
     assert f"OSError: {tmp_path}/run is in use by process {first.pid} on {socket.gethostname()} since 20" in message
     assert "give another output directory" in message and message.count("\n") == 1
-    # It is killed; the lock is free, and the run goes on.
+    # After a kill the lock is free, and the run can be resumed.
     first.kill()
     assert finish([first]) == [-9]
     done = max(int(path.name[-9:]) for path in checkpoints.glob("step-*"))
