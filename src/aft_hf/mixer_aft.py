@@ -177,7 +177,7 @@ class AFTMixer(nn.Module):
             NotImplementedError: the mixer is called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():
-            raise NotImplementedError("AFT does not support torch.jit.trace: use torch.compile or torch.export")
+            raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
