@@ -339,7 +339,7 @@ class AFTMixer(nn.Module):
                 "documents"
             )
         if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(f"with a state, attention_mask must be 2-D padding, got {tuple(attention_mask.shape)}")
+            raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
         state.check_batch_size(query.shape[0])
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
 """The five AFT mixers as ordinary modules, for use on their own or in the models of this package.
 
-Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer. The types differ only in the position
-biases w of Eq. 2 that they compute from their parameters.
+Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer. The types differ in the position biases
+w of Eq. 2 that they compute from their parameters; AFT-conv also has one key per head instead of one per feature.
 """
 
 import math

@@ -164,7 +164,7 @@ class Block:
 
     @property
     def _reach(self) -> float:
-        """How far below the largest key of a row the keys that a query sees with w = 0 may lie without losing it."""
+        """The largest distance below the largest key of its row at which a key with w = 0 keeps a query precise."""
         return LARGEST_EXPONENT - self.table.top - math.log(self._smallest)
 
     @cached_property

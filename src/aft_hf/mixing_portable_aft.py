@@ -73,7 +73,7 @@ class PortableBackend(Backend):
         if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
             context = pairwise_mixing(key, value, *problem.table())
         else:
-            # (h, T, B, c): the batch shares w, so it lies beside the features
+            # (h, T, B, c): the batch shares w, so its dimension is next to the features
             key, value = (x.permute(1, 2, 0, 3).contiguous() for x in (key, value))
             mixing = causal_mixing if problem.causal else bidirectional_mixing
             context = mixing(key, value, problem.biases).permute(2, 0, 1, 3)
@@ -168,7 +168,10 @@ def count_chunks(length: int, chunk_size: int) -> int:
 
 
 def _chunks(key: torch.Tensor, value: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Cut into chunks, (h, n, C, B, k) and (h, n, C, B, c), with hidden padding at the end, and return its length."""
+    """Cut keys and values into chunks, (h, n, C, B, k) and (h, n, C, B, c), padded by hidden positions at the end.
+
+    The third result is the number of hidden positions.
+    """
     padding = count_chunks(key.shape[1], size) * size - key.shape[1]
     key, value = pad_positions(key, value, padding)
     return key.unflatten(1, (-1, size)), value.unflatten(1, (-1, size)), padding
@@ -183,7 +186,9 @@ def _unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _neighbours(x: torch.Tensor, fill: float, *steps: int) -> list[torch.Tensor]:
-    """For each of `steps`, the chunks (h, n, C, B, c) that many places earlier (later, if negative), or `fill`."""
+    """For each of `steps`, return for every chunk (h, n, C, B, c) the chunk that many places before it (after it, if
+    negative); `fill` beyond the ends.
+    """
     count = x.shape[1]
     most = max(map(abs, steps))
     padded = nn.functional.pad(x, (0, 0, 0, 0, 0, 0, most, most), value=fill)
@@ -262,12 +267,12 @@ def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
         values = nn.functional.pad(value.flatten(1, 2), front)
         index = torch.arange(count, device=key.device) + queries[:, :1]  # (n, count)
         bias = biases.between(queries, index - steps).movedim(-3, 0)  # (h, n, C, count)
-        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden: not read
+        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden pairs are not read
 
     sums = triangle_sums(*earlier(0, size))
     if reach > 0:
         keys, values, bias = earlier(reach, size)
-        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # counted already
+        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # already counted
         sums = sums.merge(reversed_triangle_sums(keys.masked_fill(own, -math.inf), values.masked_fill(own, 0.0), bias))
     if reach > size:
         sums = sums.merge(block_sums(*earlier(reach - size, reach - size)))

@@ -144,7 +144,7 @@ def single_sums(key: torch.Tensor, value: torch.Tensor, exponent: torch.Tensor |
     """Sums of one position each: exp(K + exponent) V, for `key` (..., T, B, k) and `value` (..., T, B, c)."""
     logits = key + exponent
     maximum = logits.detach().clamp_min(EMPTY)
-    weights = torch.exp(logits - maximum)  # 1 in value, 0 for a hidden key; the gradient is what matters
+    weights = torch.exp(logits - maximum)  # 1, or 0 for a hidden key; computed for its gradient
     return ScaledSums(weights * value, weights, maximum)
 
 
