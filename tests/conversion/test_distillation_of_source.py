@@ -15,7 +15,7 @@ from checkpoints import OPTIONS, TIMM, save_pth
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
-from aft_hf import AFTConfig, convert_deit
+from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
 from aft_hf.cli import main
 from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
 from aft_hf.conversion import distillation as module
@@ -340,6 +340,15 @@ def test_a_source_without_a_classifier_and_no_images_are_refused(vit, images, tm
         distill(converted(headless), headless, images, steps=1)
     with pytest.raises(ValueError, match="no images"):
         run(read_source(vit), [])
+
+
+def test_a_model_of_another_number_of_classes_is_refused(vit, images):
+    source = read_source(vit)
+    model = converted(source)
+    config = deepcopy(model.config)
+    config.num_labels += 1
+    with pytest.raises(ValueError, match="both need the same classes"):
+        distill(AFTForImageClassification(config), source, images, steps=1)
 
 
 def test_a_loss_that_is_not_finite_stops_the_distillation(vit, images):

@@ -131,8 +131,9 @@ def distill(
         running means of the losses, and the share of images on which model and teacher agreed in the last steps.
 
     Raises:
-        ValueError: the source has no classifier, there are no images, an option is invalid, the checkpoints belong to
-            other options or to another conversion, or the loss is not finite.
+        ValueError: the source has no classifier, or another number of classes than the model; there are no images; an
+            option is invalid; the checkpoints belong to other options or to another conversion; or the loss is not
+            finite.
         OSError: another process uses the checkpoint directory, or it cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
@@ -141,8 +142,11 @@ def distill(
         raise ValueError(
             f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
         )
+    given, expected = model.config.num_labels, source.config.num_labels
+    if given != expected:
+        raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
     if len(images) == 0:
-        raise ValueError("there are no images to distill on; give some thousand images of its domain")
+        raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
     # Accelerate creates a process group on CPUs only with cpu=True.
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
