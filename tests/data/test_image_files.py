@@ -120,7 +120,7 @@ def test_a_missing_file_and_a_pipe_are_said_so(tmp_path):
     with pytest.raises(ImageError, match=r"nowhere\.png: no such file"):
         open_image(tmp_path / "nowhere.png")
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(ImageError, match=r"pipe\.png: is no regular file"):
+    with pytest.raises(ImageError, match=r"pipe\.png: is not a regular file"):
         open_image(tmp_path / "pipe.png")
 
 

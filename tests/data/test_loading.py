@@ -116,7 +116,7 @@ def test_a_share_is_between_0_and_1(share):
 
 
 def test_a_single_row_cannot_be_divided():
-    with pytest.raises(ValueError, match="give data to validate on"):
+    with pytest.raises(ValueError, match="give validation data"):
         hold_out(numbers(1), 0.5)
 
 
