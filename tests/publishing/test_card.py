@@ -218,10 +218,10 @@ def test_what_is_new_is_to_be_trained_unless_it_was(directory):
     (directory / "conversion_report.json").write_text(json.dumps(REPORT))
     link = "Converted from [someone/deit-tiny](https://huggingface.co/someone/deit-tiny)"
     text = str(build_card(directory))
-    assert f"{link}: 2 tensors" in text and "; what is new has to be trained before the model is of use." in text
+    assert f"{link}: 2 tensors" in text and "; train the new tensors before you use the model." in text
     (directory / "results.json").write_text(json.dumps(RESULTS))
     text = str(build_card(directory))
-    assert f"{link}, before the fine-tuning: 2 tensors" in text and "has to be trained" not in text
+    assert f"{link}, before the fine-tuning: 2 tensors" in text and "train the new tensors" not in text
 
 
 def test_a_constant_of_the_position_biases_is_shown_where_it_is_not_the_papers(directory):
@@ -271,11 +271,11 @@ def test_a_classifier_of_text_is_called_one_and_its_code_loads_it(tmp_path, head
 
 
 def test_limits_follow_from_the_type(tmp_path):
-    for aft_type, limit in (("local", "Takes 24 tokens at most"), ("conv", "Takes texts of any length")):
+    for aft_type, limit in (("local", "Takes at most 24 tokens"), ("conv", "Takes texts of any length")):
         tiny.save(tiny.build("text", aft_type), tmp_path / aft_type)
         assert limit in str(build_card(tmp_path / aft_type))
     tiny.save(tiny.build("image", "full"), tmp_path / "full")
-    assert "Takes images of 16 x 16 pixels only" in str(build_card(tmp_path / "full"))
+    assert "Takes only images of 16 x 16 pixels" in str(build_card(tmp_path / "full"))
 
 
 def test_a_card_of_ours_is_written_anew_and_one_of_the_users_stays(directory):
@@ -318,7 +318,7 @@ def test_in_a_card_of_the_users_a_license_that_is_given_is_all_that_changes(dire
         ("apache", "did you mean apache-2.0"),
         ("GPL-3.0-only", "gpl-3.0"),
         ("MTI", "did you mean mit"),
-        ("", "such are apache-2.0"),
+        ("", "examples are apache-2.0"),
     ],
 )
 def test_a_license_that_the_hub_does_not_know_is_one_error_with_the_nearest(directory, license, told):
@@ -351,7 +351,7 @@ def test_the_command_takes_a_license(directory):
         ("no metadata", "lacks library_name"),
         ("---\nlicense: [\n---\n", "the metadata cannot be read"),
         ("---\nlibrary_name: timm\n---\n", "library_name is 'timm'"),
-        ("---\nbase_model: /some/where\n---\n", "base_model '/some/where' is no id"),
+        ("---\nbase_model: /some/where\n---\n", "base_model '/some/where' is not an id"),
         ("---\nmodel-index:\n- name: x\n  results: 3\n---\n", "the metadata cannot be read"),
         ("---\nlicense: mit\n---\n![x](missing.png)\n", "shows missing.png"),
     ],

@@ -75,7 +75,7 @@ def test_a_link_to_a_folder_and_a_link_to_nothing_are_refused_by_name(directory,
     (directory / "data").symlink_to(tmp_path)
     (directory / "lost.txt").symlink_to(tmp_path / "nowhere")
     told = "; ".join(find_problems(directory))
-    assert "data: is a link" in told and "lost.txt: is a link to nothing" in told
+    assert "data: is a link" in told and "lost.txt: is a broken link" in told
 
 
 def test_a_link_within_the_folder_is_followed(directory):
@@ -92,7 +92,7 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
     (directory / "more").mkdir()
     (directory / "more" / "notes.txt").symlink_to(f"../{name}")
     with pytest.raises(
-        PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; put a copy"
+        PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; replace it with a copy"
     ) as error:
         dry_run(directory)
     assert "letmein" not in str(error.value)
@@ -100,7 +100,7 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
 
 def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(directory):
     os.mkfifo(directory / "notes.txt")
-    assert any(problem.startswith("notes.txt: is no regular file") for problem in find_problems(directory))
+    assert any(problem.startswith("notes.txt: is not a regular file") for problem in find_problems(directory))
 
 
 @pytest.mark.parametrize("license", [None, "mit"])
@@ -116,7 +116,7 @@ def test_a_dry_run_changes_nothing_in_the_folder(directory, license, card):
     else:
         done, said = dry_run(directory, license=license)
         assert {"README.md", "position_biases.png", "config.json"} <= set(done.files)
-        assert f"license {license or 'apache-2.0'}" in said and "nothing was sent" in said
+        assert f"license {license or 'apache-2.0'}" in said and "nothing was uploaded" in said
     assert listing(directory) == before
 
 

@@ -259,7 +259,7 @@ def test_the_code_on_the_card_of_a_model_of_pixels_draws_an_image(tmp_path, monk
     (tmp_path / "me" / "pixels" / "results.json").write_text(json.dumps({"recipe": {"task": "pixels"}}))
     card = build_card(tmp_path / "me" / "pixels", repo_id="me/pixels")
     assert card.data.pipeline_tag == "unconditional-image-generation" and "tokenizer" not in card.text
-    assert "Draws images of 4 x 4 pixels only" in card.text
+    assert "Generates only images of 4 x 4 pixels" in card.text
     monkeypatch.chdir(tmp_path)
     exec(re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)[1], {})
     assert Image.open("drawn.png").size == (4, 4)

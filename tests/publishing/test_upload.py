@@ -148,7 +148,7 @@ def test_a_new_repository_is_private_if_asked_for(send, hub):
 
 def test_nothing_private_goes_to_a_public_repository(send, hub):
     HfApi(endpoint=hub.url, token=WRITE).create_repo("me/tiny", private=False)
-    with pytest.raises(PublishError, match="is there and public"):
+    with pytest.raises(PublishError, match="exists and is public"):
         send(private=True)
     assert_untouched(hub)
 
@@ -200,7 +200,7 @@ def test_what_keeps_failing_ends_in_one_line_and_an_untouched_repository(send, h
     hub.fail(kind, *stage, times=10**6, **options)
     with pytest.raises(PublishError) as error:
         send()
-    assert "\n" not in str(error.value) and "run the same again" in str(error.value)
+    assert "\n" not in str(error.value) and "run the command again" in str(error.value)
     assert "nothing was committed" in str(error.value)
     assert_untouched(hub)
     hub.faults.clear()
@@ -211,7 +211,7 @@ def test_what_keeps_failing_ends_in_one_line_and_an_untouched_repository(send, h
 @pytest.mark.parametrize("stage", AFTER_COMMIT.values(), ids=AFTER_COMMIT)
 def test_what_cannot_be_verified_is_whole_and_the_next_run_verifies_it(send, hub, prepared, stage):
     hub.fail("status", *stage, times=10**6, status=500)
-    with pytest.raises(PublishError, match=f"committed to {hub.url}/me/tiny, but not verified; run the same again"):
+    with pytest.raises(PublishError, match=f"committed to {hub.url}/me/tiny, but not verified; run the command again"):
         send()
     hub.faults.clear()
     send()
@@ -254,7 +254,7 @@ def test_what_somebody_else_commits_meanwhile_is_kept(send, hub, prepared):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HfApi, "create_commit", meanwhile)
-        with pytest.raises(PublishError, match=r"412.*run the same again"):
+        with pytest.raises(PublishError, match=r"412.*run the command again"):
             send()
     send()
     files = hub.repositories["me/tiny"].files()
@@ -273,7 +273,7 @@ def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, pre
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Repository, "commit", commit_and_go)
-        with pytest.raises(PublishError, match="as it was, or has the whole commit"):
+        with pytest.raises(PublishError, match="is unchanged or has the complete commit"):
             send()
     hub.faults.clear()
     send()
@@ -337,7 +337,7 @@ def test_a_file_that_arrives_changed_is_noticed(send, hub, monkeypatch):
         return keep(self, ref, files, message)
 
     monkeypatch.setattr(Repository, "commit", damaged)
-    with pytest.raises(PublishError, match=r"config\.json on the Hub is not what was sent"):
+    with pytest.raises(PublishError, match=r"config\.json on the Hub is missing or differs"):
         send()
 
 
