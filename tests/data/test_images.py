@@ -1,4 +1,4 @@
-"""Images as pixel values, classes as numbers, and augmentation."""
+"""Preprocessing of labelled images: pixel values, class numbers, and augmentation."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from aft_hf.data.images import ImagePipeline, build_augmentation, class_names, c
 
 
 def picture(size: tuple[int, int] = (20, 30), mode: str = "RGB") -> Image.Image:
-    """Random pixels; `size` is (width, height), as PIL has it."""
+    """Return an image of random pixels; `size` is (width, height), as in PIL."""
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
 
 def batch(count: int, height: int, width: int) -> torch.Tensor:
-    """Images whose values are all different, and none of them 0."""
+    """Images whose values are all different and not 0."""
     size = count * 3 * height * width
     return torch.arange(1.0, size + 1).reshape(count, 3, height, width)
 

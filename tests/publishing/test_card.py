@@ -1,4 +1,4 @@
-"""The card says what the files beside the model say, and nothing else."""
+"""The model card: its facts come from the files beside the model and from nowhere else."""
 
 import json
 import math
@@ -78,7 +78,7 @@ def numbers_in(text: str) -> set[str]:
 
 
 def numbers_of_files(directory) -> set[float]:
-    """Every number in the JSON files and, of the weights and the report, the sums that a reader would make."""
+    """Return all numbers in the JSON files, and the counts of tensors and parameters in the weights and the report."""
     found: set[float] = set()
 
     def collect(value):
@@ -111,7 +111,7 @@ def numbers_of_files(directory) -> set[float]:
 
 
 def is_from(number: str, sources: set[float], written: str) -> bool:
-    """Whether a number of the card is one of the files', rounded to four digits or as it stands there."""
+    """Return whether a number on the card is in the files, rounded to four digits or literally."""
     if number in written:
         return True
     value = float(number)
@@ -120,7 +120,7 @@ def is_from(number: str, sources: set[float], written: str) -> bool:
 
 def test_every_number_on_the_card_comes_from_a_file(filled):
     text = str(build_card(filled, repo_id="me/tiny"))
-    own = numbers_in(TEMPLATE.read_text()) | {"20"}  # of the citation; tokens that the example generates
+    own = numbers_in(TEMPLATE.read_text()) | {"20"}  # of the citation; 20 tokens that the example generates
     code_free = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     sources = numbers_of_files(filled)
     versions = " ".join(RESULTS["versions"].values())
@@ -158,7 +158,7 @@ def test_results_stand_beside_the_file_that_holds_them(filled):
     [
         ("all_results.json", {"eval_accuracy": 0.5, "eval_runtime": 3.2, "eval_samples": 9, "epoch": 0}, False),
         ("results.json", {"metrics": {"test": {"accuracy": 0.5}}}, False),
-        ("results.json", {"as trained": {"accuracy": 0.5}}, False),  # of `aft-hf evaluate --out`
+        ("results.json", {"as trained": {"accuracy": 0.5}}, False),  # a file of `aft-hf evaluate --out`
         ("all_results.json", TRAINER, True),
         ("results.json", RESULTS, True),
     ],
@@ -193,7 +193,9 @@ def test_the_metadata_is_what_the_hub_wants(filled):
     results = metadata["model-index"][0]["results"]
     values = {(each["dataset"]["split"], each["metrics"][0]["value"]) for each in results}
     assert ("test", 0.7098765) in values and ("validation", 0.7312345) in values
-    assert 0.8765432 not in {metric["value"] for each in results for metric in each["metrics"]}  # of data unknown
+    assert 0.8765432 not in {
+        metric["value"] for each in results for metric in each["metrics"]
+    }  # its dataset is unknown
 
 
 def test_metadata_that_the_hub_would_refuse_is_noticed_by_the_stand_in():

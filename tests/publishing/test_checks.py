@@ -1,4 +1,4 @@
-"""What is not fit to be published is refused, each thing with a line that names it."""
+"""The checks before an upload: each problem is reported in a line that names the file."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""A folder with links or odd files in it: nothing outside it is written to or sent, and a dry run changes nothing."""
+"""Folders with symlinks or odd files: no file outside is overwritten or uploaded, and a dry run changes nothing."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ def outside(tmp_path):
 
 
 def listing(directory):
-    """Everything in a directory: names, times, modes, where links lead and what files hold."""
+    """Return the state of a directory: names, times, modes, targets of links and hashes of files."""
     found = {}
     for path in [directory, *sorted(directory.rglob("*"))]:
         status = path.lstat()
