@@ -228,7 +228,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(directory
 
 def test_adapters_are_told_to_be_merged(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert any("merge them into their model" in problem for problem in find_problems(tmp_path))
+    assert any("merge it into its model" in problem for problem in find_problems(tmp_path))
 
 
 def test_no_directory_is_told(tmp_path):

@@ -31,7 +31,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
         global_batch_size, micro_batch_size: batch sizes in samples.
         seed: seed of the order.
         start, stop: the range of steps, start <= step < stop.
-        process, processes: rank of this process, and the number of processes.
+        process, processes: index of this process (with context parallelism: of its group), and their number.
         repetitions: number of consecutive copies of each sample, which are dealt out to successive micro-batches. An
             epoch keeps its length, so it sees a part of the samples (repeated augmentation, Hoffer et al. 2020, as in
             DeiT).

@@ -103,7 +103,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
         shuffle_buffer: number of rows in a block.
         start, stop: the range of steps, start <= step < stop.
         position: the block that `position(start)` returned. Default: read and skip all rows before `start`.
-        process, processes: rank of this process, and the number of processes.
+        process, processes: index of this process (with context parallelism: of its group), and their number.
         repetitions: number of consecutive copies of each sample.
     """
 
