@@ -178,7 +178,7 @@ def test_labels_that_are_no_numbers_of_classes_are_refused(images, names):
         {"image": images["image"][:2], "label": [0, 1]},
         features=Features({"image": Image(), "label": ClassLabel(names=names)}),
     )
-    with pytest.raises(ValueError, match=f"label '{names[1]}' is none of the class numbers 0 .. 6"):
+    with pytest.raises(ValueError, match=f"label '{names[1]}' is not one of the class numbers 0 .. 6"):
         evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
 
 
