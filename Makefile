@@ -1,4 +1,4 @@
-# Everything below sets itself up: Python >= 3.10 and make are all a machine needs.
+# Each target installs what it needs into .venv. The machine needs only Python >= 3.10 and make.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -10,7 +10,7 @@ KERNELS_INSTALLED := $(VENV)/.installed-kernels
 CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-# Nothing here needs the Hub, except a quickstart whose --source lies there.
+# No target needs the Hub, except a quickstart with a --source on the Hub.
 export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -36,45 +36,45 @@ $(AUDIT_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[audit]"
 	touch $@
 
-# Triton goes with the PyTorch of a GPU. Beside one without, it interprets and compiles kernels.
+# PyTorch for CUDA depends on Triton. With PyTorch for CPUs, Triton can only interpret and compile the kernels.
 $(KERNELS_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) ".[kernels]"
 	touch $@
 
-quickstart: install  ## A ViT on real digits, converted to AFT-conv and fine-tuned: outputs/quickstart
+quickstart: install  ## Train a ViT on digits, convert it to AFT-conv and fine-tune it: outputs/quickstart
 	$(RUN) scripts/quickstart.py image $(ARGS)
 
-quickstart-text: install  ## A byte-level AFT language model on Python's own documentation: outputs/quickstart-text
+quickstart-text: install  ## Train a byte-level language model on Python's documentation: outputs/quickstart-text
 	$(RUN) scripts/quickstart.py text $(ARGS)
 
-quickstart-pixels: install  ## An AFT that completes handwritten digits, sub-pixel by sub-pixel: outputs/quickstart-pixels
+quickstart-pixels: install  ## Train a model that completes handwritten digits by sub-pixels: outputs/quickstart-pixels
 	$(RUN) scripts/quickstart.py pixels $(ARGS)
 
-demo: $(DEMO_INSTALLED)  ## spaces/demo in a browser, on the quickstart's models, which are made if there are none
+demo: $(DEMO_INSTALLED)  ## Run spaces/demo in a browser, on the models of the quickstarts, which run first if needed
 	test -f outputs/quickstart/aft-conv/config.json || $(RUN) scripts/quickstart.py image
 	test -f outputs/quickstart-text/config.json || $(RUN) scripts/quickstart.py text
 	test -f outputs/quickstart-pixels/config.json || $(RUN) scripts/quickstart.py pixels
 	$(RUN) spaces/demo/app.py $(ARGS)
 
-docs: $(DOCS_INSTALLED)  ## The documentation site, with links checked: outputs/site
+docs: $(DOCS_INSTALLED)  ## Build the documentation site and check its links: outputs/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build $(ARGS)
 
-# One thread per worker (tests/conftest.py); more than 8 workers would take more memory than they save time.
+# One thread per worker (tests/conftest.py); more than 8 workers cost much memory and save little time.
 PYTEST := $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-test: install  ## All tests but the slow ones
+test: install  ## Run all tests except the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: install  ## All tests, and more examples of each property
+test-all: install  ## Run all tests, with more examples of each property-based test
 	HYPOTHESIS_PROFILE=all $(PYTEST) $(ARGS)
 
-coverage: $(KERNELS_INSTALLED)  ## The tests of make test, with line coverage: 90 % at least
+coverage: $(KERNELS_INSTALLED)  ## Run the tests of make test with line coverage, which must be at least 90 %
 	$(PYTEST) -m "not slow" --cov --cov-report=term-missing $(ARGS)
 
-kernels: $(KERNELS_INSTALLED)  ## Every variant of the Triton kernels compiled for GPUs: registers, spills, shared memory
+kernels: $(KERNELS_INSTALLED)  ## Compile every variant of the Triton kernels for GPUs: registers, spills, shared memory
 	$(RUN) scripts/compile_kernels.py $(ARGS)
 
-gpu: $(KERNELS_INSTALLED)  ## The kernels on a GPU: contract tests, times and memory, about 10 minutes: outputs/gpu.json
+gpu: $(KERNELS_INSTALLED)  ## Test and measure the kernels on a GPU, in about 10 minutes: outputs/gpu.json
 	mkdir -p outputs
 	$(RUN) scripts/benchmark_gpu.py --out outputs/gpu.json $(ARGS)
 
@@ -84,38 +84,38 @@ $(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt 
 		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[test]"
 	touch $@
 
-clients: $(CLIENTS)/.installed  ## TRL, lm-evaluation-harness, peft, ONNX and others on AFT, and the examples of docs/integrations.md
+clients: $(CLIENTS)/.installed  ## Test AFT in TRL, lm-evaluation-harness, peft, ONNX and others, and the examples of docs/integrations.md
 	$(CLIENTS)/bin/python -m pytest tests/clients tests/exporting $(ARGS)
 
-conformance: install  ## The common model tests of transformers on models of every type: docs/conformance.md
+conformance: install  ## Run the common model tests of transformers on every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
 
-conformance-report: install  ## The same tests on AFT, GPT-2 and ViT; writes the counts into docs/conformance.md
+conformance-report: install  ## Run the same tests on AFT, GPT-2 and ViT, and write the counts into docs/conformance.md
 	$(RUN) tests/conformance/report.py
 
-roundtrip: install  ## Every type saved here and loaded in a new environment with torch and transformers only
+roundtrip: install  ## Save every type, and load it in a new environment with torch and transformers only
 	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
 
-soak: install  ## What takes long: training runs killed 20 times at random moments (tests/soak), thousands of examples of each property
+soak: install  ## Run the tests that take hours: training runs killed 20 times at random moments, thousands of examples of each property
 	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \
 		$(RUN) -m pytest -o python_files="soak_*.py" tests/soak $(ARGS)
 	HYPOTHESIS_PROFILE=soak $(RUN) -m pytest tests/properties $(ARGS)
 
-audit: $(AUDIT_INSTALLED)  ## Unsafe code, known holes in dependencies, two builds that are equal, the wheel in a new environment
+audit: $(AUDIT_INSTALLED)  ## Check for unsafe code, vulnerable dependencies and reproducible builds, and test the wheel in a new environment
 	$(RUN) tests/audit/audit.py $(ARGS)
 
-matrix:  ## The tests that depend on versions, on every supported Python and transformers found here: outputs/matrix
+matrix:  ## Run version-dependent tests on every supported Python and transformers found here: outputs/matrix
 	$(PYTHON) tests/audit/matrix.py $(ARGS)
 
-release: $(AUDIT_INSTALLED) lint test audit  ## Wheel and sdist of a clean tree in dist/, after all checks; uploads nothing
+release: $(AUDIT_INSTALLED) lint test audit  ## Run all checks, then build wheel and sdist of a clean tree in dist/; uploads nothing
 	git diff --quiet HEAD || { echo "the tree has changes that are not committed"; exit 1; }
 	$(RUN) scripts/build.py dist
 	@version=$$($(RUN) -c "import aft_hf; print(aft_hf.__version__)"); \
 		grep -q "## $$version" CHANGELOG.md || { echo "CHANGELOG.md has no section $$version"; exit 1; }; \
 		echo "to publish: git tag v$$version && git push --tags && twine upload dist/*"
 
-# Types are checked on Python 3.11 and later: the last releases of libraries for 3.10 declare others.
+# Types are checked on Python 3.11 and later: the last library releases for 3.10 have other type annotations.
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
