@@ -73,5 +73,5 @@ def test_one_failure_does_not_stop_the_others(settings, monkeypatch):
 
 @pytest.mark.parametrize("what", [["19"], ["x"], ["1", "report"], ["all", "1"]])
 def test_what_is_no_claim_is_refused(what):
-    with pytest.raises(ValueError, match="is no claim"):
+    with pytest.raises(ValueError, match="is not a claim"):
         arms_of(what)
