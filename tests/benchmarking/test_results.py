@@ -159,7 +159,7 @@ def test_the_markdown_has_what_is_required_what_is_not_slopes_and_what_was_not_m
     del rows[-1]["seconds"]
     write_markdown(tmp_path / "table.md", rows)
     text = (tmp_path / "table.md").read_text()
-    required, _, rest = text.partition("### Beside these")
+    required, _, rest = text.partition("### Other comparisons")
     assert (
         "| AFT beside it | 1,200 tokens/s | another | 200 tokens/s | 6.00 ✓ | 5.00 | 1 / 8 MiB | 0.12 ✗ | 0.10 |"
         in required
@@ -228,6 +228,4 @@ def test_the_command_measures_in_small_and_says_what_is_wrong(tmp_path):
     (row,) = read_rows(path)
     assert row["sizes"] == "smoke" and set(row["seconds"]) == {"ours", "peer"} and row["ratio"]["peer"] > 0
     done = benchmark("--suite", "sound", *options)
-    assert done.returncode == 1 and done.stderr.strip().startswith(
-        "aft-hf: no suite 'sound': there are vision, causal"
-    )
+    assert done.returncode == 1 and done.stderr.strip().startswith("aft-hf: unknown suite 'sound': use vision, causal")
