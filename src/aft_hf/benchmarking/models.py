@@ -98,7 +98,7 @@ class TextRow:
         return AFTForCausalLM(config)
 
     def gpt2(self, length: int) -> PreTrainedModel:
-        """The GPT-2 of the same depth and width, with a head for each 64 features: four at d = 256, as in the paper."""
+        """The GPT-2 of the same depth and width, a head for each 64 features: four at d = 256, as in the paper."""
         config = GPT2Config(
             vocab_size=256,
             n_positions=length,
