@@ -307,7 +307,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path)
 
 def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    hint = f"finetune.py: begins at step 0, although {tmp_path}/checkpoint-2 is there: --resume_from_checkpoint true"
+    hint = f"finetune.py: begins at step 0, although {tmp_path}/checkpoint-2 exists: --resume_from_checkpoint true"
     for wanted, told in ((None, False), (None, True), ("false", True), ("true", False)):
         resume = [] if wanted is None else ["--resume_from_checkpoint", wanted]
         start(classifier, tmp_path, *options, *resume)
