@@ -1,4 +1,4 @@
-"""The results of the benchmark: kept between runs, in tables with what is required, and in a picture."""
+"""Tests of the results of the benchmark: rows kept between runs, tables with requirements, and the figure."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def case(name, builds, **options):
-    """A case that does nothing, and notes when it is built."""
+    """A case whose calls do nothing, and whose builders record that they were called."""
 
     def builder(candidate):
         def build(device):
@@ -88,7 +88,7 @@ def test_neighbours_that_share_a_peer_take_turns_together(tmp_path, spend):
     assert first["seconds"]["peer"] == second["seconds"]["peer"]
     assert (first["ratio"]["peer"], second["ratio"]["peer"]) == (pytest.approx(10), pytest.approx(0.2))
     del calls[:]
-    measure([both[0], beside_it("third", 0.0)], path)  # the first is there already
+    measure([both[0], beside_it("third", 0.0)], path)  # the first has a row already
     assert calls == ["build third", "build peer", *["third", "peer"] * 3]
 
 

@@ -1,4 +1,4 @@
-"""The script that evaluates saved models, as a user calls it."""
+"""Tests of evaluate_model.py, called as a user calls it."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path):
     done = evaluate(tmp_path, tmp_path / "text.txt", "--block-size", 16, "--out", tmp_path / "out" / "metrics.json")
     assert done.returncode == 0, done.stderr[-2000:]
     (metrics,) = json.loads((tmp_path / "out" / "metrics.json").read_text()).values()
-    assert 7 < metrics["bits_per_token"] < 9  # a new model of 256 bytes: near to 8
+    assert 7 < metrics["bits_per_token"] < 9  # an untrained model of 256 byte values is near 8 bits
 
 
 @pytest.mark.slow
