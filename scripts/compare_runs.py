@@ -26,7 +26,7 @@ def name_of(results: dict[str, Any]) -> str:
 def table(runs: list[dict[str, Any]]) -> str:
     """A Markdown table with a row for each run."""
     splits = " | ".join(runs[0]["metrics"])
-    lines = [f"| run | parameters | steps | batch size | metric | {splits} | paper | row of the paper |"]
+    lines = [f"| run | parameters | steps | samples per step | metric | {splits} | paper | row of the paper |"]
     lines.append("|---|---:|---:|---:|---|" + "---:|" * (len(runs[0]["metrics"]) + 1) + "---|")
     for results in runs:
         metric = metric_of(results)

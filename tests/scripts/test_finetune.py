@@ -253,7 +253,7 @@ def test_a_language_model_learns_a_sentence_from_one_text_file(language_model, t
     metrics = start(
         language_model, tmp_path, *BOTH, *options, "--learning_rate", 2e-2, "--lr_scheduler_type", "cosine"
     )
-    assert metrics["eval_bits_per_token"] < 2.5  # 8 before; 3.9 knowing the letters alone
+    assert metrics["eval_bits_per_token"] < 2.5  # 8 before training; 3.9 with letter frequencies only
     assert metrics["eval_bits_per_token"] == pytest.approx(metrics["eval_loss"] / np.log(2), rel=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == list(b"fox")
 
@@ -269,13 +269,13 @@ def test_gpt2_is_fine_tuned_on_a_parquet_column(tmp_path):
 
 
 def test_label_smoothing_predicts_the_next_token(language_model, text, tmp_path):
-    """Trainer by itself would let AFT, whose name it does not know, learn to repeat its input."""
+    """Trainer alone does not shift the labels of AFT, whose name it does not know, so AFT would learn the identity."""
     options = ["--train", text, "--block_size", 64, "--num_train_epochs", 20, "--learning_rate", 2e-2]
     metrics = start(language_model, tmp_path, *BOTH, *options, "--label_smoothing_factor", 0.01)
     assert metrics["eval_bits_per_token"] < 3
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("every", [2, 3])  # steps; an epoch has 3
