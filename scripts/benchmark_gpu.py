@@ -2,8 +2,8 @@
 
 First the contract tests of the kernels run on the device, and some of them also under compute-sanitizer if it is
 installed. Then the groups of `aft_hf.benchmarking.gpu_groups` are measured, whose candidates take turns: the operation
-alone beside the memory bandwidth of the device, language models beside GPT-2, image classifiers beside ViT, and
-decoding with and without a CUDA graph. The file is written after each group.
+alone, compared with the memory bandwidth of the device; language models, compared with GPT-2; image classifiers,
+compared with ViT; and decoding with and without a CUDA graph. The file is written after each group.
 
     python scripts/benchmark_gpu.py --out gpu.json
     python scripts/benchmark_gpu.py --only mixing text

@@ -109,7 +109,7 @@ class DataArguments:
         metadata={"help": "Alpha of CutMix, 1 in DeiT. With mixup too, each batch takes one of them at random."},
     )
     text_column: str = field(default="text", metadata={"help": "Column of the texts."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens per block. Default: what fits, <= 1024."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per block. Default: the limit, <= 1024."})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

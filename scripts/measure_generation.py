@@ -1,4 +1,4 @@
-"""Measure the bytes of the cache and the time per token after long contexts, beside GPT-2.
+"""Measure the bytes of the cache and the time per token after long contexts, compared with GPT-2.
 
     python scripts/measure_generation.py --out outputs/generation.json
 

@@ -1,4 +1,4 @@
-"""The command `aft-hf benchmark`. Slow imports are made when it runs, because other commands do not need them."""
+"""The command `aft-hf benchmark`. Slow imports are deferred until it runs, as other commands do not need them."""
 
 import sys
 from pathlib import Path

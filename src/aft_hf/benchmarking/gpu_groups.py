@@ -75,7 +75,7 @@ SMALLEST = GpuSizes(64, 1, 64, (32, 64), 32, 32, ((VisionRow("tiny", "conv", 3, 
 
 
 def mixing_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """The operation alone, whose bytes are counted: the memory bandwidth that it reaches."""
+    """The operation alone, whose counted bytes give the share of the memory bandwidth that it reaches."""
     rows, length = max(1, sizes.tokens // sizes.mixing_length), sizes.mixing_length
     elements = rows * length * sizes.width
     for name in TYPES:
@@ -123,7 +123,7 @@ def _mixer(name: str, width: int, length: int) -> AFTMixer:
 
 
 def text_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """Language models beside GPT-2 with PyTorch's attention, and beside HGRN of fla if fla is installed."""
+    """Language models, compared with GPT-2 with PyTorch's attention and, if fla is installed, with its HGRN."""
     wanted = [("bf16", x) for x in sizes.lengths] + [("fp32", x) for x in sizes.lengths if x <= sizes.longest_fp32]
     text = {name: TextRow(name, sizes.layers, sizes.width) for name in TYPES}
     for (dtype, length), task in product(wanted, ("training", "inference")):
@@ -159,7 +159,7 @@ def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
 
 
 def image_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """Image classifiers beside ViT."""
+    """Image classifiers, compared with ViT."""
     for dtype in ("bf16", "fp32"):
         for row, batch in sizes.images:
             for task in ("inference", "training"):

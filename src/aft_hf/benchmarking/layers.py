@@ -1,4 +1,4 @@
-"""Cases of single layers: our mixers beside the layers of other packages, which are imported when built."""
+"""Cases of single layers: our mixers, compared with layers of other packages, which are imported when built."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from ..caching_aft import AFTCache
 
 
-# A call that takes more seconds than this is not warmed up a second time: either it is long by itself, or it compiled
-# the model, which later calls do not.
+# A call that takes more seconds than this is not warmed up a second time: either it does much work, or it compiled the
+# model, which later calls do not.
 LONG_CALL = 5.0
 
 Name = TypeVar("Name", bound=Hashable)

@@ -16,7 +16,7 @@ from .models import TextRow, VisionRow, without_mixing
 
 
 def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """Inference and training of the rows of Tables 7 and 8 beside ViT."""
+    """Inference and training of the models of Tables 7 and 8, compared with ViT."""
     rows = {
         VisionRow("tiny", "conv", 11, 32): (1.10, 1.03),
         VisionRow("small", "conv", 11, 16): (1.10, 1.03),
@@ -83,7 +83,7 @@ CAUSAL_REQUIRED = {"local": (1.25, 2.0, 5.0), "simple": (1.3, 2.2, 6.0), "alibi"
 
 
 def causal_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """Forward pass and training step of language models beside GPT-2 and beside the same model without mixing."""
+    """Inference and training of language models, compared with GPT-2 and with the same model without mixing."""
     for i in range(len(sizes.lengths)):
         for task in ("inference", "training"):
             for dtype_name in DTYPES:
@@ -123,7 +123,7 @@ def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterat
 
 
 def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
-    """AFT-local at the first length: compiled, and beside other models whose time is linear in the length."""
+    """AFT-local at the first length: compiled, and compared with other models of linear time."""
     row, length = TextRow("local", sizes.text_layers, sizes.text_width), sizes.lengths[0]
     batch, aft = sizes.lengths[1] // length, lambda: row.aft(length)
     builders = _compiled_builders(aft, lambda: row.gpt2(length), random_tokens(batch, length, "training"), "training")
@@ -140,7 +140,7 @@ def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """One more token after a long text, beside GPT-2 with its cache and beside our own model after a short text."""
+    """One more token after a long text, compared with GPT-2 with its cache and with our model after a short text."""
     rows = [TextRow(name, sizes.text_layers, sizes.text_width) for name in ("simple", "alibi", "local", "conv")]
     longest, shortest = sizes.contexts[-1], sizes.contexts[0]
     for dtype_name in DTYPES:

@@ -137,7 +137,7 @@ CLAIMS = {
                 _beats("a window of 32 beats the full one", "characters", "characters-full", LOWER),
             ),
             "Each of the paper's numbers is in the row of the window that is the same fraction of T. The window that "
-            "the verdict is about was chosen before any run.",
+            "decides the verdict was chosen before any run.",
         ),
         Claim(
             4,

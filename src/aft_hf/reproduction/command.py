@@ -1,4 +1,4 @@
-"""The command of `scripts/reproduce.py`. Slow imports are made when it runs."""
+"""The command of `scripts/reproduce.py`. Slow imports are deferred until it runs."""
 
 import sys
 import traceback
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def reproduce_command(
-    what: Annotated[list[str], typer.Argument(help="Numbers of claims, or all; report only writes the page.")],
+    what: Annotated[list[str], typer.Argument(help="Numbers of claims, or all, or report, to only write the page.")],
     text: Annotated[str | None, typer.Option(help="Plain text file, or generated.")] = None,
     images: Annotated[
         str | None, typer.Option(help="Folder with train.parquet and validation.parquet, or generated.")
