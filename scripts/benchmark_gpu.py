@@ -1,13 +1,13 @@
-"""Check and measure the Triton kernels on a GPU, in a few minutes: tests, then times and memory, as JSON.
+"""Test the Triton kernels on a GPU and measure their time and memory, in a few minutes, with results as JSON.
 
-First the contract tests of the kernels run on the device, some of them under compute-sanitizer where that is there.
-Then come the groups of `aft_hf.benchmarking.gpu_groups`, whose candidates take turns: the operation by itself beside
-what the memory of the device can move, language models beside GPT-2, image classifiers beside ViT, and decoding with
-and without a CUDA graph. The file is written after each group.
+First the contract tests of the kernels run on the device, and some of them also under compute-sanitizer if it is
+installed. Then the groups of `aft_hf.benchmarking.gpu_groups` are measured, whose candidates take turns: the operation
+alone, compared with the memory bandwidth of the device; language models, compared with GPT-2; image classifiers,
+compared with ViT; and decoding with and without a CUDA graph. The file is written after each group.
 
     python scripts/benchmark_gpu.py --out gpu.json
     python scripts/benchmark_gpu.py --only mixing text
-    python scripts/benchmark_gpu.py --device cpu --smallest   # that the script itself works, where there is no GPU
+    python scripts/benchmark_gpu.py --device cpu --smallest   # tests the script itself without a GPU
 """
 
 import argparse
@@ -30,7 +30,7 @@ TESTS = "tests/test_mixing_triton_aft.py"
 
 
 def run_tests(device: torch.device) -> dict[str, int | None]:
-    """Exit codes of the contract tests, and of some of them under compute-sanitizer; None where that is not there."""
+    """Exit codes of the contract tests, and of some of them under compute-sanitizer; None if they did not run."""
     if device.type != "cuda":
         return {"contract": None, "sanitizer": None}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -48,12 +48,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", nargs="+", choices=("tests", *SECTIONS), default=("tests", *SECTIONS))
     parser.add_argument("--repeats", type=int, default=5, help="turns of each candidate")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no group begins")
-    parser.add_argument("--smallest", action="store_true", help="small models and short texts, to try the script")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--minutes", type=float, default=8.0, help="minutes after which no further group begins")
+    parser.add_argument("--smallest", action="store_true", help="small models and short texts, to test the script")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("benchmark_gpu: there is no CUDA device; --device cpu --smallest tries the script", file=sys.stderr)
+        print("benchmark_gpu: there is no CUDA device; --device cpu --smallest tests the script", file=sys.stderr)
         return 1
     device, end = torch.device(given.device), time.perf_counter() + 60 * given.minutes
     report = {"device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu", "torch": torch.__version__}
@@ -62,7 +62,7 @@ def main() -> int:
     sections = [name for name in SECTIONS if name in given.only]
     for i, section in enumerate(sections):
         now = time.perf_counter()
-        end_of_section = now + (end - now) / (len(sections) - i)  # each gets the same part of what is left
+        end_of_section = now + (end - now) / (len(sections) - i)  # the sections share the remaining time equally
         for group in SECTIONS[section](SMALLEST if given.smallest else GpuSizes()):
             if time.perf_counter() > end_of_section:
                 report["left_out"].append(f"{section}: {group.name} {group.task} {group.dtype}")
@@ -70,11 +70,11 @@ def main() -> int:
             for row in measure(group, device, given.repeats, report["bytes_per_second"]):
                 print(json.dumps(row), flush=True)
                 report["rows"].append(row)
-            torch.compiler.reset()  # programs of one group are none of the next
+            torch.compiler.reset()  # frees the compiled programs, which the next group does not use
             gc.collect()
             if given.out is not None:
                 given.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"left out for want of time: {len(report['left_out'])} groups", *report["left_out"], sep="\n  ")
+    print(f"left out for lack of time: {len(report['left_out'])} groups", *report["left_out"], sep="\n  ")
     return int(any(report["tests"].values()) or any("failed" in row for row in report["rows"]))
 
 

@@ -1,9 +1,9 @@
-"""Runs of `scripts/train.py` side by side: a table in Markdown, and a picture of their losses.
+"""Compare runs of `scripts/train.py`: a table in Markdown, and a figure of their losses.
 
     python scripts/compare_runs.py outputs/bytes-aft-local outputs/bytes-gpt2 --picture outputs/runs.png
 
-Everything is taken from the `results.json` that a run leaves in its directory: the paper's score, too, where the run's
-recipe repeats a row of the paper.
+All values come from the `results.json` in the directory of each run, including the paper's score if the recipe of the
+run repeats a row of the paper.
 """
 
 import sys
@@ -17,16 +17,16 @@ from aft_hf.reading import explained, read_json
 
 
 def name_of(results: dict[str, Any]) -> str:
-    """What a run trained: the type of AFT, or another architecture."""
+    """The name of the model of a run: the type of AFT, or another architecture."""
     model = results["recipe"]["model"]
     architecture = model.get("architecture", "pretrained")
     return f"AFT-{model['aft_type']}" if architecture == "aft" else architecture.upper().replace("GPT2", "GPT-2")
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """A row for each run."""
+    """A Markdown table with a row for each run."""
     splits = " | ".join(runs[0]["metrics"])
-    lines = [f"| run | parameters | steps | samples a step | metric | {splits} | paper | row of the paper |"]
+    lines = [f"| run | parameters | steps | samples per step | metric | {splits} | paper | row of the paper |"]
     lines.append("|---|---:|---:|---:|---|" + "---:|" * (len(runs[0]["metrics"]) + 1) + "---|")
     for results in runs:
         metric = metric_of(results)
@@ -40,11 +40,11 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main(
     runs: Annotated[list[Path], typer.Argument(help="Output directories of runs of one task.")],
-    picture: Annotated[Path | None, typer.Option(help="Where to draw the losses.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File for the figure of the losses.")] = None,
 ) -> None:
-    """Print a table of finished runs, and draw them."""
+    """Print a table of finished runs, and plot their losses."""
     results = [read_json(run / "results.json", dict[str, Any]) for run in runs]
-    with explained("results.json: not of a run of the training loop"):
+    with explained("results.json: not written by the training loop"):
         print(table(results))
         if picture is not None:
             save(draw_losses([(name_of(each), each) for each in results]), picture)

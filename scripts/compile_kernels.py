@@ -1,9 +1,9 @@
-"""Compile every variant of the Triton kernels for GPUs that need not be there, and print what became of each.
+"""Compile every variant of the Triton kernels for GPUs that need not be present, and print the resources of each.
 
-The variants are those that the launches ask for, which run on meta tensors here: only Triton is needed. For each
-variant: registers and bytes of spilled registers per thread, bytes of shared memory per program, instructions in all,
-and those that multiply matrices. Fails where a variant does not compile, spills more than `--spills` bytes, or needs
-more shared memory than the GPU has.
+The variants are recorded from the kernel launches, which run on meta tensors here, so only Triton is needed. The
+resources of a variant are registers and bytes of spilled registers per thread, bytes of shared memory per program, all
+instructions, and matrix-multiply instructions. The script fails if a variant does not compile, spills more than
+`--spills` bytes, or needs more shared memory than the GPU has.
 
     python scripts/compile_kernels.py --architectures 80 90 --out kernels.json
 """
@@ -44,7 +44,7 @@ from aft_hf.mixing_triton_launch_aft import backward, decode, forward, prefill
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
 
-# Bytes of shared memory that one program may have.
+# Bytes of shared memory that one program can use, by compute capability.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 TYPES = {
@@ -63,7 +63,7 @@ GRID = 14, 14
 
 
 class Variant(NamedTuple):
-    """A kernel as one launch asks for it. Arguments are (name, type, value if it is a constant, divisible by 16)."""
+    """A kernel as specialized for a launch. Arguments are (name, type, value of a constant, divisible by 16)."""
 
     module: str
     kernel: str
@@ -86,7 +86,7 @@ class Compiled(NamedTuple):
     products: str = ""
 
 
-# ----------------------------------------------------------------------------------------------------- what to compile
+# ----------------------------------------------------------------------------------------------------- kernel variants
 
 
 def problems() -> Iterator[tuple[str, Mixing]]:
@@ -113,7 +113,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         if dtype == torch.float16 and (name != "local" or packed):
             continue  # products as in float32, loads and stores as in bfloat16
         if name == "local, wide" and packed:
-            continue  # differs from "local" in that the number of near chunks is no constant
+            continue  # differs from "local" only in that the number of near chunks is not a constant
         value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
         key = tensor(BATCH, LENGTH, key_width, dtype=dtype)
         options = {"documents": documents} if packed else {}
@@ -161,7 +161,7 @@ def _both_ways(problem: Mixing) -> None:
 
 
 def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:
-    """A prompt, another piece of it with padding, and a token, with a static cache."""
+    """Launch prefill of a prompt and of a padded piece after it, and decoding of a token, with a static cache."""
     biases, heads = problem.biases, problem.num_heads
     state = AFTStaticLayerState(biases.reach, LENGTH)
     state.lazy_initialization(*(x.float() for x in problem.by_head()))
@@ -175,7 +175,7 @@ def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
-    """What Triton would compile for these arguments of a launch."""
+    """The variant that Triton would compile for the arguments of a launch."""
     warps = options.pop("num_warps", 4)
     values = dict(zip(kernel.arg_names, arguments)) | options
     given = []
@@ -210,7 +210,7 @@ def compile_variant(problem: str, variant: Variant, architecture: int) -> Compil
 
 
 def _inspect(compiled) -> tuple[int, int, int, int, str]:
-    """Registers, spilled bytes, shared memory, instructions, and those that multiply matrices."""
+    """Registers, spilled bytes, shared memory, instructions, and matrix-multiply instructions."""
     tools = Path(triton.knobs.nvidia.ptxas.path).parent
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
@@ -232,7 +232,7 @@ def _output(*command) -> str:
 
 
 def failures(found: Compiled, spills: int) -> str:
-    """Why a variant is not accepted; empty where it is."""
+    """The reason why a variant is rejected; empty if it is accepted."""
     if found.error:
         return found.error
     if found.spilled > spills:
@@ -242,7 +242,7 @@ def failures(found: Compiled, spills: int) -> str:
 
 
 def summary(table: list[dict]) -> str:
-    """A Markdown table: of each kernel and GPU the number of variants, and the most that one of them takes."""
+    """A Markdown table with the number of variants of each kernel and GPU, and the maximum of each resource."""
     lines = [
         "| kernel | GPU | variants | registers | spilled bytes per thread | shared bytes |",
         "|---|---|---|---|---|---|",
@@ -259,13 +259,13 @@ def summary(table: list[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90], help="compute capabilities")
-    parser.add_argument("--spills", type=int, default=64, help="the most bytes of registers that a thread may spill")
-    parser.add_argument("--only", default="", help="a part of the names of problems and kernels to compile")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--out", type=Path, help="a JSON file for the table")
+    parser.add_argument("--spills", type=int, default=64, help="maximum bytes of registers that a thread may spill")
+    parser.add_argument("--only", default="", help="compile only problems and kernels whose names contain this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes")
+    parser.add_argument("--out", type=Path, help="JSON file for the table")
     arguments = parser.parse_args()
 
-    variants: dict[Variant, str] = {}  # and the first problem that has it
+    variants: dict[Variant, str] = {}  # with the first problem that needs it
     for name, problem in problems():
         for variant in launched(problem):
             if arguments.only in f"{name} {variant.kernel}":

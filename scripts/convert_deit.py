@@ -1,4 +1,4 @@
-"""`aft-hf convert` as a script: a trained ViT or DeiT becomes an AFT.
+"""Convert a trained ViT or DeiT to an AFT: the same as `aft-hf convert`.
 
 python scripts/convert_deit.py facebook/deit-base-patch16-384 outputs/aft --kernel-size 25 --num-heads 32
 """

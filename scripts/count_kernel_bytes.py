@@ -1,7 +1,7 @@
 """Count the bytes that the Triton kernels load and store per element of a layer, in the interpreter: no GPU is needed.
 
-An element is one feature of one position. "Issued" counts each load and store of a kernel, "distinct" each address
-once per kernel: what memory has to move where caches hold what one kernel reads again.
+An element is one feature of one position. "Issued" counts each load and store of a kernel. "Distinct" counts each
+address once per kernel, which is the memory traffic if caches serve all repeated accesses of a kernel.
 
     python scripts/count_kernel_bytes.py --length 128 --width 256 --side 8 --rows 8
 """
@@ -29,7 +29,7 @@ from aft_hf.mixing_triton_decoding_aft import STATE
 
 
 class Traffic:
-    """Bytes of all loads and stores by kernel, while kernels are interpreted."""
+    """Counter of the bytes that interpreted kernels load and store, by kernel."""
 
     def __init__(self):
         self.issued, self.addresses, self.kernel = defaultdict(int), defaultdict(list), ""
@@ -44,9 +44,9 @@ class Traffic:
         def counted(pointers, *arguments):
             mask = arguments[0 if name.endswith("load") else 1]
             size = pointers.get_element_ty().primitive_bitwidth // 8
-            places = pointers.data[mask.data.astype(bool)]  # a mask may be of integers
+            places = pointers.data[mask.data.astype(bool)]  # a mask may hold integers
             self.issued[self.kernel] += places.size * size
-            # A number for each address and how many bytes are there, up to 8.
+            # One number for each address and its number of bytes, which is at most 8.
             self.addresses[self.kernel].append(np.unique(places // size) * size * 16 + size)
             return access(pointers, *arguments)
 
@@ -77,7 +77,7 @@ class Traffic:
 
 
 def causal_problems(length: int, width: int) -> Iterator[tuple[str, nn.Module, Mixing]]:
-    """Each causal type: its mixer, and a problem of one row."""
+    """Name, mixer and a problem of one row, for each causal type."""
     for name, mixer in {
         "simple": AFTSimple(width, causal=True),
         "alibi": AFTAlibi(width, 4),
@@ -89,7 +89,7 @@ def causal_problems(length: int, width: int) -> Iterator[tuple[str, nn.Module, M
 
 
 def image_problems(side: int, width: int, rows: int) -> Iterator[tuple[str, nn.Module, Mixing]]:
-    """Each type for images with kernels: its mixer, and a problem of several rows, which share the table of w."""
+    """Name, mixer and a problem of several rows that share the table of w, for each image type with Triton kernels."""
     for name, mixer in {
         "full, images": AFTFull(width, side**2, position_bias_dim=8),
         "conv, images, s = 11": AFTConv(width, 4, 11),
@@ -105,7 +105,7 @@ def problem_of(mixer: nn.Module, value: torch.Tensor, *, causal: bool, side: int
 
 
 def count_causal(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[str, dict]:
-    """What each pass moves, by kernel. Of a decoded token times the length: bytes per element are then per feature."""
+    """Bytes of each pass by kernel. Those of a decoded token are times the length, to give bytes per feature."""
     inputs, geometry = Inputs(*(detached(x) for x in problem_tensors(problem))), Geometry.of(problem)
     passes = {}
     launches.forward(inputs, geometry, keep=False)
@@ -128,7 +128,7 @@ def count_causal(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[st
 
 
 def count_images(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[str, dict]:
-    """What each pass moves, by kernel."""
+    """Bytes of each pass by kernel."""
     table = detached(problem.biases.dense(problem.length)).float()
     inputs = problem.query, problem.key, problem.value, table
     passes = {}
@@ -149,9 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=128, help="tokens of the causal types")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--side", type=int, default=8, help="patches of a side of an image")
-    parser.add_argument("--rows", type=int, default=8, help="images")
-    parser.add_argument("--only", default="", help="a part of the names of types")
+    parser.add_argument("--side", type=int, default=8, help="patches per side of an image")
+    parser.add_argument("--rows", type=int, default=8, help="number of images")
+    parser.add_argument("--only", default="", help="count only types whose names contain this")
     given = parser.parse_args()
     traffic = Traffic()
     print(f"bytes per element, bfloat16: texts of 1 x {given.length} x {given.width}, ", end="")

@@ -1,10 +1,10 @@
-"""Fine-tune an AFT, or any model of transformers, on images with labels or on text, with transformers' Trainer.
+"""Fine-tune an AFT, or any model of transformers, on labeled images or on text, with the Trainer of transformers.
 
     python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/quickstart/converted \
         --train outputs/quickstart/digits/train.parquet --validation outputs/quickstart/digits/test.parquet \
         --output_dir outputs/fine-tuned --num_train_epochs 5 --learning_rate 1e-3
 
-All options of `TrainingArguments` work; a JSON or YAML file with them may be given as the only argument.
+All options of `TrainingArguments` work. Instead of options, one JSON or YAML file with their values can be given.
 """
 
 import sys
@@ -63,31 +63,31 @@ class ModelArguments:
     position_bias_scale: float = field(
         default=1.0,
         metadata={
-            "help": "Factor on the learning rate of AFT's position biases; 1 where the model has a "
+            "help": "Factor on the learning rate of AFT's position biases; must be 1 if the model has a "
             "position_bias_multiplier, as after a conversion."
         },
     )
     teacher: str | None = field(
         default=None,
         metadata={
-            "help": "ViT or DeiT (any source that `aft-hf convert` reads) of the same classes to learn from; it sees "
-            "the images as the model's own image processor makes them."
+            "help": "ViT or DeiT with the same classes (any source of `aft-hf convert`) for distillation; its inputs "
+            "are those of the model's own image processor."
         },
     )
-    distillation: str = field(default="soft", metadata={"help": "DeiT's loss.", "choices": DISTILLATIONS})
+    distillation: str = field(default="soft", metadata={"help": "Loss of distillation.", "choices": DISTILLATIONS})
     distillation_weight: float = field(default=0.5, metadata={"help": "Weight of the teacher in the loss."})
     distillation_temperature: float = field(default=3.0, metadata={"help": "Temperature of soft distillation."})
     ema_decay: float | None = field(
         default=None,
         metadata={
-            "help": "Keep an exponential moving average of the weights, such as 0.999: it is evaluated and saved."
+            "help": "Decay of an exponential moving average of the weights, such as 0.999; it is evaluated and saved."
         },
     )
     lora_rank: int = field(
         default=0,
         metadata={
-            "help": "Train LoRA adapters of this rank on q, k, v and o, and the classifier of images; all else is "
-            "frozen, AFT's position biases too. 0: train everything."
+            "help": "Train LoRA adapters of this rank on q, k, v and o, and the classifier of images; everything else "
+            "is frozen, including AFT's position biases. 0: train everything."
         },
     )
     lora_alpha: float = field(default=16.0, metadata={"help": "Scale of the adapters: alpha / rank."})
@@ -95,30 +95,32 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the Hub, or a local one."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    train: str | None = field(default=None, metadata={"help": "Instead: a folder of images, or a file."})
-    validation: str | None = field(default=None, metadata={"help": "The same to validate on."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the Hub, or a local one."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
+    train: str | None = field(default=None, metadata={"help": "Training data: a folder or a file."})
+    validation: str | None = field(default=None, metadata={"help": "Validation data: a folder or a file."})
     validation_share: float = field(
         default=0.05,
-        metadata={"help": "Of the training rows (the last blocks of text), where no data is given to validate on."},
+        metadata={
+            "help": "Held-out share of the training data (for text the last blocks) if there is no validation data."
+        },
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use the first images or blocks only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use the first images or blocks only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first images or blocks."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only the first images or blocks."})
     image_column: str = field(default="image", metadata={"help": "Column of the images."})
     label_column: str = field(default="label", metadata={"help": "Column of the labels."})
-    augmentation: str = field(default="none", metadata={"help": "Of images.", "choices": AUGMENTATIONS})
-    mixup: float = field(default=0.0, metadata={"help": "Alpha of mixup of images in training; DeiT: 0.8. 0: none."})
+    augmentation: str = field(default="none", metadata={"help": "Augmentation of images.", "choices": AUGMENTATIONS})
+    mixup: float = field(default=0.0, metadata={"help": "Alpha of mixup of training images, 0.8 in DeiT. 0: none."})
     cutmix: float = field(
         default=0.0,
-        metadata={"help": "The same of CutMix; DeiT: 1. With both, each batch takes one of them at random."},
+        metadata={"help": "Alpha of CutMix, 1 in DeiT. With mixup too, each batch takes one of them at random."},
     )
     text_column: str = field(default="text", metadata={"help": "Column of the texts."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens per block; by default what fits, <= 1024."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per block. Default: the limit, <= 1024."})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Train, evaluate, save, and push if asked to; returns the metrics."""
+    """Train, evaluate, save, push if requested, and return the metrics."""
     no_bars_in_logs()
     model_args, data_args, training_args = _parse(arguments)
     set_seed(training_args.seed)
@@ -130,7 +132,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             data_args.dataset_name, data_args.dataset_config_name, data_args.train, data_args.validation
         )
         if "train" not in splits and (training_args.do_train or "validation" not in splits):
-            raise ValueError("there is no training data: give --train, or a dataset with a split of this name")
+            raise ValueError("there is no training data: give --train, or a dataset with a split named train")
         model, options = build(model_args, data_args, splits, config, hub)
     if model_args.lora_rank:
         model = _with_adapters(model, model_args)
@@ -182,13 +184,13 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     training_args.remove_unused_columns = False  # images become pixel values when a row is read
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train, --do_eval, or both")
-    if training_args.fp16 and training_args.device.type == "cpu":  # where Accelerate would compute in float32
-        raise ValueError("--fp16 needs a GPU, and there is none to use: give --bf16, or neither")
+    if training_args.fp16 and training_args.device.type == "cpu":  # Accelerate would compute in float32
+        raise ValueError("--fp16 needs a GPU, and none is available: give --bf16 or neither")
     return parsed
 
 
 def _train(trainer: FineTuner, training_args: TrainingArguments) -> dict[str, float]:
-    """Train, or go on, and save; no other run can do so in the same directory meanwhile."""
+    """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
     with owned(Path(training_args.output_dir)):
         checkpoint = _checkpoint(training_args)
         if checkpoint is not None:
@@ -205,12 +207,14 @@ def _train(trainer: FineTuner, training_args: TrainingArguments) -> dict[str, fl
 
 
 def _checkpoint(training_args: TrainingArguments) -> str | None:
-    """Where to go on from: a directory, or the newest checkpoint for `--resume_from_checkpoint true`. Says so where a
-    run begins anew although there are checkpoints."""
-    wanted = str(training_args.resume_from_checkpoint)  # a JSON file may have a real `true`
+    """The checkpoint to resume from: a given directory, or the newest one for `--resume_from_checkpoint true`.
+
+    Prints a line if a run begins at step 0 although there are checkpoints.
+    """
+    wanted = str(training_args.resume_from_checkpoint)  # a JSON file may have the boolean true
     if wanted.lower() not in ("none", "false", "true"):
         return wanted
-    # The state is written last: a checkpoint without one is that of a run that was stopped while it wrote.
+    # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
     states = Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
     newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
@@ -218,7 +222,7 @@ def _checkpoint(training_args: TrainingArguments) -> str | None:
         return None if newest is None else str(newest)
     if newest is not None:
         _say(
-            f"begins at step 0, although {newest} is there: --resume_from_checkpoint true goes on from it, another "
+            f"begins at step 0, although {newest} exists: --resume_from_checkpoint true resumes from it, another "
             "--output_dir keeps the two runs apart",
             training_args,
         )
@@ -226,7 +230,7 @@ def _checkpoint(training_args: TrainingArguments) -> str | None:
 
 
 def _say(message: str, training_args: TrainingArguments) -> None:
-    """A line on the standard output, by one process."""
+    """Print a line on the standard output, in one process only."""
     if training_args.process_index == 0:
         print(f"finetune.py: {message}", flush=True)
 
@@ -238,13 +242,13 @@ def _classification(
     config: PreTrainedConfig,
     hub: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """An image classifier with the classes of the data, and what Trainer needs for it."""
+    """An image classifier with the classes of the data, and the options of its Trainer."""
     require_column(splits, data_args.image_column, "--image_column")
     require_column(splits, data_args.label_column, "--label_column")
     names = class_names(splits.get("train", splits.get("validation")), data_args.label_column)
     splits = _first_rows(hold_out(_decoded(splits, data_args.image_column), data_args.validation_share), data_args)
     if sorted(names) == sorted(config.id2label.values()):
-        names = [config.id2label[number] for number in range(len(names))]  # the order that the weights know
+        names = [config.id2label[number] for number in range(len(names))]  # in the order of the weights
     model = load(
         AutoModelForImageClassification,
         model_args.model_name_or_path,
@@ -291,13 +295,13 @@ def _first_rows(splits: DatasetDict, data_args: DataArguments) -> DatasetDict:
 
 
 def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
-    """`splits` with images where a file has their bytes or paths."""
+    """`splits` with a column of images, which may be bytes or paths in a file."""
     if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
         return splits
     try:
         return splits.cast_column(column, ImageColumn())
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(f"--image_column: {column!r} holds no images, nor their bytes or paths") from error
+        raise ValueError(f"--image_column: {column!r} holds no images, and no bytes or paths of images") from error
 
 
 def _language_modeling(
@@ -307,7 +311,7 @@ def _language_modeling(
     config: PreTrainedConfig,
     hub: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A language model, and what Trainer needs for it."""
+    """A language model, and the options of its Trainer."""
     if model_args.teacher is not None or data_args.augmentation != "none" or data_args.mixup or data_args.cutmix:
         raise ValueError("--teacher, --augmentation, --mixup and --cutmix are for image classifiers")
     require_column(splits, data_args.text_column, "--text_column")
@@ -341,7 +345,7 @@ def _language_modeling(
 
 
 def _with_adapters(model: PreTrainedModel, model_args: ModelArguments) -> PreTrainedModel:
-    """LoRA on the projections of the mixers; the classifier of images is trained whole."""
+    """Add LoRA to the projections of the mixers; the classifier of images is trained without it."""
     lora = LoraConfig(
         r=model_args.lora_rank,
         lora_alpha=model_args.lora_alpha,

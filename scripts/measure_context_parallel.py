@@ -1,12 +1,12 @@
-"""What context parallelism costs: one training step on one long row, or a large image, a piece of it in each process.
+"""Measure the cost of context parallelism: a training step on one long row, or a forward pass of a large image.
 
     torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --tokens 1048576
     torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side 4096
 
-Prints the loss and the size of the gradient (of an image the logits, without gradients), and for each process the
-bytes and calls that it gives to collectives in all layers, the seconds within them, and the most memory that it took.
-In a collective, a process also waits for those that come later; so the same calls are made again by themselves, and
-timed. With `--nproc-per-node 1` everything is in one process.
+Each process has a piece of the row or image. Prints the loss and the norm of the gradient (for an image the logits,
+without gradients), and for each process the bytes and calls of its collectives in all layers, the seconds within them,
+and its peak memory. Within a collective, a process also waits for slower processes; therefore the same calls are
+repeated alone and timed. With `--nproc-per-node 1` everything is in one process.
 """
 
 import os
@@ -31,7 +31,7 @@ PATCH = 16
 
 
 class Record:
-    """What is given to collectives within this context."""
+    """Context manager that records the calls of collectives and their bytes."""
 
     def __init__(self):
         self.bytes: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Record:
 
 
 def seconds_alone(calls: list[Callable[[], Any]]) -> float:
-    """Of the same calls one after the other, when all processes begin together: the median."""
+    """Median seconds of the same calls one after the other, when all processes begin together."""
     taken = []
     for _ in range(REPETITIONS):
         distributed.barrier()
@@ -75,11 +75,11 @@ def seconds_alone(calls: list[Callable[[], Any]]) -> float:
 
 def main(
     tokens: Annotated[int, typer.Option(help="tokens of the row")] = 65536,
-    image_side: Annotated[int, typer.Option(help="of a square image in place of the row, in pixels")] = 0,
-    aft_type: Annotated[str, typer.Option(help="simple, alibi, conv or local; images: conv")] = "alibi",
+    image_side: Annotated[int, typer.Option(help="side in pixels of a square image, in place of the row")] = 0,
+    aft_type: Annotated[str, typer.Option(help="simple, alibi, conv or local; for images always conv")] = "alibi",
     hidden_size: int = 16,
     layers: int = 2,
-    window: Annotated[int, typer.Option(help="of local and conv; images: 11")] = 32,
+    window: Annotated[int, typer.Option(help="window of local, kernel size of conv; for images always 11")] = 32,
 ) -> None:
     distributed.init_process_group("gloo")
     group = distributed.group.WORLD
@@ -95,7 +95,7 @@ def main(
         result = run()
         seconds = time.perf_counter() - start
     memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-    report = f"{record.summary()}, {record.seconds:.2f} of {seconds:.1f} s, takes {memory:,.0f} MiB"
+    report = f"{record.summary()}, {record.seconds:.2f} of {seconds:.1f} s, peak memory {memory:,.0f} MiB"
     alone = seconds_alone(record.calls)
     reports = [None] * group.size()
     distributed.all_gather_object(reports, report)
@@ -104,15 +104,15 @@ def main(
         print(f"{group.size()} processes, {what}, {layers} layers with d = {hidden_size}: {found}")
         for process, line in enumerate(reports):
             print(f"process {process}: {line}")
-        print(f"the same calls by themselves: {alone * 1e3:.1f} ms, {alone / len(record.calls) * 1e3:.2f} ms a call")
+        print(f"the same calls alone: {alone * 1e3:.1f} ms, {alone / len(record.calls) * 1e3:.2f} ms per call")
         load, cores = os.getloadavg()[0], os.cpu_count()
-        print(f"on {cores} cores, with a load of {load:.1f} processes in the last minute, these included")
-    distributed.barrier()  # none leaves while another still receives
+        print(f"on {cores} cores, with a load average of {load:.1f} in the last minute, including these processes")
+    distributed.barrier()  # no process exits while another still receives
     distributed.destroy_process_group()
 
 
 def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any]:
-    """A forward and backward pass, which gives a function of what it computed."""
+    """Return a forward and backward pass, which returns a function that describes its results."""
     config = AFTConfig(
         aft_type=aft_type,
         position_bias_dim=8,
@@ -131,13 +131,13 @@ def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], gr
         with context_parallel(group):
             loss = model(input_ids=piece, labels=piece, use_cache=False).loss
         loss.backward()
-        return lambda: f"loss {float(loss.detach()):.7f}, size of the gradient {size_of_gradient(model, group):.7f}"
+        return lambda: f"loss {float(loss.detach()):.7f}, norm of the gradient {size_of_gradient(model, group):.7f}"
 
     return run
 
 
 def size_of_gradient(model: torch.nn.Module, group: Any) -> float:
-    """Of the gradient over all pieces."""
+    """The norm of the gradient over all pieces."""
     total = 0.0
     for parameter in model.parameters():
         gradient = parameter.grad.clone()
@@ -147,7 +147,7 @@ def size_of_gradient(model: torch.nn.Module, group: Any) -> float:
 
 
 def image_pass(side: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any]:
-    """A forward pass, which gives a function of what it computed. Each process makes its own rows of pixels."""
+    """As `text_step`, for a forward pass over an image. Each process makes its own rows of pixels."""
     config = AFTConfig(
         modality="image", aft_type="conv", num_heads=4, conv_kernel_size=11, patch_size=PATCH, num_labels=3, **sizes
     )

@@ -1,13 +1,15 @@
-"""What a conversion keeps: accuracy by initialization, before and after fine-tuning, and by size of the images.
+"""Measure the accuracy that a conversion keeps: by initialization, before and after fine-tuning, and by image size.
 
     python scripts/measure_conversion.py cifar10/train.parquet cifar10/validation.parquet --out outputs/conversion
 
-A ViT is trained once. AFT-convs made from it, as in the paper, with position biases from its attention, and distilled
-without labels for 2, 5 and 15 minutes, one of random weights, and the ViT itself are then fine-tuned with labels, each
-with three seeds. Distillations and random weights differ by seed, too.
-Every step is a command of its own, printed before it runs; what is done already is not done again, so that the
-command goes on where it was stopped. Once the first seed has begun, others may run beside it (`--seed`); the command
-without that option then writes the tables. Minutes of distillation are comparable only where nothing else runs.
+A ViT is trained once. The following models are then fine-tuned with labels, each with three seeds: AFT-convs converted
+from it as in the paper, with position biases from its attention, and by distillation without labels for 2, 5 and 15
+minutes; an AFT-conv with random weights; and the ViT itself. Distillations and random weights also differ by seed.
+
+Every step is a separate command, which is printed before it runs. Finished steps are not repeated, so the command
+resumes after an interruption. Once the first seed has begun, others can run in parallel (`--seed`); the command
+without that option then writes the tables. Minutes of distillation are comparable only if nothing else runs on the
+machine.
 """
 
 import json
@@ -35,14 +37,14 @@ console = Console()
 
 
 def run(*command: object) -> None:
-    """Run a command of this project, and show it."""
+    """Print and run a command of this project."""
     words = [str(word) for word in command]
     console.print("python", *words, markup=False, highlight=False, soft_wrap=True)
     subprocess.run([sys.executable, *words], check=True)
 
 
 def fine_tune(model: Path, out: Path, *options: object) -> None:
-    """One run of finetune.py, gone on with where it was stopped."""
+    """Run finetune.py, which resumes after an interruption."""
     if (out / "all_results.json").exists():
         return
     common = ["--do_train", "--do_eval", "--augmentation", "crop", "--report_to", "none", "--disable_tqdm", "true"]
@@ -54,7 +56,7 @@ def fine_tune(model: Path, out: Path, *options: object) -> None:
 
 
 def new_vit(out: Path) -> None:
-    """A ViT with random weights and its image processor: patches of 4, small enough for two cores."""
+    """Save a ViT with random weights and its image processor; the model is small enough for two cores."""
     if (out / "preprocessor_config.json").exists():
         return
     set_seed(0)
@@ -72,7 +74,7 @@ def new_vit(out: Path) -> None:
 
 
 def new_aft(like: Path, out: Path, seed: int) -> None:
-    """The AFT-conv of a conversion with random weights."""
+    """Save an AFT-conv with random weights and the config of a converted model."""
     if (out / "preprocessor_config.json").exists():
         return
     set_seed(seed)
@@ -81,7 +83,7 @@ def new_aft(like: Path, out: Path, seed: int) -> None:
 
 
 def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> None:
-    """One run of `aft-hf convert`; a distillation in bf16 is one that Accelerate launches."""
+    """Run `aft-hf convert`; Accelerate launches a distillation in bf16."""
     if (out / "conversion_report.json").exists():
         return
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "--mixed_precision", "bf16"]
@@ -90,7 +92,7 @@ def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> None:
 
 
 def keep_to_options(path: Path, options: dict[str, object]) -> None:
-    """Refuse to go on with what was begun with other options."""
+    """Raise a ValueError if the directory was begun with other options."""
     if path.exists() and json.loads(path.read_text()) != options:
         raise ValueError(f"{path.parent} was begun with {path.read_text().strip()}; give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,7 @@ def keep_to_options(path: Path, options: dict[str, object]) -> None:
 
 
 def accuracies(out: Path) -> dict[int, float]:
-    """Accuracy after each epoch, 0 before the first, as Trainer recorded it."""
+    """Accuracy by number of finished epochs, from the log of Trainer."""
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     return {round(entry["epoch"]): entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry}
 
@@ -113,13 +115,13 @@ def accuracies_by_size(model: Path, data: Path, out: Path) -> dict[int, float]:
 
 
 def mean_and_spread(values: list[float]) -> str:
-    """In percent; the spread is that between the smallest and the largest."""
+    """The mean in percent, and for several values also the smallest and the largest."""
     text = f"{sum(values) / len(values):.1%}"
     return text if len(values) == 1 else f"{text} ({100 * min(values):.1f}-{100 * max(values):.1f})"
 
 
 def table(head: list[str], rows: dict[str, list[dict[int, float]]], columns: tuple[int, ...]) -> str:
-    """Of Markdown: a row for each name, over its seeds."""
+    """A Markdown table with a row for each name, over its seeds."""
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * len(columns)]
     for name, runs in rows.items():
         cells = [mean_and_spread([each[column] for each in runs]) for column in columns]
@@ -129,13 +131,13 @@ def table(head: list[str], rows: dict[str, list[dict[int, float]]], columns: tup
 
 def main(
     train: Annotated[Path, typer.Argument(help="Training images: a parquet file or a folder.")],
-    validation: Annotated[Path, typer.Argument(help="The same to measure on.")],
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/conversion"),
+    validation: Annotated[Path, typer.Argument(help="Validation images: a parquet file or a folder.")],
+    out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/conversion"),
     source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT.")] = 40,
-    images: Annotated[int | None, typer.Option(help="Training images, by default all.")] = None,
-    minutes: Annotated[list[float], typer.Option(help="Of distillation.")] = (2, 5, 15),
-    seed: Annotated[list[int], typer.Option(help="Of the students, as often as you like.")] = (0, 1, 2),
-    bf16: Annotated[bool, typer.Option(help="Train in bfloat16, where the machine is fast at it.")] = False,
+    images: Annotated[int | None, typer.Option(help="Number of training images. Default: all.")] = None,
+    minutes: Annotated[list[float], typer.Option(help="Minutes of distillation; may be repeated.")] = (2, 5, 15),
+    seed: Annotated[list[int], typer.Option(help="Seeds of the students; may be repeated.")] = (0, 1, 2),
+    bf16: Annotated[bool, typer.Option(help="Train in bfloat16, on machines that are fast at it.")] = False,
 ) -> None:
     """Train a ViT, convert it in every way, fine-tune, and write the tables to OUT/tables.md."""
     keep_to_options(

@@ -1,11 +1,11 @@
-"""What a cache holds and what a token costs: state bytes and time per token after long texts, beside GPT-2.
+"""Measure the bytes of the cache and the time per token after long contexts, compared with GPT-2.
 
     python scripts/measure_generation.py --out outputs/generation.json
 
-All models have 24 layers of width 256 and random weights, which change neither bytes nor time. Random tokens are fed
-in pieces until the cache holds the context; a cache that keeps every key and value is given random ones instead, as
-reading 64k tokens into it would take hours. Then single tokens of all models are timed in turns, so that what else the
-machine does falls on all of them.
+All models have 24 layers of width 256 and random weights, which affect neither bytes nor time. Random tokens are read
+in pieces until the cache holds the context. A cache that keeps every key and value is filled with random ones instead,
+because reading 64k tokens into it would take hours. Then single tokens of all models are timed in turns, so that other
+load on the machine affects all of them.
 """
 
 import statistics
@@ -30,7 +30,7 @@ TYPES = ("simple", "alibi", "local", "conv", "full")
 
 
 def build(name: str, longest: int) -> PreTrainedModel:
-    """A model of bytes that takes `longest` tokens."""
+    """An untrained model of bytes for sequences of up to `longest` tokens."""
     torch.manual_seed(0)
     if name == "GPT-2":
         config = GPT2Config(vocab_size=256, n_positions=longest, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
@@ -70,11 +70,11 @@ def step(model: PreTrainedModel, cache) -> float:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where to write the results.")] = Path("outputs/generation.json"),
-    contexts: Annotated[list[int], typer.Option(help="Tokens before the timed one.")] = [1024, 16384, 65536],  # noqa: B006
+    out: Annotated[Path, typer.Option(help="JSON file for the results.")] = Path("outputs/generation.json"),
+    contexts: Annotated[list[int], typer.Option(help="Tokens before the timed token.")] = [1024, 16384, 65536],  # noqa: B006
     repeats: Annotated[int, typer.Option(help="Timed tokens for each model and context.")] = 15,
 ) -> None:
-    """Measure state bytes per sequence and time per token."""
+    """Measure cache bytes per sequence and time per token."""
     names = [*(f"AFT-{aft_type}" for aft_type in TYPES), "GPT-2"]
     results: dict[str, dict[str, dict]] = {name: {} for name in names}
     for context in contexts:

@@ -1,6 +1,7 @@
 """Measure the errors of the Triton kernels against float64, on the cases of their tests: no GPU is needed.
 
-An error is the largest difference of a result, an output or a gradient, relative to the largest number of it.
+The error of an output or gradient is its largest absolute difference from the float64 result, divided by the largest
+absolute value of that result.
 
     python scripts/measure_kernel_errors.py
 """

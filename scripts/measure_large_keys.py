@@ -1,9 +1,9 @@
-"""What large keys cost: the time of a mixer with keys 30 and 90 times as large, over its time with keys of size 1.
+"""Measure the cost of large keys: the time of a mixer with keys of size 30 and 90 over its time with keys of size 1.
 
     python scripts/measure_large_keys.py
 
-Prints a Markdown table. The three calls of a row run in turns in one process, which keeps the memory it frees; ratios
-are medians over the turns.
+The size of keys is their standard deviation. Prints a Markdown table. The calls that are compared run in turns in one
+process, which keeps freed memory; ratios are medians over the turns.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ MIXERS = {
 
 
 def calls(name: str, dtype: torch.dtype, training: bool) -> list[Callable[[], object]]:
-    """The mixer with keys of each size, as calls without arguments."""
+    """Calls of a mixer with keys of each size, without arguments."""
     build, shape = MIXERS[name]
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=dtype)
@@ -71,7 +71,7 @@ def measure(functions: list[Callable[[], object]], repeats: int) -> list[float]:
 
 def main(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 9,
-    only: Annotated[str, typer.Option(help="Measure mixers whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Measure only mixers whose name contains this.")] = "",
 ) -> None:
     keep_freed_memory()
     print(

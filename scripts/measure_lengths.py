@@ -1,10 +1,10 @@
-"""Train short, test long: perplexity beyond the training length, for AFT types and BLOOM's ALiBi attention.
+"""Measure the perplexity beyond the training length, for types of AFT and BLOOM's ALiBi attention.
 
     python scripts/measure_lengths.py TEXT_FILE --out outputs/lengths.json
 
 Every model has the same depth and width, reads bytes, and sees the same batches in the same order. The last tenth of
-the file is held out; a perplexity at length T is over windows of T bytes that do not overlap. Results are written
-after each model, and models that the file already holds are not trained again.
+the file is the held-out set; a perplexity at length T is over its windows of T bytes, which do not overlap. Results
+are written after each model, and models that the file of results already has are not trained again.
 """
 
 import json
@@ -39,7 +39,7 @@ def build(name: str, width: int, layers: int) -> PreTrainedModel:
         aft_type=name.removeprefix("AFT-"),
         hidden_size=width,
         num_hidden_layers=layers,
-        num_heads=1 if name == "AFT-local" else HEADS,  # its tables are the larger part of it as it is
+        num_heads=1 if name == "AFT-local" else HEADS,  # even so, most of its parameters are position biases
         conv_kernel_size=32,
         local_window_size=32,
         position_bias_dim=64,
@@ -49,7 +49,7 @@ def build(name: str, width: int, layers: int) -> PreTrainedModel:
 
 
 def train(model: PreTrainedModel, tokens: torch.Tensor, steps: int) -> float:
-    """Train on random windows; returns the seconds it took."""
+    """Train on random windows, and return the seconds."""
     optimizer = build_optimizer(model, LEARNING_RATE, weight_decay=0.1)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
     generator = torch.Generator().manual_seed(0)
@@ -79,8 +79,8 @@ def perplexity(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> flo
 
 
 def main(
-    text: Annotated[Path, typer.Argument(help="A plain text file.")],
-    out: Annotated[Path, typer.Option(help="Where to write the results.")] = Path("outputs/lengths.json"),
+    text: Annotated[Path, typer.Argument(help="Plain text file.")],
+    out: Annotated[Path, typer.Option(help="JSON file for the results.")] = Path("outputs/lengths.json"),
     steps: Annotated[int, typer.Option(help="Training steps.")] = 400,
     width: Annotated[int, typer.Option(help="Width d.")] = 128,
     layers: Annotated[int, typer.Option(help="Depth L.")] = 4,

@@ -1,10 +1,10 @@
-"""The quickstart: the main jobs of aft-hf from nothing to a saved, reloaded model, on small real data, offline.
+"""Quickstart: train, convert, save and reload small models on real data, offline.
 
-    python scripts/quickstart.py image    # a ViT, converted to AFT-conv and fine-tuned on real images
-    python scripts/quickstart.py text     # a byte-level AFT language model
-    python scripts/quickstart.py pixels   # an AFT that completes small images
+    python scripts/quickstart.py image    # convert a ViT to AFT-conv and fine-tune it on images
+    python scripts/quickstart.py text     # train a byte-level AFT language model
+    python scripts/quickstart.py pixels   # train an AFT that completes small images
 
-`make quickstart`, `make quickstart-text` and `make quickstart-pixels` install what is needed first.
+`make quickstart`, `make quickstart-text` and `make quickstart-pixels` install the requirements first.
 """
 
 import copy
@@ -55,14 +55,14 @@ console = Console()
 
 IMAGE_SIZE, LARGER_SIZE, PATCH_SIZE = 32, 40, 4
 CONFIGS = Path(__file__).parents[1] / "configs"
-DIGIT_SIZE = 8  # pixels, as scikit-learn has them
+DIGIT_SIZE = 8  # pixels of a side, as in scikit-learn
 DISTILLATION_STEPS, DISTILLATION_RATE = 840, 2e-3  # 20 epochs
 LABELS = {"id2label": {i: str(i) for i in range(10)}, "label2id": {str(i): i for i in range(10)}}
 
 
 @app.callback()
 def log_without_bars() -> None:
-    # A callback of typer; its docstring would replace the description in --help.
+    # No docstring: on a callback of typer, it would replace the description in --help.
     no_bars_in_logs()
 
 
@@ -72,12 +72,10 @@ def log_without_bars() -> None:
 @app.command()
 def image(
     source: Annotated[str | None, typer.Option(help="A ViT or DeiT to convert instead of training one.")] = None,
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/quickstart"),
-    short: Annotated[
-        bool, typer.Option("--short", help="Few epochs: all the way, but no accuracy to speak of.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/quickstart"),
+    short: Annotated[bool, typer.Option("--short", help="Few epochs: runs every step, with low accuracy.")] = False,
 ) -> None:
-    """Convert a ViT to AFT-conv, on scikit-learn's 1,797 handwritten digits: with labels, and without."""
+    """Convert a ViT to AFT-conv on scikit-learn's 1,797 handwritten digits, with labels and by distillation."""
     started = time.perf_counter()
     set_seed(0)
     train, test = _digits()
@@ -87,14 +85,14 @@ def image(
 
     teacher, training = None, {}
     if source is None:
-        console.rule("1. A ViT, trained from nothing")
+        console.rule("1. Training a ViT from random weights")
         teacher = ViTForImageClassification(_vit_config())
         source = str(out / "vit")
         training[Path(source)] = _fine_tune(teacher, _pixels(train, processor), epochs=2 if short else 25, out=out)
         teacher.save_pretrained(source)
         processor.save_pretrained(source)
 
-    console.rule("2. Converted to AFT-conv")
+    console.rule("2. Converting it to AFT-conv")
     converted_path, conversion = out / "converted", {"overwrite": True, "kernel_size": 7, "num_heads": 12}
     converted, report = save_converted(source, converted_path, **conversion)
     console.print(report.summary())
@@ -103,7 +101,7 @@ def image(
     larger = size * LARGER_SIZE // IMAGE_SIZE // patch * patch
     converted = AutoModelForImageClassification.from_pretrained(converted_path, **LABELS, ignore_mismatched_sizes=True)
 
-    console.rule("3. Fine-tuned with labels, and the same from random weights")
+    console.rule("3. Fine-tuning with labels, and training from random weights")
     pixels, budget = _pixels(train, processor), {"epochs": 1 if short else 6, "out": out}
     tuned_path = out / "aft-conv"
     training[tuned_path] = _fine_tune(converted, pixels, **budget)
@@ -116,8 +114,8 @@ def image(
     scratch.save_pretrained(scratch_path)
     processor.save_pretrained(scratch_path)
     rows = [("AFT-conv, fine-tuned", converted, tuned_path), ("AFT-conv, random", scratch, scratch_path)]
-    if teacher is not None:  # any other source knows other classes
-        console.rule("4. Distilled from the ViT without labels")
+    if teacher is not None:  # another source has other classes
+        console.rule("4. Distilling the ViT without labels")
         distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
         pictures = {"images": [image for image, _ in train], "steps": steps, "learning_rate": DISTILLATION_RATE}
         distilled, report = save_converted(source, distilled_path, distillation=pictures, **conversion)
@@ -128,7 +126,7 @@ def image(
     picture = out / "position_biases.png"
     plot_position_biases(converted, picture)
 
-    console.rule("5. On held-out images")
+    console.rule("5. Evaluating on held-out images")
     table = Table(title=f"Accuracy on {len(test)} held-out digits", caption=f"saved in {out}")
     for column in ("model", "parameters", f"{size} px", f"{larger} px", "images/s", "directory"):
         table.add_column(column, justify="left" if column in ("model", "directory") else "right", overflow="fold")
@@ -143,7 +141,7 @@ def image(
     console.print(table)
     console.print(f"Learned position biases: {picture}")
 
-    console.rule("6. Loaded again in a new process")
+    console.rule("6. Loading the model in a new process")
     check = [sys.executable, __file__, "check-image", str(tuned_path), str(expected[tuned_path])]
     subprocess.run(check, check=True)
     console.print(f"Done in {time.perf_counter() - started:.0f} s.")
@@ -155,7 +153,7 @@ def _within(path: Path, directory: Path) -> str:
 
 @app.command(hidden=True)
 def check_image(path: Path, expected: float) -> None:
-    """Load a saved classifier through the Auto classes and `pipeline`, and hold it to its accuracy."""
+    """Load a saved classifier with the Auto classes and `pipeline`, and check its accuracy."""
     _, test = _digits()
     model = AutoModelForImageClassification.from_pretrained(path)
     accuracy, _ = _evaluate(model, _pixels(test, AutoImageProcessor.from_pretrained(path)))
@@ -163,7 +161,7 @@ def check_image(path: Path, expected: float) -> None:
         sys.exit(f"the reloaded model has accuracy {accuracy}, not {expected}")
     answer = pipeline("image-classification", model=str(path))(test[0][0])[0]
     console.print(f"{type(model).__name__} from {path}: accuracy {accuracy:.1%}, as before")
-    console.print(f"pipeline: a {test[0][1]} is taken for a {answer['label']!r} (score {answer['score']:.2f})")
+    console.print(f"pipeline: a {test[0][1]} is classified as {answer['label']!r} (score {answer['score']:.2f})")
 
 
 def _digits() -> tuple[list[tuple[Image.Image, int]], list[tuple[Image.Image, int]]]:
@@ -179,7 +177,7 @@ def _digits() -> tuple[list[tuple[Image.Image, int]], list[tuple[Image.Image, in
 
 
 def _save_images(pairs: list[tuple[Image.Image, int]], path: Path) -> None:
-    """A parquet file of images and labels with their names, as `datasets` and the scripts beside this one read it."""
+    """Write a parquet file of images and named labels, as `datasets` and the other scripts read it."""
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=list(LABELS["label2id"]))})
     pictures, labels = zip(*pairs)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,12 +185,12 @@ def _save_images(pairs: list[tuple[Image.Image, int]], path: Path) -> None:
 
 
 def _save_results(path: Path, **results: float) -> None:
-    """Write what Trainer writes beside a model: `aft-hf publish` fills the card from it."""
+    """Write the results file of Trainer, from which `aft-hf publish` fills the card."""
     (path / "all_results.json").write_text(json.dumps(results, indent=4, sort_keys=True) + "\n")
 
 
 def _vit_config() -> ViTConfig:
-    """A ViT small enough for minutes on two cores."""
+    """A ViT that trains within minutes on two cores."""
     return ViTConfig(
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
@@ -205,14 +203,14 @@ def _vit_config() -> ViTConfig:
 
 
 def _pixels(pairs, processor, size: int | None = None) -> list[dict[str, torch.Tensor]]:
-    """What Trainer takes: the images as the processor makes them (at another size, if given), and their labels."""
+    """Samples for Trainer: pixel values from the processor, at another size if given, and labels."""
     options = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
     pixels = processor([picture for picture, _ in pairs], return_tensors="pt", **options)["pixel_values"]
     return [{"pixel_values": image, "labels": label} for image, (_, label) in zip(pixels, pairs)]
 
 
 def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) -> dict[str, float]:
-    """Train with labels, as any model of transformers; returns Trainer's metrics: seconds, loss, epochs."""
+    """Train with labels like any model of transformers, and return Trainer's metrics: seconds, loss, epochs."""
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         num_train_epochs=epochs,
@@ -222,7 +220,7 @@ def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) ->
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
         logging_strategy="epoch",
-        use_cpu=True,  # what is measured and compared below is measured on the CPU
+        use_cpu=True,  # the measurements below are on the CPU
         save_strategy="no",
         disable_tqdm=not sys.stderr.isatty(),  # a log gets a line per report, not a bar per step
         report_to="none",
@@ -236,7 +234,7 @@ def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple
     """Accuracy, and images per second (median over batches)."""
     model.eval()
     options, size = {}, tuple(data[0]["pixel_values"].shape[1:])
-    if size != pair(model.config.image_size):  # position embeddings of a ViT and kernels of AFT-conv are stretched
+    if size != pair(model.config.image_size):  # resize the position embeddings or kernels
         if isinstance(model, ViTForImageClassification):
             options["interpolate_pos_encoding"] = True
         else:
@@ -258,10 +256,10 @@ def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple
 
 @app.command()
 def text(
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/quickstart-text"),
-    short: Annotated[bool, typer.Option("--short", help="Few steps: all the way, but no text to speak of.")] = False,
+    out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/quickstart-text"),
+    short: Annotated[bool, typer.Option("--short", help="Few steps: runs everything, but the text is noise.")] = False,
 ) -> None:
-    """Train AFT-local on the documentation that Python ships (465 kB), a byte at a time."""
+    """Train a byte-level AFT-local on the documentation that comes with Python (465 kB)."""
     started = time.perf_counter()
     set_seed(0)
     length = 256
@@ -279,7 +277,7 @@ def text(
     )
     model = AFTForCausalLM(config)
 
-    console.rule("1. Trained on the documentation of Python")
+    console.rule("1. Training on the documentation of Python")
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         max_steps=20 if short else 300,
@@ -290,7 +288,7 @@ def text(
         save_strategy="no",
         disable_tqdm=not sys.stderr.isatty(),  # a log gets a line per report, not a bar per step
         report_to="none",
-        use_cpu=True,  # what is measured and compared below is measured on the CPU
+        use_cpu=True,  # the measurements below are on the CPU
         seed=0,
     )
     optimizer = build_optimizer(model, 3e-3, weight_decay=0.1)
@@ -299,21 +297,21 @@ def text(
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
-    console.rule("2. On the held-out tenth")
+    console.rule("2. Evaluating on the held-out tenth")
     bits = _bits_per_byte(model, test, length)
     table = Table("model", "parameters", "bits per byte", "saved in")
     _save_results(out, **training, eval_bits_per_byte=bits)
     table.add_row("AFT-local-32", f"{model.num_parameters() / 1e6:.2f} M", f"{bits:.3f}", str(out))
     console.print(table)
 
-    console.rule("3. Loaded again in a new process")
+    console.rule("3. Loading the model in a new process")
     subprocess.run([sys.executable, __file__, "check-text", str(out), str(bits)], check=True)
     console.print(f"Done in {time.perf_counter() - started:.0f} s.")
 
 
 @app.command(hidden=True)
 def check_text(path: Path, expected: float) -> None:
-    """Load a saved language model through the Auto classes, hold it to its bits per byte, and let it write."""
+    """Load a saved language model with the Auto classes, check its bits per byte, and generate a sample."""
     set_seed(0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     _, test = _documentation()
@@ -327,7 +325,7 @@ def check_text(path: Path, expected: float) -> None:
 
 
 def _documentation() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to train on and the last tenth, held out."""
+    """The training bytes, and the last tenth as the held-out set."""
     from pydoc_data.topics import topics
 
     data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
@@ -336,7 +334,7 @@ def _documentation() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Windows(torch.utils.data.Dataset):
-    """All overlapping windows of a text at half a window's stride."""
+    """Windows of a text with a stride of half a window."""
 
     def __init__(self, tokens: torch.Tensor, length: int):
         self.windows = tokens.unfold(0, length, length // 2)
@@ -362,10 +360,10 @@ def _bits_per_byte(model: PreTrainedModel, tokens: torch.Tensor, length: int) ->
 
 @app.command()
 def pixels(
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("outputs/quickstart-pixels"),
-    short: Annotated[bool, typer.Option("--short", help="Few steps: all the way, but no digits to speak of.")] = False,
+    out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/quickstart-pixels"),
+    short: Annotated[bool, typer.Option("--short", help="Few steps: runs everything, but digits are noise.")] = False,
 ) -> None:
-    """Train AFT-local on handwritten digits as sequences of 192 sub-pixels, one after the other, by a recipe."""
+    """Train AFT-local from a recipe on handwritten digits as sequences of 192 sub-pixels."""
     started = time.perf_counter()
     files = []
     for split, pairs in zip(("train", "validation"), _digits()):
@@ -380,7 +378,7 @@ def pixels(
     overrides = [f"{section}.{name}={value}" for section, values in changes.items() for name, value in values.items()]
     overrides += [f"steps={steps}", f"evaluate_every={steps}", f"save_every={steps}", "global_batch_size=16"]
     recipe = load_recipe(CONFIGS / "examples" / "pixels_aft_local.yaml", [*files, *overrides, f"output_dir={out}"])
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)  # an earlier run is not gone on with
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)  # do not resume an earlier run
     results = train_recipe(recipe)
     again = AutoModelForCausalLM.from_pretrained(out)
     if again.num_parameters() != results["parameters"]:

@@ -1,10 +1,10 @@
-"""Write model_cards/ anew: a table of all recipes in configs/, with what the paper reports for each and what a run of
-ours measured, and a card for each that was run, model_cards/GROUP/RECIPE.md.
+"""Write model_cards/: a table of all recipes in configs/ with the paper's score and that of our run, and a card for
+each recipe that was run, model_cards/GROUP/RECIPE.md.
 
     python scripts/write_model_cards.py
     python scripts/write_model_cards.py --keep examples/bytes_aft_local=outputs/bytes-aft-local
 
-The second command first copies what the card of that run needs into model_cards/results/GROUP/RECIPE.
+The second command first copies the files that the card of that run needs into model_cards/results/GROUP/RECIPE.
 """
 
 import json
@@ -40,7 +40,7 @@ MARKER = "<!-- Written by scripts/write_model_cards.py from the recipe and the r
 
 @dataclass(frozen=True)
 class Data:
-    """What a recipe is for: the data by their public name, and how the command says it."""
+    """The data of a recipe: their public name, and the overrides of the command that select them."""
 
     name: str
     dataset: str  # on the Hub
@@ -53,9 +53,9 @@ SHAKESPEARE = Data(
     "Tiny Shakespeare",
     "karpathy/tiny_shakespeare",
     "data.train=tinyshakespeare.txt",
-    "the file of 1,115,394 bytes, nine tenths to train, then a twentieth to validate and one to test.",
+    "a file of 1,115,394 bytes: nine tenths for training, then one twentieth each for validation and test.",
 )
-HUB_CIFAR10 = "data.dataset=uoft-cs/cifar10 data.image_column=img"  # the recipes of examples are for files, too
+HUB_CIFAR10 = "data.dataset=uoft-cs/cifar10 data.image_column=img"  # the example recipes also work with files
 CIFAR10 = Data("CIFAR-10", "uoft-cs/cifar10", classes=10)
 # By folder, or by recipe.
 DATA = {
@@ -64,7 +64,7 @@ DATA = {
         "enwik8",
         "LTCB/enwik8",
         "data.train=enwik8",
-        "the file of 10^8 bytes, the first 90 million to train, then 5 to validate and 5 to test.",
+        "a file of 10^8 bytes: the first 90 million for training, then 5 million each for validation and test.",
     ),
     "imagenet": Data("ImageNet-1k", "ILSVRC/imagenet-1k", classes=1000),
     "examples/bytes_aft_local": SHAKESPEARE,
@@ -73,14 +73,14 @@ DATA = {
     "examples/pixels_aft_local": replace(
         CIFAR10,
         overrides=HUB_CIFAR10,
-        about="the run had 45,000 images to train on and 1,000 others to validate, stored as JPEG: its bits per "
-        "dimension do not compare with those on the images as published.",
+        about="the run had 45,000 images for training and 1,000 others for validation, stored as JPEG: its bits per "
+        "dimension do not compare with those on the published images.",
     ),
 }
-# What `aft-hf convert` finds in the sources of recipes that begin with a converted model.
+# Config fields that `aft-hf convert` reads from the source of a recipe that begins with a converted model.
 CONVERTED = {"facebook/deit-base-patch16-384": {"hidden_size": 768, "num_hidden_layers": 12, "patch_size": 16}}
 
-# What a recipe of a task is scored by, as results.json calls it.
+# The metric of each task, by its name in results.json.
 SCORES = {"bytes": "bits_per_byte", "pixels": "bits_per_dim", "images": "accuracy"}
 # The paper's other rows: (where, model, score on the test data).
 QUOTED = (
@@ -95,14 +95,13 @@ QUOTED = (
 
 
 def write_recipe_cards(root: Path) -> list[Path]:
-    """Write the cards of all recipes below `root`/configs that were run, and a table of all; remove cards written
-    before that are none of these.
+    """Write a table of all recipes below `root`/configs and the cards of those that were run; remove outdated cards.
 
     Returns:
-        The paths of what was written.
+        The paths of the written files.
 
     Raises:
-        ValueError: a recipe that is wrong, without data in `DATA`, or whose run was another.
+        ValueError: a recipe is invalid, has no entry in `DATA`, or is not the recipe of its run.
     """
     contents = {root / "model_cards" / f"{name}.md": text for name, text in recipe_cards(root).items()}
     for path in (root / "model_cards").rglob("*.md"):
@@ -115,23 +114,23 @@ def write_recipe_cards(root: Path) -> list[Path]:
 
 
 def recipe_cards(root: Path) -> dict[str, str]:
-    """What `write_recipe_cards` writes, by the name of the card without its suffix."""
+    """The texts that `write_recipe_cards` writes, by the name of the card without its suffix."""
     facts = {name: recipe_facts(root, name) for name in recipe_names(root)}
     cards = {name: _card(root, name, each) for name, each in facts.items() if each.results}
     return cards | {"README": _index(root, facts)}
 
 
 def recipe_names(root: Path) -> list[str]:
-    """GROUP/RECIPE of all recipes; files that only serve others begin with an underscore."""
+    """GROUP/RECIPE of all recipes; files whose name begins with an underscore are only bases of others."""
     configs = root / "configs"
     names = [path.relative_to(configs).with_suffix("").as_posix() for path in configs.glob("*/[!_]*.yaml")]
-    # Numbers in names by their size: 2 before 16.
+    # Numbers in names are sorted by value: 2 before 16.
     order = {name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)] for name in names}
     return sorted((name for name in names if not name.startswith("accelerate/")), key=lambda name: order[name])
 
 
 def recipe_facts(root: Path, name: str) -> Facts:
-    """All that is known of the model of a recipe; arguments as `keep_run`."""
+    """The facts about the model of a recipe; the arguments are those of `keep_run`."""
     path = _recipe_path(root, name)
     recipe, data = load_recipe(path), _data(name)
     config, architecture, parameters = _build(path, data)
@@ -148,15 +147,15 @@ def recipe_facts(root: Path, name: str) -> Facts:
 
 
 def keep_run(root: Path, name: str, directory: Path) -> Path:
-    """Keep of the run in `directory` what the card of its recipe needs; where it is kept.
+    """Copy the files of a run that the card of its recipe needs, and return the directory of the copies.
 
     Args:
-        root: of the repository.
+        root: root of the repository.
         name: GROUP/RECIPE.
         directory: the `output_dir` of the run.
 
     Raises:
-        ValueError: it is the run of another recipe, or has no results.
+        ValueError: the run is that of another recipe, or has no results.
     """
     results = read_json(directory / RESULTS, Results)
     if results is None:
@@ -192,13 +191,13 @@ def _recipe_path(root: Path, name: str) -> Path:
 def _data(name: str) -> Data:
     data = DATA.get(name) or DATA.get(name.split("/")[0])
     if data is None:
-        raise PublishError(f"configs/{name}.yaml: say in DATA of scripts/write_model_cards.py which data it is for")
+        raise PublishError(f"configs/{name}.yaml: add its data to DATA in scripts/write_model_cards.py")
     return data
 
 
 def _build(path: Path, data: Data) -> tuple[PreTrainedConfig, str, int]:
-    """(config, class, parameters) of a recipe's model, which takes no memory: it is built as for the training, but for
-    the data that are made up."""
+    """(config, class, parameters) of a recipe's model, which is built as in training, but with generated data and on
+    the meta device."""
     _, source = _about(path)
     with tempfile.TemporaryDirectory() as directory:
         made_up = [f"output_dir={directory}", "data.dataset=null", "data.validation=null", "data.train=generated"]
@@ -216,7 +215,7 @@ def _build(path: Path, data: Data) -> tuple[PreTrainedConfig, str, int]:
 
 
 def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
-    """What the comment at the head of a recipe says: (its text, what the model is converted from and to, if it is)."""
+    """Read the comment at the head of a recipe: (its text, the source and the fields of a conversion, if any)."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -227,7 +226,7 @@ def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
     if not command:
         return text, None
     source, _, *words = command.partition("aft-hf convert ")[2].replace("\\", " ").split()
-    values = dict(zip(words[::2], words[1::2]))  # of each option, the word after it
+    values = dict(zip(words[::2], words[1::2]))  # the value of each option
     fields = {
         "aft_type": "conv",
         "conv_kernel_size": int(values["--kernel-size"]),
@@ -238,8 +237,8 @@ def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
 
 
 def _commands(path: Path, name: str, data: Data) -> str:
-    """What to type."""
-    text = re.sub(r"\s*\\\n#\s*", " ", path.read_text(encoding="utf-8"))  # a command may go on in the next line
+    """The commands that train the recipe."""
+    text = re.sub(r"\s*\\\n#\s*", " ", path.read_text(encoding="utf-8"))  # a command may span lines
     before = re.findall(r"^#\s+(aft-hf convert .*)$", text, re.MULTILINE)
     return "\n".join([*before, f"aft-hf train configs/{name}.yaml {data.overrides}".rstrip()])
 
@@ -256,7 +255,7 @@ def _card(root: Path, name: str, facts: Facts) -> str:
         marker=MARKER,
         license={"license": DEFAULT},
         pictures={f"../results/{name}/{file}": text for file, text in PICTURES.items() if (kept / file).is_file()},
-        status="The weights are not on the Hub: the command below makes them.",
+        status="The weights are not on the Hub; the command below trains them.",
         recipe={
             "path": f"configs/{name}.yaml",
             "link": f"../../configs/{name}.yaml",
@@ -276,10 +275,10 @@ def _index(root: Path, facts: dict[str, Facts]) -> str:
         "",
         MARKER,
         "",
-        "Every recipe in `configs`: the row of the paper that it repeats, the score that the paper reports, and what",
-        "a run of ours measured. Scores are bits per byte, bits per dim or top-1 accuracy (0 to 1), on the test data,",
-        "of ImageNet on the validation data. A recipe that was run has a card; `results` has its files.",
-        "The paper's recipes need days on several GPUs, and were not run.",
+        "The tables have every recipe in `configs`: the row of the paper that it repeats, the paper's score, and the",
+        "score of our run. Scores are bits per byte, bits per dim or top-1 accuracy (0 to 1) on the test data, for",
+        "ImageNet on the validation data. A recipe that was run has a card, and `results` has the files of its run.",
+        "The paper's recipes take days on several GPUs and were not run.",
     ]
     for name, each in facts.items():
         group, _, title = name.partition("/")
@@ -299,11 +298,9 @@ def _index(root: Path, facts: dict[str, Facts]) -> str:
 
 
 def main(
-    keep: Annotated[
-        list[str] | None, typer.Option(help="GROUP/RECIPE=DIRECTORY of a run, as often as you like.")
-    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="GROUP/RECIPE=DIRECTORY of a run; may be repeated.")] = None,
 ) -> None:
-    """Write the table of all recipes, and the cards of those that were run."""
+    """Write the table of all recipes and the cards of those that were run."""
     for each in keep or ():
         name, _, directory = each.partition("=")
         print(f"kept {keep_run(ROOT, name, Path(directory)).relative_to(ROOT)}")

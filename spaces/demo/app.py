@@ -1,9 +1,9 @@
-"""AFT in a browser: classify an image and see what the layers look at, continue a text, draw the rest of an image.
+"""Web demo of AFT: classify an image and show what the layers look at, continue a text, complete an image.
 
     python spaces/demo/app.py --image-model outputs/quickstart/aft-conv --text-model outputs/quickstart-text
 
-A model is a directory or a Hub id, by option or by AFT_IMAGE_MODEL, AFT_TEXT_MODEL and AFT_PIXEL_MODEL. A tab without
-one says how to make it.
+A model is a directory or a Hub id, given by an option or by AFT_IMAGE_MODEL, AFT_TEXT_MODEL or AFT_PIXEL_MODEL. A tab
+without a model shows the command that trains one.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from loading import IMAGE, PIXEL, TEXT, Kind, Unavailable, load
 
 TITLE = "Attention Free Transformer"
 ABOUT = """# Attention Free Transformer
-Each position averages all others with weights of learned keys and position biases, and no query-key products ([the
-paper](https://arxiv.org/abs/2105.14103))."""
+Each position takes a weighted average over all positions. The weights come from learned keys and position biases,
+without query-key products ([the paper](https://arxiv.org/abs/2105.14103))."""
 TABS = ((IMAGE, "Classify", image_tab), (TEXT, "Write", text_tab), (PIXEL, "Draw", pixel_tab))
-SMALL = 20e6  # parameters: below, a visitor needs to be told what to expect
+SMALL = 20e6  # parameters: below this, the page says what to expect
 
 
 def build_app(sources: dict[Kind, str]) -> gr.Blocks:
-    """The page, with a model for each tab that has one."""
+    """Build the page; a tab whose model cannot be loaded shows the reason."""
     with gr.Blocks(title=TITLE, analytics_enabled=False) as app:
         gr.Markdown(ABOUT, elem_classes="aft-title")
         with gr.Tabs():
@@ -53,7 +53,7 @@ def build_app(sources: dict[Kind, str]) -> gr.Blocks:
 
 
 def theme() -> gr.themes.Base:
-    """Plain, with the fonts of the reader's system: no other host is asked for anything."""
+    """A plain theme with the fonts of the reader's system, so that no other host is contacted."""
     sans, mono = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
     look = gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=sans, font_mono=mono)
     plain = {"block_title_text_weight": "600", "block_label_text_weight": "600", "block_label_background_fill": "none"}
@@ -83,7 +83,7 @@ def main() -> None:
         css_paths=Path(__file__).with_name("style.css"),
         footer_links=[],
         ssr_mode=False,
-        max_file_size=f"{5 * MAX_MEGABYTES}mb",  # beyond, the server stops reading; up to there, the page says why
+        max_file_size=f"{5 * MAX_MEGABYTES}mb",  # the server stops reading here; below, the page gives the reason
     )
 
 

@@ -1,4 +1,4 @@
-"""The first tab: an image, its class, and what the layers look at."""
+"""The tab "Classify": the class of an image, and what the layers look at."""
 
 import tempfile
 
@@ -14,28 +14,28 @@ from aft_hf.analysis import PatchMaps, patch_maps
 from aft_hf.configuration_aft import pair
 
 
-EXPLANATION = """Each patch takes an average of all patches with weights exp(K + w). The **key** K of a patch is the
-same for whoever reads it; the **position bias** w depends on where the reader is. **Tap a patch** to see what it
-reads."""
-NOTHING_YET = '<p class="aft-hint">Choose an image, and its maps appear here.</p>'
+EXPLANATION = """Each patch takes an average over all patches with weights exp(K + w). The **key** K of a patch is the
+same for every patch that reads it; the **position bias** w depends on the positions of both. **Tap a patch** to see
+which patches it reads."""
+NOTHING_YET = '<p class="aft-hint">Choose an image to see its maps here.</p>'
 EXPECT_OF_SMALL = """It knows the classes it was trained on and calls any other image one of them. The maps show where
 it looks."""
 MOST_HEADS = 32
 
 
 class ImageDemo:
-    """Answers for one model: probabilities, the image as the model sees it, and the maps of a layer and head."""
+    """The computations for one model: probabilities, the image that it sees, and the maps of a layer and head."""
 
     def __init__(self, model, processor):
         self.model, self.processor = model, processor
         self.num_layers, self.num_heads = model.config.num_hidden_layers, model.config.num_heads
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
-        """The image as the model takes it, (1, 3, height, width)."""
+        """The pixel values of an image, (1, 3, height, width)."""
         return self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"]
 
     def seen(self, pixels: torch.Tensor) -> Image.Image:
-        """The image back from what the model takes."""
+        """The image of pixel values, after undoing the normalization."""
         picture = pixels[0].permute(1, 2, 0).numpy()
         if getattr(self.processor, "do_normalize", False):
             picture = picture * np.array(self.processor.image_std) + np.array(self.processor.image_mean)
@@ -47,7 +47,7 @@ class ImageDemo:
         return pixels.shape[-2] // height, pixels.shape[-1] // width
 
     def patch_at(self, image: Image.Image, point: tuple[int, int]) -> tuple[int, int]:
-        """Row and column of the patch at (x, y) in the picture that `look` gives."""
+        """Row and column of the patch at (x, y) in the picture that `look` returns."""
         pixels = self.pixels(image)
         rows, columns = self.grid_size(pixels)
         width, height = enlarged(self.seen(pixels)).size
@@ -64,24 +64,26 @@ class ImageDemo:
         return {str(names[i]): p for i, p in enumerate(logits.float().softmax(-1).tolist())}
 
     def most_telling(self, image: Image.Image) -> tuple[int, int]:
-        """The layer and head, from 1, to begin with: position biases move much of what the centre of an image reads,
-        and it still reads several patches.
+        """The layer and head, counted from 1, to show first.
+
+        It is the head in which position biases change the weights of the central patch most while the weights are
+        still spread over several patches.
         """
         pixels, best = self.pixels(image), (0.0, 1, 1)
         for layer in range(self.num_layers):
             _, maps = patch_maps(self.model, pixels, layer=layer)
             weights, keys = maps.weights.flatten(1), maps.keys.flatten(1)
-            moved = (weights - keys).abs().sum(1)  # (h,), twice the share that moved
+            moved = (weights - keys).abs().sum(1)  # (h,), twice the weight that moved
             spread = torch.special.entr(weights).sum(1)  # nats
             score, head = (moved * spread).max(0)
             best = max(best, (score.item(), layer + 1, int(head) + 1))
         return best[1:]
 
     def look(self, image: Image.Image | None, layer: int, head: int, query: tuple[int, int] | None):
-        """The image with the query marked, three maps and those of all heads; layer and head count from 1.
+        """The image with the query marked, its three maps, and small maps of all heads; layer and head count from 1.
 
         Raises:
-            ValueError: a layer, head or patch that does not exist.
+            ValueError: the layer, head or patch does not exist.
         """
         if image is None:
             return None, NOTHING_YET, "", "", ""
@@ -99,7 +101,7 @@ def _pictures(maps: PatchMaps, head: int) -> tuple[str, str, str]:
     limit = _limit(maps)
     biases = colour_scale(BIASES, f"\N{MINUS SIGN}{limit:.2g}", f"+{limit:.2g}", "0")
     return (
-        _shares(maps.keys[head], "Keys", "exp(K): by the key alone"),
+        _shares(maps.keys[head], "Keys", "exp(K): from the key alone"),
         figure(bias_map(maps.biases[head], limit), "Position bias", "w: red counts more, blue less", biases),
         _shares(maps.weights[head], "Weights", "exp(K + w): what the patch reads"),
     )
@@ -127,7 +129,7 @@ def _all_heads(maps: PatchMaps, chosen: int) -> str:
 
 
 def build(app: gr.Blocks, model, processor) -> None:
-    """Lay out the tab and connect it."""
+    """Lay out the tab and connect its events."""
     demo = ImageDemo(model, processor)
     examples = []
     if set(map(str, model.config.id2label.values())) == set("0123456789"):

@@ -1,4 +1,4 @@
-"""The field that takes an image, for two of the tabs, and images to try."""
+"""The image upload of two tabs, and example images."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from PIL import Image
 from aft_hf.data.image_files import ImageError, open_image
 
 
-MAX_MEGABYTES = 20  # of a file that is opened
+MAX_MEGABYTES = 20  # of the largest file that is opened
 
 
 def image_input(value: str | None = None, **options) -> gr.Image:
-    """An upload of an image in a usual format and size, which says so on the page when a file is none."""
+    """An image upload, which shows a message if a file is not an image of a supported format and size."""
     field = gr.Image(
         value,
         type="pil",
@@ -26,23 +26,23 @@ def image_input(value: str | None = None, **options) -> gr.Image:
     )
 
     def preprocess(payload):
-        """In place of gradio's, which opens every format that Pillow knows, of any size."""
+        """Replaces the method of gradio, which opens every format that Pillow knows, at any size."""
         if payload is None:
             return None
         path = Path(payload.path or "")
         try:
             if path.is_file() and path.stat().st_size > MAX_MEGABYTES * 10**6:
-                raise ImageError(f"This file has more than {MAX_MEGABYTES} MB, the most that this page takes.")
+                raise ImageError(f"This file has more than {MAX_MEGABYTES} MB, the limit of this page.")
             return open_image(path, "This file")
         except ImageError as error:
-            raise gr.Error(str(error), title="That does not work", print_exception=False) from error
+            raise gr.Error(str(error), title="Invalid input", print_exception=False) from error
 
     field.preprocess = preprocess
     return field
 
 
 def example_digits(directory: str | Path, count: int = 8) -> list[str]:
-    """Files with digits that the quickstart's models were not trained on."""
+    """Save digits of the held-out set of the quickstart, and return the paths."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

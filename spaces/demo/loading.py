@@ -1,4 +1,4 @@
-"""The three models of the demo, each of which may be absent."""
+"""Load the models of the three tabs, each of which may be missing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from aft_hf.data.pixel_sequences import START_TOKEN
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tab needs: where its model is looked for, and how one is made."""
+    """The kind of model of a tab, with its default location and the command that trains one."""
 
     name: str  # also --NAME-model and AFT_NAME_MODEL
     default: str
@@ -36,22 +36,22 @@ PIXEL = Kind(
 
 
 class Unavailable(Exception):
-    """Why a tab has no model; the message is for the reader of the page."""
+    """The model of a tab is not available; the message with the reason is shown on the page."""
 
 
 def load(kind: Kind, source: str) -> tuple[Any, Any]:
     """The model and its image processor or tokenizer (None for pixels) from a directory or a Hub id.
 
     Raises:
-        Unavailable: there is no such model, or none that this tab can use.
+        Unavailable: the model does not exist, or the tab cannot use it.
     """
     is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
     if is_path and not (Path(source) / "config.json").is_file():
-        raise Unavailable(f"There is no model in `{source}` yet. This command makes one: `{kind.command}`")
-    safely = {"trust_remote_code": False}  # a server runs no code that came with a model,
+        raise Unavailable(f"There is no model in `{source}` yet. This command trains one: `{kind.command}`")
+    safely = {"trust_remote_code": False}  # the server runs no code of a model,
     try:
         config = AutoConfig.from_pretrained(source, **safely)
-        config._attn_implementation = None  # nor a kernel from the Hub that its config names
+        config._attn_implementation = None  # and no kernel from the Hub that its config names
         if kind is IMAGE:
             processor = AutoImageProcessor.from_pretrained(source, **safely)
             loaded = AutoModelForImageClassification.from_pretrained(source, config=config, **safely), processor
@@ -63,7 +63,7 @@ def load(kind: Kind, source: str) -> tuple[Any, Any]:
         raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {reason}") from error
     model = loaded[0].eval()
     if kind is IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
-        raise Unavailable(f"`{source}` is a {type(model).__name__}; this tab shows what an AFT has learned.")
+        raise Unavailable(f"`{source}` is a {type(model).__name__}; this tab needs an AFT for image classification.")
     if kind is PIXEL:
         pixel_side(model.config)
     return model, loaded[1]
@@ -75,7 +75,7 @@ def pixel_side(config: transformers.PreTrainedConfig) -> int:
     side = round((length / 3) ** 0.5)
     if config.vocab_size != START_TOKEN + 1 or 3 * side**2 != length or side < 2:
         raise Unavailable(
-            f"This is no model of square RGB images: it has {config.vocab_size} tokens and {length} positions, "
+            f"This is not a model of square RGB images: it has {config.vocab_size} tokens and {length} positions, "
             f"not {START_TOKEN + 1} tokens and 3 x side x side positions."
         )
     return side

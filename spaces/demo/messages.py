@@ -1,4 +1,4 @@
-"""What a user did wrong, as a message on the page."""
+"""Errors of the user as messages on the page."""
 
 import functools
 import inspect
@@ -8,7 +8,7 @@ import gradio as gr
 
 
 def explained(function: Callable) -> Callable:
-    """The same function, or generator function, with a ValueError shown on the page and not as a traceback."""
+    """Wrap a function or generator function so that a ValueError becomes a message on the page."""
     if inspect.isgeneratorfunction(getattr(function, "__func__", function)):
 
         @functools.wraps(function)
@@ -16,7 +16,7 @@ def explained(function: Callable) -> Callable:
             try:
                 yield from function(*arguments)
             except ValueError as error:
-                raise gr.Error(str(error), title="That does not work", print_exception=False) from error
+                raise gr.Error(str(error), title="Invalid input", print_exception=False) from error
     else:
 
         @functools.wraps(function)
@@ -24,6 +24,6 @@ def explained(function: Callable) -> Callable:
             try:
                 return function(*arguments)
             except ValueError as error:
-                raise gr.Error(str(error), title="That does not work", print_exception=False) from error
+                raise gr.Error(str(error), title="Invalid input", print_exception=False) from error
 
     return wrapper

@@ -15,12 +15,12 @@ UNSEEN = (0.6, 0.6, 0.6, 1.0)
 
 
 def share_map(shares: np.ndarray, largest: float) -> Image.Image:
-    """Weights from 0 to `largest` in colours."""
+    """Color map of weights from 0 to `largest`."""
     return _colours(SHARES(shares / (largest or 1.0)))
 
 
 def bias_map(biases: np.ndarray, limit: float) -> Image.Image:
-    """Position biases from -limit (blue) to limit (red), grey where nothing is seen."""
+    """Color map of position biases from -limit (blue) to limit (red), with masked positions in gray."""
     colours = BIASES(np.nan_to_num(biases, neginf=0.0) / (2 * limit) + 0.5)
     colours[np.isneginf(biases)] = UNSEEN
     return _colours(colours)
@@ -31,13 +31,13 @@ def _colours(rgba: np.ndarray) -> Image.Image:
 
 
 def enlarged(image: Image.Image, side: int = 480) -> Image.Image:
-    """The image at a whole multiple of its size, about `side` pixels large, with sharp pixels."""
+    """The image enlarged by an integer factor to about `side` pixels, without smoothing."""
     scale = max(1, round(side / max(image.size)))
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
 
 
 def mark_patch(image: Image.Image, grid_size: tuple[int, int], patch: tuple[int, int]) -> Image.Image:
-    """The image enlarged, with a frame around one patch of a grid."""
+    """The enlarged image with a frame around one patch of the grid."""
     large = enlarged(image)
     height, width = large.height / grid_size[0], large.width / grid_size[1]
     top, left = patch[0] * height, patch[1] * width
@@ -50,7 +50,7 @@ def mark_patch(image: Image.Image, grid_size: tuple[int, int], patch: tuple[int,
 
 
 def figure(image: Image.Image, title: str, note: str = "", scale: str = "") -> str:
-    """One picture with its title above, and a colour scale and a note below."""
+    """HTML of a picture with its title above, and a color scale and a note below."""
     note = f'<p class="aft-note">{html.escape(note)}</p>' if note else ""
     return (
         f'<figure class="aft-figure"><h4>{html.escape(title)}</h4>'
@@ -59,7 +59,7 @@ def figure(image: Image.Image, title: str, note: str = "", scale: str = "") -> s
 
 
 def colour_scale(colormap: matplotlib.colors.Colormap, low: str, high: str, middle: str = "") -> str:
-    """A bar of a colour map with labels under it."""
+    """HTML of a color bar with labels under it."""
     stops = ", ".join(matplotlib.colors.to_hex(colormap(i / 8)) for i in range(9))
     labels = "".join(f"<span>{html.escape(label)}</span>" for label in (low, middle, high))
     return (
@@ -68,7 +68,7 @@ def colour_scale(colormap: matplotlib.colors.Colormap, low: str, high: str, midd
 
 
 def thumbnails(images: Sequence[Image.Image], name: str, chosen: int) -> str:
-    """Small pictures side by side, numbered from 1, one of them marked."""
+    """HTML of small pictures side by side, numbered from 1, with one of them marked."""
     cells = []
     for i, image in enumerate(images):
         marked = ' class="aft-chosen"' if i == chosen else ""
@@ -77,7 +77,7 @@ def thumbnails(images: Sequence[Image.Image], name: str, chosen: int) -> str:
 
 
 def data_uri(image: Image.Image) -> str:
-    """The image as a PNG within the page."""
+    """The image as a data URI in PNG format."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""The third tab: the lower half of a small image, made up."""
+"""The tab "Draw": a model completes the lower half of a small image."""
 
 import tempfile
 from collections.abc import Iterator
@@ -19,26 +19,28 @@ from aft_hf.data.pixel_sequences import START_TOKEN, pixels_to_tokens, tokens_to
 
 
 COMPLETIONS = 4
-EXPECT_OF_SMALL = """It draws what it was trained on, in small images: give it the like."""
-MISSING = 235  # the grey of sub-pixels that are not there
+EXPECT_OF_SMALL = """It draws only what it was trained on, as small images: choose a similar image."""
+MISSING = 235  # the gray of missing sub-pixels
 NOTHING_YET = '<p class="aft-hint">Choose an image and press the button.</p>'
 
 
 class PixelDemo:
-    """Draws the lower half of images with one model."""
+    """Completes the lower half of images with one model."""
 
     def __init__(self, model):
         self.model, self.side = model, pixel_side(model.config)
 
     def small(self, image: Image.Image) -> Image.Image:
-        """The centre of the image at the size of the model."""
+        """The center of the image at the size of the model."""
         return ImageOps.fit(image.convert("RGB"), (self.side, self.side), Image.Resampling.BOX)
 
     def complete(self, image: Image.Image | None, temperature: float, seed: int) -> Iterator[str]:
-        """The original, what is given, and the completions row by row, as HTML; the same seed gives the same images.
+        """Yield HTML of the original, the given half and the completions after each row.
+
+        The same seed gives the same images.
 
         Raises:
-            ValueError: no image, or numbers out of range.
+            ValueError: there is no image, or a setting is out of range.
         """
         if image is None:
             raise ValueError("There is no image yet: upload one or choose an example.")
@@ -69,16 +71,16 @@ class PixelDemo:
 
 
 def example_photographs() -> list[str]:
-    """The photographs that scikit-learn ships."""
+    """Paths of the photographs that come with scikit-learn."""
     import sklearn.datasets
 
     return sorted(str(path) for path in (Path(sklearn.datasets.__file__).parent / "images").glob("*.jpg"))
 
 
 def build(app: gr.Blocks, model, _) -> None:
-    """Lay out the tab and connect it."""
+    """Lay out the tab and connect its events."""
     demo = PixelDemo(model)
-    # Of 8 x 8 pixels, a photograph shows nothing, and scikit-learn's digits have as many.
+    # At 8 x 8 pixels a photograph shows nothing, and scikit-learn's digits have this size.
     digits = demo.side <= 8
     examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_")) if digits else example_photographs()
     with gr.Row(elem_classes="aft-columns"):
@@ -92,8 +94,8 @@ def build(app: gr.Blocks, model, _) -> None:
         with gr.Column(scale=3, min_width=300):
             pictures = gr.HTML(NOTHING_YET, elem_id="pixels", padding=False)
             gr.Markdown(
-                f"The image becomes {demo.side} x {demo.side} pixels, a sequence of {3 * demo.side**2} sub-pixels. "
-                "The model is given the upper half and draws the rest, one sub-pixel after the other."
+                f"The image is resized to {demo.side} x {demo.side}, a sequence of {3 * demo.side**2} sub-pixels. "
+                "The model gets the upper half and generates the rest, one sub-pixel at a time."
             )
     options = {"concurrency_id": "generation", "concurrency_limit": 1, "show_progress": "hidden"}
     button.click(explained(demo.complete), [image, temperature, seed], pictures, **options)

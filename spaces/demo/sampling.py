@@ -1,4 +1,4 @@
-"""One token after the other from a causal language model."""
+"""Sample tokens one after the other from a causal language model."""
 
 from collections.abc import Iterator
 
@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 def sample_tokens(
     model: PreTrainedModel, prompt: torch.Tensor, count: int, *, temperature: float, seed: int, num_tokens: int
 ) -> Iterator[torch.Tensor]:
-    """Continue (B, T) tokens by `count` more and yield them as they come, (B,) each.
+    """Continue (B, T) tokens by `count` tokens, and yield each step as it is sampled, (B,).
 
     Args:
-        model: in evaluation mode.
-        prompt: (B, T).
-        count: how many tokens.
-        temperature: 0 takes the most probable token.
-        seed: of a generator of its own, so that the same call gives the same tokens whatever else runs.
-        num_tokens: only the tokens 0 .. num_tokens - 1 are taken.
+        model: the model, in evaluation mode.
+        prompt: the tokens to continue, (B, T).
+        count: number of new tokens.
+        temperature: sampling temperature; 0 takes the most probable token.
+        seed: seed of a separate generator, so that the same call gives the same tokens whatever else runs.
+        num_tokens: only the tokens 0 .. num_tokens - 1 are sampled.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
     cache, tokens = None, prompt

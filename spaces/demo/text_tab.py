@@ -1,4 +1,4 @@
-"""The second tab: a text is continued."""
+"""The tab "Write": a model continues a text."""
 
 import html
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from sampling import sample_tokens
 
 
 MOST_TOKENS = 1000
-MOST_CHARACTERS = 20_000  # of a prompt, for models that read texts of any length
-EXPECT_OF_SMALL = """It writes words and lines that look like its training text, and that say nothing."""
+MOST_CHARACTERS = 20_000  # of a prompt, because some models have no maximum length
+EXPECT_OF_SMALL = """It writes words and lines that look like its training text but say nothing."""
 EXAMPLES = ["The ", "A class definition ", "If the expression is a list, "]
 NOTHING_YET = '<p class="aft-hint">The text appears here as it is written.</p>'
 
@@ -27,10 +27,10 @@ class TextDemo:
         self.longest = config.max_position_embeddings if limited else None
 
     def complete(self, prompt: str, count: int, temperature: float, seed: int) -> Iterator[str]:
-        """The prompt and its continuation as HTML, again and again as it grows; the same seed gives the same text.
+        """Yield HTML of the prompt and its continuation while it grows; the same seed gives the same text.
 
         Raises:
-            ValueError: an empty prompt, or more tokens than the model or this page takes.
+            ValueError: the prompt is empty or too long, or a setting is out of range.
         """
         tokens = self._tokens(prompt, count, temperature, seed)
         end = self.model.config.eos_token_id
@@ -42,12 +42,12 @@ class TextDemo:
                 break
             written.append(int(token))
             if len(written) % 4 == 0:
-                # A character of several bytes may be there in part only.
+                # The last character may be incomplete if it has several bytes.
                 yield _page(prompt, self.tokenizer.decode(written).rstrip("\ufffd"), growing=True)
         yield _page(prompt, self.tokenizer.decode(written))
 
     def _tokens(self, prompt: str, count: int, temperature: float, seed: int) -> torch.Tensor:
-        """(1, T), if all is as it should be."""
+        """Check the inputs, and return the tokens of the prompt, (1, T)."""
         if not (prompt or "").strip():
             raise ValueError("The prompt is empty: type the beginning of a text first.")
         if len(prompt) > MOST_CHARACTERS:
@@ -70,7 +70,7 @@ class TextDemo:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise a ValueError for what cannot seed a generator."""
+    """Raise a ValueError if a number cannot seed a generator."""
     if seed is None or not 0 <= seed < 2**31 or seed != int(seed):
         raise ValueError(f"The seed must be a whole number from 0 to {2**31 - 1}, got {seed}.")
 
@@ -81,15 +81,15 @@ def _page(prompt: str, continuation: str, growing: bool = False) -> str:
 
 
 def build(app: gr.Blocks, model, tokenizer) -> None:
-    """Lay out the tab and connect it."""
+    """Lay out the tab and connect its events."""
     demo = TextDemo(model, tokenizer)
     most = min(MOST_TOKENS, (demo.longest or MOST_TOKENS + 1) - 1)
     with gr.Row(elem_classes="aft-columns"):
         with gr.Column(scale=2, min_width=300):
             prompt = gr.Textbox(EXAMPLES[0], lines=2, max_lines=8, label="Beginning", elem_id="prompt")
-            gr.Examples([[example] for example in EXAMPLES], prompt, label="Try")
+            gr.Examples([[example] for example in EXAMPLES], prompt, label="Examples")
             with gr.Row(elem_classes="aft-buttons"):
-                button = gr.Button("Write on", variant="primary", elem_id="write")
+                button = gr.Button("Continue", variant="primary", elem_id="write")
                 stop = gr.Button("Stop", min_width=80, scale=0)
             with gr.Accordion("Settings", open=False, elem_classes="aft-settings"):
                 count = gr.Slider(

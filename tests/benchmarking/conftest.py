@@ -1,4 +1,4 @@
-"""A clock that the tests set, so that no assertion depends on how busy the machine is."""
+"""Fixture: a clock that the tests set, so that no assertion depends on the load of the machine."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from aft_hf.benchmarking import measuring
 
 @pytest.fixture
 def spend(monkeypatch):
-    """Replaces the clock of the benchmark. `spend(seconds)` moves it on; a reading takes a nanosecond, not none."""
+    """Replace the clock of the benchmark. `spend(seconds)` advances it, and each reading by a nanosecond."""
     now = 0.0
 
     def spend(seconds: float) -> float:

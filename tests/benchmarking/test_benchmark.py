@@ -1,4 +1,4 @@
-"""The benchmark: fair turns, honest peaks, and a floor that mixes nothing."""
+"""Tests of the benchmark: turns, peak memory, the cases, and the floor without mixing."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_what_takes_long_warms_up_once(spend):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_what_a_call_needs_beyond_what_was_there():
-    held = torch.ones(2**24)  # 64 MiB that were there before
+    held = torch.ones(2**24)  # 64 MiB allocated before
     peak = peak_bytes(lambda: torch.ones(2**25).sum(), CPU)
     assert 120 * 2**20 < peak < 160 * 2**20 and held[0] == 1
 
@@ -146,7 +146,7 @@ def test_language_models_are_of_one_size_and_answer_for_every_token(peer):
 def test_a_decode_call_returns_the_cache_whose_bytes_count():
     (case,) = select_cases(["decode"], "AFT-simple * after 16 batch 1 decode fp32", SMOKE)
     ours, peer = (state_bytes(case.builders[name](CPU)()) for name in ("ours", "peer"))
-    assert peer == 2 * 2 * 4 * 64 * 17  # 2 layers: keys and values of 64 features for 16 tokens and a new one
+    assert peer == 2 * 2 * 4 * 64 * 17  # 2 layers with keys and values of 64 features for 16 tokens and a new one
     assert ours < peer
     (case,) = select_cases(["decode"], "AFT-simple * after 64 against 8 decode fp32", SMOKE)
     assert len({state_bytes(case.builders[name](CPU)()) for name in ("ours", "peer")}) == 1
@@ -191,7 +191,7 @@ def test_the_floor_has_the_projections_of_the_model_and_mixes_nothing():
         first, second = (floor(x, use_cache=False).logits for x in (tokens, changed))
         mixed, other = (model(x, use_cache=False).logits for x in (tokens, changed))
     same = torch.arange(16) != 3
-    torch.testing.assert_close(first[:, same], second[:, same])  # other positions see nothing of it
+    torch.testing.assert_close(first[:, same], second[:, same])  # other positions do not depend on it
     assert not torch.allclose(mixed[:, 4:], other[:, 4:])
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU at its smallest sizes, on a CPU: every section runs and reports what was asked."""
+"""Tests of the GPU benchmark at its smallest sizes on a CPU: every section runs and returns its rows."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -59,7 +59,7 @@ def test_what_cannot_be_measured_is_said_and_the_others_are_measured(error, said
 
 
 def test_what_fits_once_alone_is_said_to_be_too_large(spend):
-    """As a training step does whose optimizer makes its state at the end of the first one."""
+    """Such as a training step, after whose first call the optimizer has allocated its state."""
     calls = iter([1])
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""The results of the benchmark: kept between runs, in tables with what is required, and in a picture."""
+"""Tests of the results of the benchmark: rows kept between runs, tables with requirements, and the figure."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def case(name, builds, **options):
-    """A case that does nothing, and notes when it is built."""
+    """A case whose calls do nothing, and whose builders record that they were called."""
 
     def builder(candidate):
         def build(device):
@@ -86,7 +86,7 @@ def test_neighbours_that_share_a_peer_take_turns_together(tmp_path, spend):
     assert first["seconds"]["peer"] == second["seconds"]["peer"]
     assert (first["ratio"]["peer"], second["ratio"]["peer"]) == (pytest.approx(10), pytest.approx(0.2))
     del calls[:]
-    measure([both[0], beside_it("third", 0.0)], path)  # the first is there already
+    measure([both[0], beside_it("third", 0.0)], path)  # the first has a row already
     assert calls == ["build third", "build peer", *["third", "peer"] * 3]
 
 
@@ -157,7 +157,7 @@ def test_the_markdown_has_what_is_required_what_is_not_slopes_and_what_was_not_m
     del rows[-1]["seconds"]
     write_markdown(tmp_path / "table.md", rows)
     text = (tmp_path / "table.md").read_text()
-    required, _, rest = text.partition("### Beside these")
+    required, _, rest = text.partition("### Other comparisons")
     assert (
         "| AFT beside it | 1,200 tokens/s | another | 200 tokens/s | 6.00 ✓ | 5.00 | 1 / 8 MiB | 0.12 ✗ | 0.10 |"
         in required
@@ -222,6 +222,4 @@ def test_the_command_measures_in_small_and_says_what_is_wrong(tmp_path, run_comm
     (row,) = read_rows(path)
     assert row["sizes"] == "smoke" and set(row["seconds"]) == {"ours", "peer"} and row["ratio"]["peer"] > 0
     done = run_command("aft-hf", "benchmark", "--suite", "sound", *options)
-    assert done.returncode == 1 and done.stderr.strip().startswith(
-        "aft-hf: no suite 'sound': there are vision, causal"
-    )
+    assert done.returncode == 1 and done.stderr.strip().startswith("aft-hf: unknown suite 'sound': use vision, causal")

@@ -1,4 +1,4 @@
-"""Tiny models for each tab of the demo, and its modules where they can be imported."""
+"""Fixtures: a tiny model for each tab of the demo, and the import path of its modules."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[2] / "spaces" / "demo"
 
 @pytest.fixture(scope="session", autouse=True)
 def demo_modules():
-    """The modules beside app.py find each other as they do where it runs."""
+    """Put the folder of app.py on the import path, as when the app runs."""
     sys.path.insert(0, str(DEMO))
     yield
     sys.path.remove(str(DEMO))
@@ -23,7 +23,7 @@ def demo_modules():
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Directories by the name of the tab: a classifier of digits, a byte-level writer, one for images of 4 x 4."""
+    """Directories by tab: a classifier of digits, a byte-level language model, and a model of 4 x 4 images."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("models")
     tiny = {"hidden_size": 8, "num_hidden_layers": 2, "position_bias_dim": 4}
@@ -41,7 +41,7 @@ def models(tmp_path_factory):
     text = AFTConfig(vocab_size=258, max_position_embeddings=64, local_window_size=8, **tiny)
     pixel = AFTConfig(max_position_embeddings=48, local_window_size=8, vocab_size=257, bos_token_id=256, **tiny)
     classifier = AFTForImageClassification(image)
-    for layer in classifier.aft.layers:  # biases that differ between layers, as training makes them
+    for layer in classifier.aft.layers:  # biases that differ between layers, as after training
         torch.nn.init.normal_(layer.mixer.kernel_scale)
     classifier.save_pretrained(directory / "image")
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(directory / "image")

@@ -1,4 +1,4 @@
-"""What the tabs of the demo compute, without a browser."""
+"""Tests of the functions of the demo's tabs, without a browser."""
 
 import configparser
 import html
@@ -179,7 +179,7 @@ def test_a_model_that_is_not_there_names_the_command(tmp_path, monkeypatch):
 def test_a_model_of_another_tab_is_refused(models):
     from loading import IMAGE, PIXEL, Unavailable, load
 
-    with pytest.raises(Unavailable, match="no model of square RGB images: it has 258 tokens"):
+    with pytest.raises(Unavailable, match="not a model of square RGB images: it has 258 tokens"):
         load(PIXEL, models["text"])
     with pytest.raises(Unavailable, match="cannot be loaded as image model"):
         load(IMAGE, models["pixel"])

@@ -1,4 +1,4 @@
-"""The demo as a visitor meets it: the real app on loopback, in headless Chromium."""
+"""Tests of the demo in a browser: the real app on the loopback interface, in headless Chromium."""
 
 import os
 import re
@@ -33,7 +33,7 @@ WIDTHS = {"desktop": (1200, 900), "phone": (375, 800)}
 
 
 def serve(directory, *arguments):
-    """Start the app; its process and address."""
+    """Start the app, and return its process and URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -67,7 +67,7 @@ def app(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        # Chromium has no sandbox for root, who runs CI.
+        # The sandbox of Chromium does not work for root, which CI runs as.
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -75,7 +75,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens pages, and holds every one to a silent console and to requests on loopback alone."""
+    """Open pages, and check that they log no errors and send requests only to the loopback interface."""
     complaints, contexts = [], []
 
     def watch(message):
@@ -107,7 +107,7 @@ def open_page(browser):
 
 @pytest.fixture
 def picture(tmp_path):
-    """A file to upload."""
+    """An image file to upload."""
     pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     path = tmp_path / "picture.png"
     Image.fromarray(pixels).save(path)
@@ -115,7 +115,7 @@ def picture(tmp_path):
 
 
 def changed(page, selector, before):
-    """Wait until what stands there is something else, and return it."""
+    """Wait until the content of an element differs from `before`, and return it."""
     page.wait_for_function(
         "([selector, before]) => { const now = document.querySelector(selector)?.innerHTML; "
         "return now !== undefined && now !== before; }",
@@ -129,7 +129,7 @@ def open_tab(page, name):
 
 
 def set_count(page, tokens):
-    """New tokens to write, among the settings, which are closed at first."""
+    """Set the number of new tokens in the settings, which are closed at first."""
     page.locator(".aft-settings:visible button.label-wrap").click()
     field = page.locator("#count input[type=number]")
     field.fill(str(tokens))
@@ -140,10 +140,10 @@ def set_count(page, tokens):
 
 
 def press(page, button, result):
-    """Click until the result is there, as a visitor would; what the page says instead is in the error.
+    """Click until the result appears, as a visitor would; on failure, the error contains the text of the page.
 
     A click has no effect while the layout moves below it, while Gradio's client closes its stream of events, and while
-    an earlier click is at work.
+    an earlier click is processed.
     """
     each = 20  # seconds
     for _ in range(PATIENCE // each):
@@ -156,18 +156,18 @@ def press(page, button, result):
 
 
 def ends_above_the_fold(page, selector):
-    """Whether the first thing of this kind is seen as a whole without scrolling."""
+    """Whether the first match is fully visible without scrolling."""
     box = page.locator(selector).first.bounding_box()
     return page.evaluate("window.scrollY") == 0 and box["y"] + box["height"] <= page.viewport_size["height"]
 
 
 def no_wider_than(page):
-    """Whether nothing reaches beyond the window."""
+    """Whether the page is no wider than the window."""
     return page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
 
 
 def upload(page, selector, path):
-    """Put a file where an image may already be."""
+    """Upload a file, and remove the current image before if there is one."""
     remove = page.locator(f"{selector} button[aria-label='Remove Image']")
     if remove.count():
         remove.click()

@@ -233,7 +233,7 @@ def test_results_of_a_recipe_that_has_changed_since_are_refused(root):
 
 def test_data_that_nobody_named_are_asked_for(root):
     shutil.copytree(root / "configs" / "examples", root / "configs" / "mine")
-    with pytest.raises(PublishError, match=r"configs/mine/bytes_aft_local\.yaml: say in .*DATA"):
+    with pytest.raises(PublishError, match=r"configs/mine/bytes_aft_local\.yaml: add its data to DATA"):
         script.recipe_cards(root)
 
 

@@ -1,4 +1,4 @@
-"""The claims as data: complete, and made of arms that exist and of recipes that can be read at every scale."""
+"""Tests of the claims as data: claims are complete, their arms exist, and recipes are valid at every scale."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from aft_hf.reproduction.running import RECIPES, Settings, recipe_of, with_start
 from aft_hf.reproduction.verdict import HOLDS
 
 
-# What runs have: all of them, those with a measure, and those of speed.
+# The metrics of all runs, of runs with a measure, and of speed measurements.
 METRICS = {"test", "train", "parameters", "seconds"}
 MEASURED = {
     "lengths": {"test_at_1x", "test_at_2x", "test_at_4x", "test_at_8x"},
@@ -68,7 +68,7 @@ def test_the_recipe_of_an_arm_is_valid_at_every_size(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name.startswith("characters")])
 def test_models_of_characters_have_equal_budgets(name, tmp_path):
     recipe = recipe_of(name, 0, Settings(tmp_path, **GENERATED))
-    steps = 250 if name in ("characters-alibi", "characters-bloom") else 500  # compared with each other alone
+    steps = 250 if name in ("characters-alibi", "characters-bloom") else 500  # compared only with each other
     assert (recipe.steps, recipe.data.seq_len * recipe.global_batch_size) == (steps, 256 * 32)
 
 

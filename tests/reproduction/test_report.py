@@ -1,4 +1,4 @@
-"""The page from records that are made up, so that every verdict on it is known."""
+"""Tests of the page, from made-up records whose verdicts are known."""
 
 import json
 
@@ -10,7 +10,7 @@ from aft_hf.reproduction.report import number, render, write_report
 
 
 def made_up(arm: str, seed: int, *, scale: int = 1, smoke: bool = False, losses=((10, 2.0), (20, 1.5)), **metrics):
-    """A record as a run leaves it."""
+    """A record in the form that a run writes."""
     return {
         "arm": arm,
         "seed": seed,
@@ -30,7 +30,7 @@ def runs(arm: str, *tests: float):
 
 @pytest.fixture
 def records():
-    """Claim 11 holds, claim 12 does not, claim 4 is run in part."""
+    """Records with which claim 11 holds, claim 12 does not hold, and the runs of claim 4 are incomplete."""
     tests = {"conv": (0.50, 0.51, 0.52), "conv-no-query": (0.40, 0.41, 0.42), "characters": (2.0, 2.0, 2.0)}
     tests |= {"conv-3": (0.40, 0.41, 0.42), "conv-3-no-global": (0.50, 0.51, 0.52)}
     return Records(record for arm, values in tests.items() for record in runs(arm, *values))

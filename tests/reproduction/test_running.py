@@ -1,4 +1,4 @@
-"""Runs of arms: small ones of each kind, what is left of them, and what happens when they are asked for again."""
+"""Tests of runs of arms: small runs of each kind, their records, and repeated and resumed runs."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_a_converted_vit_is_fine_tuned_from_the_run_of_the_same_seed(settings):
 def test_one_failure_does_not_stop_the_others(settings, monkeypatch):
     monkeypatch.setattr(running, "run_arm", lambda arm, seed, _: 1 / 0 if seed else None)
     monkeypatch.setattr(running, "identify", lambda *_: None)
-    with pytest.raises(ZeroDivisionError):  # a defect of ours is no failure of a run
+    with pytest.raises(ZeroDivisionError):  # a defect of the code is not treated as a failed run
         run_all([("conv", 0), ("conv", 1)], settings)
 
     def fail(arm, seed, _):
@@ -73,5 +73,5 @@ def test_one_failure_does_not_stop_the_others(settings, monkeypatch):
 
 @pytest.mark.parametrize("what", [["19"], ["x"], ["1", "report"], ["all", "1"]])
 def test_what_is_no_claim_is_refused(what):
-    with pytest.raises(ValueError, match="is no claim"):
+    with pytest.raises(ValueError, match="is not a claim"):
         arms_of(what)

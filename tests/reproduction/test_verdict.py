@@ -1,4 +1,4 @@
-"""The rule that judges a comparison, on numbers whose means and standard errors are known."""
+"""Tests of the rule that judges a comparison, on numbers with known means and standard errors."""
 
 import math
 
@@ -9,7 +9,7 @@ from aft_hf.reproduction.verdict import FAILS, HOLDS, NOT_RUN, UNDECIDED, judge,
 
 # Mean 2, standard deviation 1, standard error 1 / sqrt(3).
 SPREAD = {0: 1.0, 1: 2.0, 2: 3.0}
-# Of the difference of two means with it each.
+# Standard error of the difference of two such means.
 ERROR = math.sqrt(2 / 3)
 
 

@@ -1,4 +1,4 @@
-"""Source distributions are the same bytes whenever, wherever and by whomever they are built."""
+"""Tests of build.py: source distributions have the same bytes whenever, wherever and by whomever they are built."""
 
 import importlib.util
 import io

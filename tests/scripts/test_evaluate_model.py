@@ -1,4 +1,4 @@
-"""The script that evaluates saved models, as a user calls it."""
+"""Tests of evaluate_model.py, called as a user calls it."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path, run_command):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (metrics,) = json.loads((tmp_path / "out" / "metrics.json").read_text()).values()
-    assert 7 < metrics["bits_per_token"] < 9  # a new model of 256 bytes: near to 8
+    assert 7 < metrics["bits_per_token"] < 9  # an untrained model of 256 byte values is near 8 bits
 
 
 def test_what_a_user_gets_wrong_ends_in_one_line(classifier, tmp_path, run_command):

@@ -1,4 +1,4 @@
-"""Fine-tuning from saved directories, as users start it: images and text, teachers, adapters, and going on again."""
+"""Tests of finetune.py, called as users call it: images and text, teachers, adapters, and resumed runs."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ from aft_hf.publishing.folder import files_to_upload
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 _spec = importlib.util.spec_from_file_location("finetune", SCRIPT)
 finetune = importlib.util.module_from_spec(_spec)
-sys.modules["finetune"] = finetune  # where its dataclasses look for the types of their fields
+sys.modules["finetune"] = finetune  # its dataclasses look up the types of their fields here
 _spec.loader.exec_module(finetune)
 
 IMAGE_MODEL = {"modality": "image", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
@@ -46,7 +46,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Prepared data of these tests goes away with them."""
+    """Keep prepared data of these tests in a temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
@@ -72,7 +72,7 @@ def classifier(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory):
-    """For images of twice the size."""
+    """A ViT for images of twice the size."""
     torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=16, patch_size=4
@@ -111,13 +111,13 @@ def save_language_model(directory: Path, **options) -> Path:
 
 
 def start(model: Path, out: Path, *options: object) -> dict[str, float]:
-    """`python finetune.py` in this process."""
+    """Run `python finetune.py` in this process."""
     words = ["--model_name_or_path", model, "--output_dir", out, *QUIET, *options]
     return finetune.main([str(word) for word in words])
 
 
 def losses(out: Path) -> list[float]:
-    """The loss of each step, of a run that logged each."""
+    """The losses of a run that logged every step."""
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
@@ -195,7 +195,7 @@ def test_a_model_that_knows_the_classes_keeps_their_order(images, tmp_path):
 
 def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classifier, tmp_path):
     parquet(tmp_path / "train.parquet", [0, 1] * 4, ClassLabel(names=["dark", "light"]))
-    # The same images with the same names.
+    # The same images and class names, numbered in another order.
     parquet(tmp_path / "validation.parquet", [1, 0] * 4, ClassLabel(names=["light", "dark"]))
     parquet(tmp_path / "strings.parquet", ["dark", "light"] * 4)
     results = []
@@ -253,7 +253,7 @@ def test_a_language_model_learns_a_sentence_from_one_text_file(language_model, t
     metrics = start(
         language_model, tmp_path, *BOTH, *options, "--learning_rate", 2e-2, "--lr_scheduler_type", "cosine"
     )
-    assert metrics["eval_bits_per_token"] < 2.5  # 8 before; 3.9 knowing the letters alone
+    assert metrics["eval_bits_per_token"] < 2.5  # 8 before training; 3.9 with letter frequencies only
     assert metrics["eval_bits_per_token"] == pytest.approx(metrics["eval_loss"] / np.log(2), rel=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == list(b"fox")
 
@@ -269,13 +269,13 @@ def test_gpt2_is_fine_tuned_on_a_parquet_column(tmp_path):
 
 
 def test_label_smoothing_predicts_the_next_token(language_model, text, tmp_path):
-    """Trainer by itself would let AFT, whose name it does not know, learn to repeat its input."""
+    """Trainer alone does not shift the labels of AFT, whose name it does not know, so AFT would learn the identity."""
     options = ["--train", text, "--block_size", 64, "--num_train_epochs", 20, "--learning_rate", 2e-2]
     metrics = start(language_model, tmp_path, *BOTH, *options, "--label_smoothing_factor", 0.01)
     assert metrics["eval_bits_per_token"] < 3
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("every", [2, 3])  # steps; an epoch has 3
@@ -295,7 +295,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(finetune, "FineTuner", Stop)
         start(model, tmp_path / "parts", *options)
-    unfinished = tmp_path / "parts" / "checkpoint-100"  # of a run that was stopped while it wrote
+    unfinished = tmp_path / "parts" / "checkpoint-100"  # as of a run that was stopped while writing
     unfinished.mkdir()
     torch.rand(7)
     start(model, tmp_path / "parts", *options)
@@ -307,7 +307,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path)
 
 def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    hint = f"finetune.py: begins at step 0, although {tmp_path}/checkpoint-2 is there: --resume_from_checkpoint true"
+    hint = f"finetune.py: begins at step 0, although {tmp_path}/checkpoint-2 exists: --resume_from_checkpoint true"
     for wanted, told in ((None, False), (None, True), ("false", True), ("true", False)):
         resume = [] if wanted is None else ["--resume_from_checkpoint", wanted]
         start(classifier, tmp_path, *options, *resume)
@@ -349,12 +349,12 @@ def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_train
     assert refused[0].returncode == 1
     line = refused[0].stderr.strip().splitlines()[-1]
     assert line.startswith(f"finetune.py: {tmp_path} is in use by process {os.getpid()} on ")
-    start(classifier, tmp_path, *options)  # it is free again
+    start(classifier, tmp_path, *options)  # the directory is free again
     assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
 
 def write_content(path: Path, content: object) -> None:
-    """As JSON or as torch saves it, by the name of the file."""
+    """Write JSON or a file of `torch.save`, by the suffix of the path."""
     if path.suffix == ".json":
         path.write_text(json.dumps(content))
     else:
@@ -362,7 +362,7 @@ def write_content(path: Path, content: object) -> None:
 
 
 class Payload:
-    """A pickle that makes a directory when it is read."""
+    """A pickle that creates a directory when it is loaded."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -389,7 +389,7 @@ def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoint(classifier, images, tmp_path_factory):
-    """After one of two steps."""
+    """The checkpoint after one of two steps."""
     out = tmp_path_factory.mktemp("run")
     start(classifier, out, "--do_train", "--train", images, "--max_steps", 1, "--save_strategy", "epoch")
     return out / "checkpoint-1"
@@ -461,7 +461,7 @@ def test_adapters_of_images_are_loaded_again_and_gone_on_with(images, tmp_path):
     projections = {f"aft.layers.0.mixer.{name}_proj.weight" for name in "qkvo"}
     assert changed == projections | {"classifier.weight", "classifier.bias"}
 
-    # From the checkpoint after the first epoch, the second is the same.
+    # Resumed from the checkpoint after the first epoch, the second epoch is the same.
     whole = losses(tmp_path / "out")
     first = min((tmp_path / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     start(base, tmp_path / "again", *options, "--resume_from_checkpoint", first)
@@ -482,7 +482,7 @@ def test_adapters_give_the_logits_of_training_when_loaded_again(language_model, 
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(language_model), tmp_path).eval()
     tokens = torch.arange(20)[None]
     base = AutoModelForCausalLM.from_pretrained(language_model)
-    # In float64, as the order of a sum in float32 may depend on where the weights lie in memory.
+    # In float64, because float32 sums may depend on the memory alignment of the weights.
     again, ours, plain = (model.eval().double()(tokens).logits for model in (loaded, trained[-1], base))
     torch.testing.assert_close(again, ours, atol=1e-12, rtol=1e-12)
     assert not torch.allclose(plain, ours)

@@ -1,4 +1,4 @@
-"""The script prints a row for each mixer and task."""
+"""Test of measure_large_keys.py, which prints a row for each mixer and task."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The quickstart with a source of the user's own (without one it is what `make quickstart` and CI run)."""
+"""Test of the quickstart with a source of the user; `make quickstart` and CI run it without a source."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path):
         num_labels=1000,
     )
     DeiTForImageClassification(config).save_pretrained(tmp_path / "deit")
-    # As real DeiTs have it: resized to more than the model takes, then cropped.
+    # As in real DeiTs: the image is resized to more than the input size, then cropped.
     crop = {"size": {"height": 72, "width": 72}, "crop_size": {"height": 64, "width": 64}}
     DeiTImageProcessorPil(**crop).save_pretrained(tmp_path / "deit")
     command = [sys.executable, SCRIPT, "image", "--short", "--source", tmp_path / "deit", "--out", tmp_path / "out"]

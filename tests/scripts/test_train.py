@@ -1,4 +1,4 @@
-"""The training script as a user calls it."""
+"""Tests of train.py, called as a user calls it."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_a_smoke_run_trains_and_a_second_one_has_nothing_left_to_do(tmp_path):
     arguments = [RECIPE, f"data.train={text}", "steps=4", f"output_dir={tmp_path / 'out'}", "--smoke"]
     first, second = train(*arguments), train(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    # Lines of a log, and no bars.
+    # The output has log lines and no progress bars.
     assert "step 4/4: loss" in first.stdout and "tokens/s" in first.stdout and "GiB" in first.stdout
     assert "it/s" not in first.stderr and "step/s" not in first.stderr and "\r" not in first.stderr
     assert "resuming from" in second.stdout

@@ -1,7 +1,8 @@
-"""Other linear or attention-free layers that the paper compares AFT with, in the blocks of an AFT.
+"""Baselines: other linear or attention-free layers that the paper compares AFT with, in the blocks of an AFT.
 
-Importing this makes the Auto classes know `BaselineConfig`, and recipes `architecture: aft-baseline`. The models are
-for training and evaluation beside AFT: they do not generate with a cache, take no masks, and are not published.
+Importing this package registers `BaselineConfig` with the Auto classes, so that a recipe can have `architecture:
+aft-baseline`. The models are for training and evaluation in comparisons with AFT: they do not generate, take no masks,
+and are not published.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification

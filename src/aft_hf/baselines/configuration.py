@@ -1,4 +1,4 @@
-"""The config of an AFT whose mixers are layers that the paper compares AFT with."""
+"""Configuration of the baselines: an AFT whose mixers are layers that the paper compares AFT with."""
 
 import os
 from typing import Any
@@ -48,7 +48,7 @@ class BaselineConfig(AFTConfig):
                 f"mixer with modality={self.modality!r} must be one of {', '.join(allowed)}, got {self.mixer!r}"
             )
         if self.mixer == "lambda" and self.use_cls_token:
-            raise ValueError("a lambda layer takes the patches of a grid: it has no class token")
+            raise ValueError("a lambda layer has no class token: set use_cls_token=False")
         for name in ("key_dim", "num_random_features"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 2**17:
@@ -57,8 +57,8 @@ class BaselineConfig(AFTConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As any config of transformers: no code goes with it."""
+        """Save the config like any config of transformers, without code."""
         PreTrainedConfig.save_pretrained(self, save_directory, push_to_hub=push_to_hub, **kwargs)
 
 
-BaselineConfig._auto_class = None  # which AFTConfig has, to save its code
+BaselineConfig._auto_class = None  # AFTConfig sets it to save its code

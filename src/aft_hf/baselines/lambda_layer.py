@@ -1,19 +1,19 @@
-"""The lambda layer for images with the full context of LambdaNetworks (Bello 2021)."""
+"""The lambda layer of LambdaNetworks (Bello 2021) for images, with full context."""
 
 import torch
 from torch import nn
 
 
 class LambdaLayer(nn.Module):
-    """y_n = (softmax(K)^T V + E_n^T V)^T q_n, E_n being embeddings of the offsets to all patches (Eq. 1 and 2).
+    """y_n = (softmax(K)^T V + E_n^T V)^T q_n, where E_n embeds the offsets from patch n to all patches (Eq. 1 and 2).
 
-    Queries and keys are batch-normalized, as the AFT paper says; an output projection follows, without which the
-    layer would have fewer parameters than in its Table 7.
+    Queries and keys are batch-normalized, as the AFT paper says. An output projection follows, because the layer would
+    otherwise have fewer parameters than in Table 7 of the AFT paper.
 
     Args:
         hidden_size: width d.
-        num_heads: queries of a patch, which share one lambda; divides d.
-        key_dim: |k|.
+        num_heads: number of queries of a patch, which share one lambda; divides d.
+        key_dim: width |k| of a query or key.
         grid_size: (rows, columns) of patches.
     """
 
@@ -35,7 +35,7 @@ class LambdaLayer(nn.Module):
         nn.init.normal_(self.offsets)
 
     def embeddings(self) -> torch.Tensor:
-        """E, (T, T, |k|): row n for the offsets from patch n."""
+        """E, (T, T, |k|): row n has the embeddings of the offsets from patch n."""
         row, column = (torch.arange(size, device=self.offsets.device) for size in self.grid_size)
         row, column = (x - x[:, None] + len(x) - 1 for x in (row, column))
         return self.offsets[row[:, None, :, None], column[None, :, None, :]].flatten(2, 3).flatten(0, 1)
@@ -44,10 +44,10 @@ class LambdaLayer(nn.Module):
         """(B, T, d) to (B, T, d).
 
         Raises:
-            ValueError: another number of patches than that of the grid.
+            ValueError: the number of patches is not that of the grid.
         """
         if x.shape[1] != self.grid_size[0] * self.grid_size[1]:
-            raise ValueError(f"{x.shape[1]} patches are not those of a grid of {self.grid_size}")
+            raise ValueError(f"{x.shape[1]} patches do not match the grid of {self.grid_size}")
         query = self.q_norm(self.q_proj(x).mT).mT.unflatten(-1, (self.num_heads, -1))  # (B, T, h, k)
         key = self.k_norm(self.k_proj(x).mT).softmax(-1)  # (B, k, T)
         value = self.v_proj(x)

@@ -1,4 +1,4 @@
-"""Causal attention with a kernel of features in place of the softmax: Linear Transformer and Performer.
+"""Causal attention with a feature map phi in place of the softmax: Linear Transformer and Performer.
 
 Both compute y_t = phi(q_t) sum_t' phi(k_t') v_t'^T / phi(q_t) sum_t' phi(k_t') over t' <= t, which is linear in the
 sequence length (Katharopoulos et al. 2020, Eq. 9).
@@ -12,7 +12,7 @@ from torch import nn
 
 CHUNK_SIZE = 64
 
-# Added to the features of a Performer: none is 0, and no average is 0 / 0.
+# Added to the features of a Performer, so that no feature is 0 and no average is 0 / 0.
 EPSILON = 1e-6
 
 
@@ -27,7 +27,7 @@ def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch
         (B, h, T, v).
     """
     length = query.shape[2]
-    # The denominator is one more value: 1.
+    # The denominator is the numerator of an additional value, which is 1.
     value = torch.cat([value, torch.ones_like(value[..., :1])], -1)
     padding = -length % CHUNK_SIZE
     query, key, value = (
@@ -37,7 +37,7 @@ def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch
     before = nn.functional.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
     sums = (query @ key.mT).tril() @ value + query @ before
     sums = sums.flatten(2, 3)[:, :, :length]
-    # elu(x) + 1 rounds to 0 for x below -17: then there is nothing to average.
+    # elu(x) + 1 rounds to 0 for x below -17. If all features of a query are 0, the output is 0 and not 0 / 0.
     return sums[..., :-1] / sums[..., -1:].clamp_min(EPSILON**2)
 
 
@@ -64,7 +64,7 @@ class LinearAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, d) to (B, T, d)."""
         projected = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        # Sums over the sequence lose digits in half precision.
+        # Sums over the sequence lose precision in float16 and bfloat16.
         query, key, value = (y.float().unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected)
         with torch.autocast(x.device.type, enabled=False):
             context = causal_linear_attention(*self.features(query, key), value)
@@ -77,8 +77,8 @@ class Performer(LinearAttention):
     phi(x) = exp(W x - |x|^2 / 2) / sqrt(m) of x / d_h^(1/4) (Choromanski et al. 2021, Lemma 1), W drawn once.
 
     Args:
-        hidden_size, num_heads: as of `LinearAttention`.
-        num_features: m; d_h log d_h by default, as in Table 1 of the AFT paper.
+        hidden_size, num_heads: as in `LinearAttention`.
+        num_features: m. Default: d_h log d_h, as in Table 1 of the AFT paper.
     """
 
     directions: torch.Tensor  # W, (m, d_h)
@@ -97,7 +97,7 @@ class Performer(LinearAttention):
         if self.directions.is_meta:
             return
         orthogonal, triangular = torch.linalg.qr(torch.randn(-(-count // size), size, size))
-        # Without these signs they would point to one side: LAPACK chooses those of the triangle.
+        # LAPACK chooses the signs of the triangle; without this correction the directions would not be uniform.
         orthogonal = orthogonal * triangular.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         lengths = torch.randn(count, size).norm(dim=1, keepdim=True)
         self.directions.copy_(orthogonal.mT.flatten(0, 1)[:count] * lengths)
@@ -107,8 +107,8 @@ class Performer(LinearAttention):
         of_query, of_key = (
             x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)
         )
-        # A factor of a query cancels in the quotient, and so does one of all keys of a head. EPSILON is relative to
-        # the largest feature of the keys, later ones included.
+        # A factor of a query cancels in the quotient, and so does a common factor of all keys of a head. EPSILON is
+        # relative to the largest key feature of the whole sequence, including later tokens.
         shift, shift_of_keys = of_query.amax(-1, keepdim=True), of_key.amax((-2, -1), keepdim=True)
         return (
             torch.exp(of_query - shift.detach()) + EPSILON,

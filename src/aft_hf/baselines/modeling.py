@@ -1,4 +1,4 @@
-"""Models of baselines: those of AFT, with the mixers of `BaselineConfig`."""
+"""Baseline models: the models of AFT with the mixers of `BaselineConfig`."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from .synthesizer import DenseSynthesizer
 
 
 class _Mixer(nn.Module):
-    """A layer as the mixer of an AFT block.
+    """Wrapper of a layer as the mixer of an AFT block.
 
     Args:
-        layer: (B, T, d) to (B, T, d).
+        layer: a module from (B, T, d) to (B, T, d).
     """
 
     def __init__(self, layer: nn.Module):
@@ -27,12 +27,12 @@ class _Mixer(nn.Module):
     def forward(self, x: torch.Tensor, *, grid_size: tuple[int, int] | None, **others: Any) -> torch.Tensor:
         for name, value in others.items():
             if value is not None and value is not False:
-                raise ValueError(f"a baseline takes no {name}: it trains on and evaluates whole rows, without a cache")
+                raise ValueError(f"a baseline takes no {name}: it takes whole sequences, without padding or cache")
         return self.layer(x)
 
 
 def build_layer(config: BaselineConfig) -> nn.Module:
-    """The layer that takes the place of AFT."""
+    """Build the layer that replaces the AFT mixer."""
     sizes = config.hidden_size, config.num_heads
     if config.mixer == "linear":
         return LinearAttention(*sizes)
@@ -45,10 +45,10 @@ def build_layer(config: BaselineConfig) -> nn.Module:
 
 
 class _Baseline(AFTPreTrainedModel):
-    """What the models have in common: layers in place of mixers, and how these begin."""
+    """Base class of the models, which replaces the mixers and initializes the layers."""
 
     config_class = BaselineConfig
-    _auto_class = None  # code does not go with the weights
+    _auto_class = None  # no code is saved with the weights
     aft: AFTModel
 
     def __init__(self, config: BaselineConfig):
@@ -76,7 +76,7 @@ class BaselineForCausalLM(_Baseline, AFTForCausalLM):
         use_cache: bool | None = None,
         **options: Any,
     ) -> Any:
-        """As of `AFTForCausalLM`, without a cache and without padding."""
+        """The forward pass of `AFTForCausalLM`, without a cache and without padding."""
         if use_cache:
             raise ValueError("a baseline has no cache: call it with use_cache=False")
         if attention_mask is not None and bool(attention_mask.all()):
@@ -84,8 +84,8 @@ class BaselineForCausalLM(_Baseline, AFTForCausalLM):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **options)
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """Not possible: a baseline has no cache."""
-        raise NotImplementedError("a baseline does not generate: it trains on and evaluates whole rows")
+        """Not supported, because a baseline has no cache."""
+        raise NotImplementedError("a baseline does not generate: it has no cache")
 
 
 class BaselineForImageClassification(_Baseline, AFTForImageClassification):

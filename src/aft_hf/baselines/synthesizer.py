@@ -1,4 +1,4 @@
-"""The dense Synthesizer: attention weights that each token predicts from itself, without keys."""
+"""The dense Synthesizer: each token predicts its attention weights from itself, without keys."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ class DenseSynthesizer(nn.Module):
 
     Args:
         hidden_size: width d.
-        num_heads: h, which divides d. Each has d / h of the hidden features and of the values.
+        num_heads: h, which divides d. Each head has d / h hidden features and d / h values.
         max_positions: the longest sequence.
     """
 
@@ -26,7 +26,7 @@ class DenseSynthesizer(nn.Module):
         """(B, T, d) to (B, T, d).
 
         Raises:
-            ValueError: more than `max_positions` tokens.
+            ValueError: the sequence has more than `max_positions` tokens.
         """
         length = x.shape[1]
         if length > self.max_positions:

@@ -1,1 +1,1 @@
-"""Speed and memory of AFT models beside what they are compared with, in one run."""
+"""Benchmark of the speed and memory of AFT models and the models that they are compared with."""

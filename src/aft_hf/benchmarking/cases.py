@@ -1,4 +1,4 @@
-"""A case of the benchmark: the candidates that take turns, and what is asked of ours."""
+"""A case of the benchmark: candidates that take turns, and the requirements on ours."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,23 +14,23 @@ Builder = Callable[[torch.device], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Case:
-    """Candidates to be compared at one task.
+    """Candidates that are compared at one task.
 
     Attributes:
-        name: unique.
-        suite: its name in `SUITES`.
+        name: unique name of the case.
+        suite: name of its suite in `SUITES`.
         task: "inference", "training" or "decode".
         dtype: "fp32" or "bf16" (autocast in training, weights in inference).
-        items, unit: how many images or tokens one call takes.
-        builders: candidates by name, each makes what to call. "ours" comes first and "peer" second, except in a case
-            of the suite `growth`, which has models by their names. Neighbours with the same builder of a peer are
-            measured together, and what they share is measured once.
-        peer: what the peer is, for people.
-        required: for "peer" and "floor", how many times faster than that ours has to be; empty if nothing is asked.
-        required_memory: for "peer", how many times its peak memory ours may take; likewise.
+        items, unit: how many images or tokens one call processes.
+        builders: the builder of each candidate by name. "ours" comes first and "peer" second, except in the suite
+            `growth`, where the names are those of models. Consecutive cases with the same builder of the peer are
+            measured together, and a candidate that they share is measured once.
+        peer: name of the peer in tables.
+        required: for "peer" and "floor", how many times faster than it ours has to be; empty without a requirement.
+        required_memory: for "peer", the largest allowed ratio of our peak memory to its; empty without a requirement.
         peaks: the candidates whose peak memory is measured.
-        package: what has to be installed for the peer, if transformers does not have it.
-        size: tokens, or pixels of the side, that the case grows with.
+        package: the package that has to be installed for the peer, besides transformers.
+        size: in the suite `growth`, the tokens or the pixels of a side.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the cases are; by default as the requirements are stated."""
+    """Sizes of the cases; the requirements are stated for the defaults."""
 
     vision_layers: int = 12
     largest_batch: int = 32
@@ -65,7 +65,7 @@ class Sizes:
 
 
 FULL = Sizes()
-# To see in minutes that every case runs; the numbers say nothing.
+# Sizes at which every case runs within minutes, as a test; the numbers say nothing.
 SMOKE = Sizes(1, 1, 2, 64, (64, 128, 256), (8, 16, 64), 64, (32, 64, 128, 256, 512), 256, (224, 256, 320))
 
 
@@ -76,7 +76,7 @@ def model_builder(
     dtype: torch.dtype,
     compiled: bool = False,
 ) -> Builder:
-    """Makes a model on a device, and what one call of it is: a forward pass or a training step."""
+    """Return a builder that makes a model on a device and one call of it: a forward pass or a training step."""
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def model_builder(
 
 
 def random_images(batch: int, side: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """Makes the inputs of an image classifier; for training with labels of 1,000 classes."""
+    """Return a function that makes the inputs of an image classifier, in training with labels of 1,000 classes."""
 
     def inputs() -> dict[str, torch.Tensor]:
         pixels = {"pixel_values": torch.randn(batch, 3, side, side)}
@@ -104,7 +104,7 @@ def random_images(batch: int, side: int, task: str) -> Callable[[], dict[str, to
 
 
 def random_tokens(batch: int, length: int, task: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """Makes the inputs of a language model of bytes; for training with labels."""
+    """Return a function that makes the inputs of a language model of bytes, in training with labels."""
 
     def inputs() -> dict[str, torch.Tensor]:
         tokens = torch.randint(256, (batch, length))
@@ -114,7 +114,7 @@ def random_tokens(batch: int, length: int, task: str) -> Callable[[], dict[str, 
 
 
 def layer_builder(make: Callable[[], nn.Module], shape: tuple[int, ...], task: str) -> Builder:
-    """Makes a layer in fp32, and what one call of it is; a training step has gradients of the inputs, too."""
+    """Return a builder that makes a layer in fp32 and one call of it; training includes gradients of the inputs."""
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
@@ -139,7 +139,7 @@ def _inference(model: nn.Module, forward: Callable[[], object]) -> Callable[[], 
 def _training(
     model: nn.Module, loss: Callable[[], torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> Callable[[], object]:
-    """Forward, backward and an AdamW step, fused as Trainer has it."""
+    """A training step: forward, backward and an AdamW step, fused as in Trainer."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

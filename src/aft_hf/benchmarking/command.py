@@ -1,4 +1,4 @@
-"""`aft-hf benchmark`. What it needs is imported when it runs: the other commands do without."""
+"""The command `aft-hf benchmark`. Slow imports are deferred until it runs, as other commands do not need them."""
 
 import sys
 from pathlib import Path
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
 
 def benchmark_command(
     suite: Annotated[
-        list[str], typer.Option(help="vision, causal, decode, mixer, growth or all; as often as you like.")
+        list[str], typer.Option(help="vision, causal, decode, mixer, growth or all; may be repeated.")
     ] = ["all"],  # noqa: B006
-    only: Annotated[str | None, typer.Option(help="Cases whose names match this pattern.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only the cases whose names match this pattern.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each case.")] = 7,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    memory: Annotated[bool, typer.Option(help="Also measure peak memory.")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")] = None,
     json: Annotated[
-        Path, typer.Option(help="Results: rows of the same machine, versions and turns are not measured again.")
+        Path, typer.Option(help="File of the results. Rows of the same machine, versions and turns are kept.")
     ] = Path("outputs/benchmark.json"),
     picture: Annotated[
-        Path | None, typer.Option(help="How time and memory grow, as PNG; by default beside the JSON.")
+        Path | None, typer.Option(help="PNG of the growth of time and memory. Default: path of the JSON as .png.")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables here, too, as Markdown.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what the JSON has.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to see that every case runs.")] = False,
-    measure: Annotated[bool, typer.Option(help="Or only show and draw what the JSON has.")] = True,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Also measure the rows that the JSON has.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to check that every case runs.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure, or only show and draw the rows of the JSON.")] = True,
 ) -> None:
-    """Measure speed and memory beside ViT, GPT-2 and others with SDPA, in turns in one process.
+    """Compare speed and memory of AFT with ViT, GPT-2 and others with SDPA, in turns in one process.
 
-    Each row: the median over turns of the ratio of seconds, items per second, and peak memory from a process of its
-    own. Models with one peer take turns together. Rows are written as soon as they are there, and the same command
-    goes on after an interruption.
+    Each row has the items per second of both models, the median over turns of the ratio of their times, and their peak
+    memory, which is measured in a new process. Models with the same peer take turns together. Rows are written as soon
+    as they are measured, and the same command resumes after an interruption.
     """
     import torch
     from rich.console import Console
@@ -49,7 +49,7 @@ def benchmark_command(
     if measure:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if place.type == "cpu" and sys.platform != "linux" and memory:
-            raise ValueError("peak memory of a CPU is measured on Linux only: --no-memory goes without")
+            raise ValueError("peak memory on a CPU can be measured on Linux only: give --no-memory")
         if place.type == "cpu":
             keep_freed_memory()
         sizes = SMOKE if smoke else FULL
@@ -78,7 +78,7 @@ def benchmark_command(
 
 
 def _in_short(row: dict[str, Any]) -> str:
-    """What a new row says, while others are still to come."""
+    """One line about a new row, which is printed while other rows are still measured."""
     if "seconds" not in row:
         return row.get("skipped") or f"failed: {row['failed']}"
     return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in row["seconds"].items())

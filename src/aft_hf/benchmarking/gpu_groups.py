@@ -1,4 +1,4 @@
-"""What is measured on a GPU: groups of candidates that take turns, AFT with its kernels first in each."""
+"""The groups of candidates that take turns on a GPU. AFT with its Triton kernels comes first in each group."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ from .models import TextRow, VisionRow
 
 TYPES = ("local", "simple", "alibi", "conv")
 
-# Bytes that the kernels load and store per element in bfloat16, each address once per kernel: inference and training,
-# from scripts/count_kernel_bytes.py.
+# Bytes per element that the kernels load and store in bfloat16, counting each address once per kernel, as (inference,
+# training), from scripts/count_kernel_bytes.py.
 COUNTED_BYTES = {"local": (13.9, 58.4), "simple": (13.3, 51.8), "alibi": (13.3, 51.8), "conv": (10.0, 52.0)}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Candidates of one task.
+    """Candidates that are compared at one task.
 
     Attributes:
         section: "mixing", "text", "images" or "decoding".
-        name: what is compared.
+        name: name of the comparison.
         task: "inference", "training" or "decoding".
         dtype: "fp32" or "bf16" (autocast in training of models).
-        items, unit: how many tokens or images one call takes.
-        builders: candidates by name; each makes what to call.
-        moved: the bytes that a call of a candidate has to move, where they are counted.
-        shortened: for a candidate, the one whose time is to be subtracted: what it does before the items.
+        items, unit: how many tokens or images one call processes.
+        builders: the builder of each candidate by name.
+        moved: the bytes that one call of a candidate loads and stores, for candidates whose bytes are counted.
+        shortened: for a candidate, the name of the candidate whose time is subtracted: its work before the items.
     """
 
     section: str
@@ -51,15 +51,15 @@ class Group:
 
 @dataclass(frozen=True)
 class GpuSizes:
-    """How large the groups are."""
+    """Sizes of the groups."""
 
-    tokens: int = 65_536  # of a step: a batch has as many rows as that takes
+    tokens: int = 65_536  # per call, where the batch size follows from the length
     layers: int = 24
     width: int = 256
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144)
     longest_fp32: int = 4096
     mixing_length: int = 4096
-    images: tuple[tuple[VisionRow, int], ...] = (  # and how many of them at once
+    images: tuple[tuple[VisionRow, int], ...] = (  # with their batch sizes
         (VisionRow("tiny", "conv", 11, 32, 224), 256),
         (VisionRow("small", "conv", 11, 16, 384), 64),
         (VisionRow("small", "full", image_size=224), 128),
@@ -70,12 +70,12 @@ class GpuSizes:
     decoding_batches: tuple[int, ...] = (1, 64)
 
 
-# To see in seconds that every group runs; the numbers say nothing.
+# Sizes at which every group runs within seconds, as a test; the numbers say nothing.
 SMALLEST = GpuSizes(64, 1, 64, (32, 64), 32, 32, ((VisionRow("tiny", "conv", 3, 3, 32, 1), 2),), (1, 4), 2, (1, 2))
 
 
 def mixing_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """The operation by itself, whose bytes are counted: how much of what memory can move it moves."""
+    """The operation alone, whose counted bytes give the share of the memory bandwidth that it reaches."""
     rows, length = max(1, sizes.tokens // sizes.mixing_length), sizes.mixing_length
     elements = rows * length * sizes.width
     for name in TYPES:
@@ -90,7 +90,7 @@ def mixing_groups(sizes: GpuSizes) -> Iterator[Group]:
 
 
 def _mixing(name: str, backend: str, shape: tuple[int, int, int], task: str, dtype: torch.dtype) -> Builder:
-    """Eq. 2 with its gate; in training also the gradients of query, key, value and position biases."""
+    """Eq. 2 with its gate; training adds the gradients of query, key, value and position biases."""
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def _mixer(name: str, width: int, length: int) -> AFTMixer:
 
 
 def text_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """Language models beside a GPT-2 with the attention of PyTorch, and beside HGRN of fla where that is installed."""
+    """Language models, compared with GPT-2 with PyTorch's attention and, if fla is installed, with its HGRN."""
     wanted = [("bf16", x) for x in sizes.lengths] + [("fp32", x) for x in sizes.lengths if x <= sizes.longest_fp32]
     text = {name: TextRow(name, sizes.layers, sizes.width) for name in TYPES}
     for (dtype, length), task in product(wanted, ("training", "inference")):
@@ -138,7 +138,7 @@ def text_groups(sizes: GpuSizes) -> Iterator[Group]:
         yield Group("text", f"T={length}", task, dtype, rows * length, "tokens", builders)
     length = sizes.lengths[0]
     rows = max(1, sizes.tokens // length)
-    for dtype, task in product(("bf16", "fp32"), ("training", "inference")):  # last: to compile takes long
+    for dtype, task in product(("bf16", "fp32"), ("training", "inference")):  # last, because compilation takes long
         inputs = random_tokens(rows, length, task)
         fused, portable = (partial(text["local"].aft, length, backend) for backend in ("triton", "portable"))
         builders = {
@@ -149,7 +149,7 @@ def text_groups(sizes: GpuSizes) -> Iterator[Group]:
 
 
 def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
-    """The layer of flash-linear-attention nearest to AFT: a recurrence for each feature by itself, with a gate."""
+    """The model of flash-linear-attention nearest to AFT: a separate recurrence for each feature, with a gate."""
     from fla.models import HGRNConfig, HGRNForCausalLM  # type: ignore[import-not-found]  # is not a requirement
 
     config = HGRNConfig(
@@ -159,7 +159,7 @@ def _hgrn(sizes: GpuSizes) -> PreTrainedModel:
 
 
 def image_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """Image classifiers beside ViT."""
+    """Image classifiers, compared with ViT."""
     for dtype in ("bf16", "fp32"):
         for row, batch in sizes.images:
             for task in ("inference", "training"):
@@ -170,7 +170,7 @@ def image_groups(sizes: GpuSizes) -> Iterator[Group]:
 
 
 def decoding_groups(sizes: GpuSizes) -> Iterator[Group]:
-    """`generate` after a prompt, less what the prompt and the first token take.
+    """`generate` after a prompt, without the time of the prompt and the first token.
 
     With a static cache, `generate` compiles the step and replays it as a CUDA graph.
     """
@@ -213,7 +213,7 @@ def _generation(
     return build
 
 
-# What matters most comes first, here and within each.
+# The most important sections come first, and so do the most important groups of a section.
 SECTIONS: dict[str, Callable[[GpuSizes], Iterator[Group]]] = {
     "mixing": mixing_groups,
     "text": text_groups,

@@ -1,4 +1,4 @@
-"""How the groups of a GPU are measured: candidates in turns, the bandwidth of a copy, and the kernels of a call."""
+"""Measure the groups of a GPU: candidates in turns, the bandwidth of a copy, and the kernels of a call."""
 
 import statistics
 from collections.abc import Callable, Hashable
@@ -11,7 +11,7 @@ from .gpu_groups import Group
 from .measuring import peak_bytes, seconds_in_turns, synchronize
 
 
-COPIED = 2**30  # bytes of a tensor that is copied, to know what the memory of a GPU can move
+COPIED = 2**30  # bytes of the tensor whose copy gives the memory bandwidth of a GPU
 
 
 def bandwidth(device: torch.device) -> float:
@@ -23,7 +23,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def count_kernels(call: Callable[[], object], device: torch.device) -> int:
-    """Kernels and copies that run on the device in one call, those of a CUDA graph each by itself."""
+    """Number of kernels and copies that run on the device in one call, including each kernel of a CUDA graph."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         synchronize(device)
@@ -33,15 +33,20 @@ def count_kernels(call: Callable[[], object], device: torch.device) -> int:
 
 
 def measure(group: Group, device: torch.device, repeats: int, copied_per_second: float) -> list[dict[str, object]]:
-    """A row for each candidate: items per second, and on a GPU peak memory and kernels; or why there is none."""
+    """Measure the candidates of a group.
+
+    Returns:
+        A row for each candidate: items per second and, on a GPU, peak memory and number of kernels; or the reason why
+        it was not measured.
+    """
     calls: dict[Hashable, Callable[[], object]] = {}
     rows: dict[str, dict[str, object]] = {}
     for name, build in group.builders.items():
         try:
             calls[name] = build(device)
-            for _ in range(2):  # in training the second call has the state of the optimizer, too
+            for _ in range(2):  # the optimizer allocates its state at the end of the first training step
                 calls[name]()
-        except Exception as error:  # the others are measured
+        except Exception as error:  # the other candidates are still measured
             calls.pop(name, None)
             is_too_large = isinstance(error, torch.OutOfMemoryError)
             rows[name] = {"skipped": "out of memory"} if is_too_large else {"failed": described(error)}
@@ -50,12 +55,12 @@ def measure(group: Group, device: torch.device, repeats: int, copied_per_second:
     seconds = {name: statistics.median(x) for name, x in turns.items()}
     for name in [name for name in group.builders if name in calls and name not in group.shortened.values()]:
         shorter = group.shortened.get(name)
-        if shorter in rows:  # without its time nothing can be said
+        if shorter in rows:  # the time to be subtracted is missing
             rows[name] = rows[shorter]
             continue
         took = seconds[name] - (seconds[shorter] if shorter else 0.0)
         rows[name] = {"seconds": took}
-        if took > 0:  # a difference of two times may be noise
+        if took > 0:  # noise can make a difference of two times negative
             rows[name] |= {f"{group.unit}_per_second": group.items / took}
         if name in group.moved:
             rows[name]["of_bandwidth"] = group.moved[name] / took / copied_per_second

@@ -1,4 +1,4 @@
-"""How time and memory grow: lines over the length or the image size, and their slopes on log-log axes."""
+"""Growth of time and memory: lines over the length or the image size, and their slopes on log-log axes."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ Line = list[tuple[int, float]]  # (tokens, or pixels of the side; seconds or byt
 
 
 def lines(rows: list[Row]) -> dict[tuple[str, str, str, str, str], dict[str, Line]]:
-    """What grows, by (machine, sizes, unit, task, quantity), and in it by model."""
+    """The lines of the suite `growth` by (machine, sizes, unit, task, quantity), and for each of these by model."""
     found: dict[tuple[str, str, str, str, str], dict[str, Line]] = {}
     for row in rows:
         if row["suite"] != "growth" or "seconds" not in row:
@@ -26,7 +26,7 @@ def lines(rows: list[Row]) -> dict[tuple[str, str, str, str, str], dict[str, Lin
 
 
 def slopes(rows: list[Row]) -> list[Row]:
-    """The slope of each line: over all of it, and where it is longer than a decade, over the first and the last."""
+    """The slopes of each line: over all points and, if it spans more than a decade, over the first and last decade."""
     keys = ("machine", "sizes", "unit", "task", "quantity")
     return [
         dict(zip(keys, group)) | {"model": model} | line_slopes(line)
@@ -37,7 +37,7 @@ def slopes(rows: list[Row]) -> list[Row]:
 
 
 def line_slopes(line: Line) -> dict[str, float]:
-    """Slopes of one line, by the part they are of."""
+    """Slopes of one line by part: "all", "first_decade" and "last_decade"."""
     shortest, longest = line[0][0], line[-1][0]
     parts = {"all": line}
     if longest > 10 * shortest:
@@ -47,7 +47,7 @@ def line_slopes(line: Line) -> dict[str, float]:
 
 
 def slope(line: Line) -> float:
-    """By least squares on log-log axes: 1 where it is linear, 2 where quadratic."""
+    """Slope by least squares on log-log axes: 1 for linear growth, 2 for quadratic growth."""
     xs, ys = ([math.log(max(value, 1e-9)) for value in values] for values in zip(*line))
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum((x - mean_x) ** 2 for x in xs)

@@ -1,4 +1,4 @@
-"""The operation alone: our mixers beside the layers of other packages, which are imported where one is built."""
+"""Cases of single layers: our mixers, compared with layers of other packages, which are imported when built."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ from ..mixers_aft import AFTConv, AFTFull, AFTLocal
 from .cases import FULL, Case, Sizes, layer_builder
 
 
-TEXT_WIDTH, WINDOW = 256, 32  # of the paper's best character model, as the rank d' = 256 below
+TEXT_WIDTH, WINDOW = 256, 32  # of the paper's best character model, like the rank d' = 256 below
 IMAGE_WIDTH, GRID = 384, 14  # of DeiT-small at 224 pixels
 
 
 class LabmlLocal(nn.Module):
-    """labml-nn's AFT-local, causal by a mask; (T, B, d)."""
+    """AFT-local of labml-nn with a causal mask; (T, B, d)."""
 
     mask: torch.Tensor
 
@@ -34,7 +34,7 @@ class LabmlLocal(nn.Module):
 
 
 class SdpaAttention(nn.Module):
-    """ViT's attention layer with a head for each 64 features; (B, T, d)."""
+    """The attention layer of ViT with a head for each 64 features; (B, T, d)."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -47,23 +47,23 @@ class SdpaAttention(nn.Module):
 
 
 def aft_pytorch_full(width: int, length: int) -> nn.Module:
-    """aft-pytorch's AFT-full, its table unfactorized; (B, T, d)."""
+    """AFT-full of aft-pytorch, with an unfactorized table; (B, T, d)."""
     from aft_pytorch import AFTFull as Layer  # type: ignore[import-not-found]  # is not a requirement
 
     return Layer(length, width, width)
 
 
 def lambda_layer(width: int, side: int) -> nn.Module:
-    """A lambda layer with positions across the whole grid; (B, d, H, W)."""
+    """A lambda layer with position embeddings over the whole grid; (B, d, H, W)."""
     from lambda_networks import LambdaLayer  # type: ignore[import-not-found]  # is not a requirement
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about how it calls meshgrid
+        warnings.simplefilter("ignore")  # a warning of torch.meshgrid, which the package calls without `indexing`
         return LambdaLayer(dim=width, dim_out=width, n=side, dim_k=16, heads=4, dim_u=1)
 
 
 def mixer_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """Forward and training step of one layer in fp32."""
+    """Forward pass and training step of one layer in fp32."""
     length, batch, patches = sizes.mixer_length, sizes.largest_batch, GRID**2
     image = (batch, patches, IMAGE_WIDTH)
 

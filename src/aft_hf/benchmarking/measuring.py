@@ -1,4 +1,4 @@
-"""How time and memory are measured: candidates in turns, and peaks in a process of their own."""
+"""Measure time with candidates in turns, and peak memory in a process that does nothing else."""
 
 import ctypes
 import gc
@@ -14,24 +14,24 @@ from transformers import DynamicCache
 from ..caching_aft import AFTCache
 
 
-# Seconds of a call that is not worth a second one only to warm up: it was long because there is much to do, or because
-# a model was compiled, and that is done.
+# A call that takes more seconds than this is not warmed up a second time: either it does much work, or it compiled the
+# model, which later calls do not.
 LONG_CALL = 5.0
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was given to an accelerator; on a CPU everything is done already."""
+    """Wait for the work that is queued on an accelerator; on a CPU there is none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep what it frees, where its allocator is glibc's; memory is not measured in such a process.
+    """Make the allocator of glibc keep freed memory. Peak memory cannot be measured in such a process.
 
-    Otherwise a large tensor gets new pages or old ones depending on what ran before it, and on a CPU that decides more
-    than the arithmetic, for every candidate.
+    Otherwise a large tensor gets new or reused pages depending on the calls before it, and on a CPU that affects the
+    time of every candidate more than the arithmetic does.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -41,7 +41,7 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Give back what `keep_freed_memory` has had this process keep, and what nothing refers to any more."""
+    """Collect garbage, and return the memory that `keep_freed_memory` has kept to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -51,13 +51,16 @@ def release_freed_memory() -> None:
 def seconds_in_turns(
     candidates: Mapping[Name, Callable[[], object]], device: torch.device, *, repeats: int, warmup: int = 2
 ) -> dict[Name, list[float]]:
-    """Seconds of each call, the candidates taking turns (A B A B ...), so that what else the machine does hits all.
+    """Time candidates that take turns (A B A B ...), so that other load on the machine affects all of them.
 
     Args:
-        candidates: what to call, by any key.
-        device: what they run on.
-        repeats: timed calls of each.
-        warmup: calls of each before that, or one if that takes longer than `LONG_CALL`.
+        candidates: the calls to time, by any key.
+        device: the device that the calls run on.
+        repeats: timed calls of each candidate.
+        warmup: calls of each candidate before that; only one if it takes longer than `LONG_CALL`.
+
+    Returns:
+        The seconds of each timed call.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     warm = set()
@@ -78,13 +81,14 @@ def seconds_in_turns(
 
 
 def ratio(seconds: dict[Name, list[float]], ours: Name, peer: Name) -> float:
-    """How many times faster `ours` is: the median over turns of the ratio within a turn, which noise moves least."""
+    """How many times faster `ours` is: the median over turns of the ratio within a turn, as noise affects it least."""
     return statistics.median(b / a for a, b in zip(seconds[ours], seconds[peer]))
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes in use at the peak of a call, beyond those before it. On a CPU this is about the whole process, so it has
-    to be one that does nothing else, and Linux with glibc.
+    """Bytes in use at the peak of a call, beyond those in use before it.
+
+    On a CPU this is the memory of the whole process, which must do nothing else and run on Linux with glibc.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -93,17 +97,17 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         call()
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - allocated
-    ctypes.CDLL(None).malloc_trim(0)  # what building left free would hide what the call takes
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    ctypes.CDLL(None).malloc_trim(0)  # free memory left by building would hide allocations of the call
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = dict(_process_status())
     call()
     after = dict(_process_status())
-    libraries = after["RssFile"] - before["RssFile"]  # pages of code that the call was the first to need
+    libraries = after["RssFile"] - before["RssFile"]  # pages of code that the call loads first
     return after["VmHWM"] - before["VmRSS"] - libraries
 
 
 def state_bytes(cache: object) -> int:
-    """Bytes of all tensors that the cache of an AFT or of attention holds."""
+    """Bytes of all tensors in a cache of AFT or of attention."""
     if isinstance(cache, AFTCache):
         return cache.nbytes()
     assert isinstance(cache, DynamicCache)

@@ -1,4 +1,4 @@
-"""What is measured: AFT models by the names of the paper, and their peers."""
+"""Models of the benchmark: AFT models by their names in the paper, and their peers."""
 
 import copy
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class VisionRow:
 
     @property
     def name(self) -> str:
-        """As the paper writes it."""
+        """The name in the form of the paper."""
         kernel = f" {self.kernel_size}/{self.num_heads}" if self.aft_type == "conv" else ""
         return f"AFT-{self.aft_type} {self.size}{kernel} at {self.image_size}"
 
@@ -72,7 +72,7 @@ class VisionRow:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A language model of bytes: L = 24, d = 256, as the paper's best one."""
+    """A language model of bytes; by default with L = 24 and d = 256, like the paper's best model."""
 
     aft_type: str
     num_layers: int = 24
@@ -80,7 +80,7 @@ class TextRow:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name in tables."""
         return f"AFT-{self.aft_type}{'-32' if self.aft_type == 'local' else ''} L{self.num_layers} d{self.width}"
 
     def aft(self, length: int, mixing_implementation: str = "auto") -> PreTrainedModel:
@@ -98,7 +98,7 @@ class TextRow:
         return AFTForCausalLM(config)
 
     def gpt2(self, length: int) -> PreTrainedModel:
-        """The GPT-2 of the same depth and width, four heads as the paper's Transformer."""
+        """The GPT-2 of the same depth and width, a head for each 64 features: four at d = 256, as in the paper."""
         config = GPT2Config(
             vocab_size=256,
             n_positions=length,
@@ -108,7 +108,7 @@ class TextRow:
             bos_token_id=None,
             eos_token_id=None,
             use_cache=False,
-            resid_pdrop=0.0,  # as AFT's: with dropout, SDPA on a CPU is not fused
+            resid_pdrop=0.0,  # as in AFT: with dropout, SDPA on a CPU is not fused
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
@@ -116,7 +116,7 @@ class TextRow:
         return GPT2LMHeadModel(config)
 
     def reformer(self, length: int) -> PreTrainedModel:
-        """The Reformer of the same depth and width, local and LSH attention in turns; `length` is a multiple of 64."""
+        """The Reformer of the same depth and width, alternating local and LSH attention; 64 must divide `length`."""
         config = ReformerConfig(
             vocab_size=256,
             hidden_size=self.width,
@@ -124,7 +124,7 @@ class TextRow:
             attention_head_size=64,
             feed_forward_size=4 * self.width,
             attn_layers=[("local", "lsh")[i % 2] for i in range(self.num_layers)],
-            num_buckets=max(2, 2 * length // 64),  # what it would set at the first call, with a warning
+            num_buckets=max(2, 2 * length // 64),  # the value that it sets itself at the first call, with a warning
             axial_pos_shape=(length // 32, 32),
             axial_pos_embds_dim=(self.width // 4, self.width - self.width // 4),
             max_position_embeddings=length,
@@ -147,7 +147,7 @@ class TextRow:
 
 
 class ProductMixer(nn.Module):
-    """A mixer that mixes nothing: act(Q) K V, projected. What is left is the floor of any mixer's time."""
+    """A mixer without mixing over positions: act(Q) K V, projected. Its time is a lower bound for any mixer."""
 
     max_positions = None
 

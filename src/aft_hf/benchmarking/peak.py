@@ -1,4 +1,4 @@
-"""Peak memory in a process of its own: `python -m aft_hf.benchmarking.peak SUITE CASE CANDIDATE DEVICE SIZES`."""
+"""Measure peak memory in a new process: `python -m aft_hf.benchmarking.peak SUITE CASE CANDIDATE DEVICE SIZES`."""
 
 import ctypes
 import subprocess
@@ -20,7 +20,7 @@ def measure_peak(case: Case, candidate: str, device: torch.device, sizes: Sizes)
     """Peak bytes of one call of a candidate, in a new process.
 
     Raises:
-        RuntimeError: that process failed.
+        RuntimeError: the process failed.
     """
     name = next(name for name, known in SIZES.items() if known == sizes)
     command = [sys.executable, "-m", __spec__.name, case.suite, case.name, candidate, str(device), name]
@@ -41,7 +41,7 @@ def peak_of_process(build: Builder, device: torch.device) -> int:
     """Peak bytes of one call, in a process that does nothing else."""
     call = build(device)
     if device.type == "cpu":
-        # Tensors go back to the system as soon as they are free, so that the peak is of what is in use.
+        # Freed tensors return to the system at once, so that the peak counts only memory in use.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
     return peak_bytes(call, device)
 

@@ -1,4 +1,4 @@
-"""How time and memory grow, in one picture."""
+"""Figure of the growth of time and memory."""
 
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ OURS = {
     "AFT-alibi": "tab:purple",
     "AFT-conv base 25/32": "tab:blue",
 }
-LABEL_POINTS, LABEL_SIZE = 11, 9  # between two labels, and of a label
+LABEL_POINTS, LABEL_SIZE = 11, 9  # distance of two labels in points, and font size of a label
 
 
 def plot_growth(path: Path, rows: list[Row]) -> bool:
-    """Time and memory against length (a training step) and image size (inference), where they were measured last.
+    """Plot time and memory against length (a training step) and image size (inference).
+
+    Only rows with the device and the sizes of the last row are drawn.
 
     Returns:
         Whether there was anything to draw.
@@ -55,7 +57,7 @@ def plot_growth(path: Path, rows: list[Row]) -> bool:
             axes.set_xlabel("tokens" if unit == "tokens" else "side of the image, pixels")
     note = f"{device}, fp32, two blocks" + (" (smoke sizes: the numbers say nothing)" if sizes == "smoke" else "")
     figure.suptitle(note, fontsize=9, color="0.4", x=0.005, ha="left")
-    figure.draw_without_rendering()  # places the axes, which the labels need
+    figure.draw_without_rendering()  # places the axes, whose positions the labels need
     for axes in panels.values():
         _label(axes)
     with write_whole(path) as file:
@@ -86,7 +88,7 @@ def _draw(axes: Axes, models: dict[str, Line]) -> None:
 
 
 def _label(axes: Axes) -> None:
-    """The name of each line at its end, moved up where that of another is."""
+    """Write the name of each line at its end, moved up where it would overlap another label."""
     points_per_pixel = 72 / axes.figure.dpi
     taken: list[tuple[float, float]] = []
     for line in sorted(axes.lines, key=_end_in_pixels):
@@ -106,6 +108,6 @@ def _label(axes: Axes) -> None:
 
 
 def _end_in_pixels(line: Any) -> tuple[float, float]:
-    """(y, x) of the last point."""
+    """(y, x) of the last point in pixels."""
     x, y = line.axes.transData.transform([values[-1] for values in line.get_data()])
     return y, x

@@ -1,4 +1,4 @@
-"""The rows of a benchmark: measured, written as soon as they are there, and kept when the same run goes on."""
+"""Rows of the benchmark: each is written as soon as it is measured, and kept when the run resumes."""
 
 import hashlib
 import importlib.metadata
@@ -31,7 +31,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows in a JSON file of the benchmark.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the file is not a result of the benchmark.
     """
     try:
         return read_json(path, SavedRows).rows
@@ -50,17 +50,18 @@ def measure_cases(
     fresh: bool,
     show: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Measure cases and write what is there after each; what the file has of other cases, machines and sizes stays in
-    it. Neighbours that share a peer are measured, and written, together.
+    """Measure cases and update a file of rows; rows of other cases, machines and sizes stay in the file.
+
+    Consecutive cases that share a peer are measured together, and the file is written after each such group.
 
     Args:
-        cases: what to measure.
-        path: JSON file.
-        device: where.
+        cases: the cases to measure.
+        path: JSON file of the rows.
+        device: the device to measure on.
         repeats: timed turns of each case.
-        with_memory: measure peak memory, too.
-        sizes: those that the cases are of.
-        fresh: measure also what the file has already, by the same code and versions and with as many turns.
+        with_memory: whether to measure peak memory, too.
+        sizes: the sizes that the cases were made with.
+        fresh: whether to measure again the rows that the file has for the same code, versions and number of turns.
         show: called with each new row.
 
     Returns:
@@ -69,7 +70,7 @@ def measure_cases(
     rows = {_identity(row): row for row in (read_rows(path) if path.exists() else [])}
     own = []
     sizes_name = next(name for name, known in SIZES.items() if known == sizes)
-    # A case without a peer is by itself.
+    # A case without a peer is a group of its own.
     groups = [list(group) for _, group in groupby(cases, lambda case: case.builders.get("peer", case.name))]
     for group in track(groups, "cases", transient=True, disable=not os.isatty(2)):
         pending = []
@@ -85,7 +86,7 @@ def measure_cases(
             own.append(_identity(header))
             old = rows.get(own[-1])
             if old and not fresh and _is_done(old, header, with_memory and bool(case.peaks)):
-                # What is asked may have changed since.
+                # The requirements may have changed since.
                 rows[own[-1]] = old | {"required": case.required, "required_memory": case.required_memory}
             else:
                 pending.append((case, header))
@@ -94,22 +95,22 @@ def measure_cases(
                 rows[_identity(row)] = row
                 show(row)
             _write(path, list(rows.values()))
-    _write(path, list(rows.values()))  # also what is asked now
+    _write(path, list(rows.values()))  # with the current requirements
     return [rows[identity] for identity in own]
 
 
 def _measured(pending: list[tuple[Case, Row]], device: torch.device, *, with_memory: bool, sizes: Sizes) -> list[Row]:
-    """The rows of cases that take turns together; where they cannot be measured, rows that say why."""
+    """The rows of cases that take turns together; a case that cannot be measured gets a row with the reason."""
     cases, headers = zip(*pending)
     results = None
     try:
         results = measure(cases, device, repeats=headers[0]["repeats"], with_memory=with_memory, sizes=sizes)
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         results = [{"skipped": f"{error.name or case.package} is not installed"} for case in cases]
-    except RuntimeError as error:  # such as too little memory, which says nothing about other cases
+    except RuntimeError as error:  # such as out of memory, which need not affect other cases
         if len(cases) == 1:
             results = [{"failed": " ".join(str(error).split())[:300]}]
-    if results is None:  # one by one, now that the models of all are gone
+    if results is None:  # one by one, after the models of the group are freed
         return [row for one in pending for row in _measured([one], device, with_memory=with_memory, sizes=sizes)]
     return [header | result for header, result in zip(headers, results)]
 
@@ -121,12 +122,13 @@ def _write(path: Path, rows: list[Row]) -> None:
 def measure(
     cases: Sequence[Case], device: torch.device, *, repeats: int, with_memory: bool, sizes: Sizes
 ) -> list[Row]:
-    """Seconds, ratios and memory of the candidates of some cases, all in turns: what several cases have is one
-    candidate.
+    """Measure seconds, ratios and memory of the candidates of some cases, all in turns.
+
+    A builder that several cases share is one candidate.
     """
     for case in cases:
         if case.package is not None:
-            importlib.metadata.version(case.package)  # raises where it is not installed
+            importlib.metadata.version(case.package)  # raises if it is not installed
     builders = dict.fromkeys(build for case in cases for build in case.builders.values())
     calls = {build: build(device) for build in builders}
     timed = seconds_in_turns(calls, device, repeats=repeats)
@@ -136,7 +138,7 @@ def measure(
         for case, row in zip(cases, rows):
             row["state_bytes"] = {name: states[build] for name, build in case.builders.items()}
     if with_memory:
-        del calls  # the processes need the room: GPT-2 at 16,384 tokens takes 11 GiB
+        del calls  # the new processes need the memory: GPT-2 at 16,384 tokens takes 11 GiB
         release_freed_memory()
         candidates = {case.builders[name]: (case, name) for case in cases for name in case.peaks}
         peaks = {build: measure_peak(*candidate, device, sizes) for build, candidate in candidates.items()}
@@ -146,7 +148,7 @@ def measure(
 
 
 def _row(case: Case, seconds: dict[str, list[float]]) -> Row:
-    """What a case is, its candidates' speeds, and what is asked of ours."""
+    """The row of a case: its description, the speeds of its candidates, and the requirements on ours."""
     row: Row = {"task": case.task, "dtype": case.dtype, "unit": case.unit, "size": case.size, "peer": case.peer}
     row["seconds"] = {name: statistics.median(values) for name, values in seconds.items()}
     row["items_per_second"] = {name: case.items / value for name, value in row["seconds"].items()}
@@ -156,7 +158,7 @@ def _row(case: Case, seconds: dict[str, list[float]]) -> Row:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What the times depend on besides the code."""
+    """The device, and on a CPU the number of threads, which times depend on."""
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device)}
     models = []
@@ -168,7 +170,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def versions(package: str | None = None) -> dict[str, str]:
-    """Versions of what is measured: ours by its code, too, which changes more often than its number."""
+    """Versions of the packages. That of aft-hf includes a hash of its code, which changes more often."""
     found = {name: importlib.metadata.version(name) for name in ("aft-hf", "torch", "transformers")}
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*_aft.py")))
     found["aft-hf"] += f", code {hashlib.sha256(code).hexdigest()[:8]}"
@@ -179,11 +181,11 @@ def versions(package: str | None = None) -> dict[str, str]:
 
 
 def _identity(row: Row) -> tuple[str, str, str]:
-    """A file has one row for each."""
+    """The key of a row, which is unique within a file."""
     return row["case"], row["machine"]["device"], row["sizes"]
 
 
 def _is_done(row: Row, header: Row, with_memory: bool) -> bool:
-    """Whether a row has all that would be measured."""
+    """Whether a row has the same versions and repeats and all measurements."""
     same = all(row[key] == header[key] for key in ("versions", "repeats"))
     return same and "seconds" in row and (not with_memory or "peak_bytes" in row)

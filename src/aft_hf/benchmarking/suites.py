@@ -16,7 +16,7 @@ from .models import TextRow, VisionRow, without_mixing
 
 
 def vision_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """Inference and training of the rows of Tables 7 and 8 beside ViT."""
+    """Inference and training of the models of Tables 7 and 8, compared with ViT."""
     rows = {
         VisionRow("tiny", "conv", 11, 32): (1.10, 1.03),
         VisionRow("small", "conv", 11, 16): (1.10, 1.03),
@@ -70,7 +70,7 @@ def _compiled_builders(
     inputs: Callable[[], dict[str, torch.Tensor]],
     task: str,
 ) -> dict[str, Builder]:
-    """Both compiled, and ours as it is."""
+    """Both models compiled, and ours not compiled."""
     return {
         "ours": model_builder(ours, inputs, task, torch.float32, compiled=True),
         "peer": model_builder(peer, inputs, task, torch.float32, compiled=True),
@@ -78,12 +78,12 @@ def _compiled_builders(
     }
 
 
-# Training tokens per second against GPT-2 at each length.
+# Required training speed relative to GPT-2, for each length.
 CAUSAL_REQUIRED = {"local": (1.25, 2.0, 5.0), "simple": (1.3, 2.2, 6.0), "alibi": (1.3, 2.2, 6.0), "conv": ()}
 
 
 def causal_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """Forward and training step of language models beside GPT-2, and over the same model without mixing."""
+    """Inference and training of language models, compared with GPT-2 and with the same model without mixing."""
     for i in range(len(sizes.lengths)):
         for task in ("inference", "training"):
             for dtype_name in DTYPES:
@@ -92,7 +92,7 @@ def causal_cases(sizes: Sizes = FULL) -> Iterator[Case]:
 
 
 def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterator[Case]:
-    """All types at the i-th length, beside one GPT-2."""
+    """All types of AFT at the i-th length, which share one GPT-2."""
     length = sizes.lengths[i]
     batch = max(1, sizes.lengths[1] // length)
     inputs = random_tokens(batch, length, task)
@@ -103,7 +103,7 @@ def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterat
     rows = {name: TextRow(name, sizes.text_layers, sizes.text_width) for name in CAUSAL_REQUIRED}
     peer = builder(lambda: rows["simple"].gpt2(length))
     for aft_type, row in rows.items():
-        # Over the floor: 1 / 1.15 forward, 1 / 1.20 for a training step.
+        # Required speed relative to the floor: 1 / 1.15 in inference, 1 / 1.20 in training.
         asked = {"floor": 1 / 1.15 if task == "inference" else 1 / 1.20}
         if task == "training" and CAUSAL_REQUIRED[aft_type]:
             asked["peer"] = CAUSAL_REQUIRED[aft_type][i]
@@ -123,7 +123,7 @@ def _causal_cases_of(sizes: Sizes, i: int, task: str, dtype_name: str) -> Iterat
 
 
 def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
-    """AFT-local at the first length: compiled, and beside other models that are linear in it."""
+    """AFT-local at the first length: compiled, and compared with other models of linear time."""
     row, length = TextRow("local", sizes.text_layers, sizes.text_width), sizes.lengths[0]
     batch, aft = sizes.lengths[1] // length, lambda: row.aft(length)
     builders = _compiled_builders(aft, lambda: row.gpt2(length), random_tokens(batch, length, "training"), "training")
@@ -140,7 +140,7 @@ def _other_causal_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """One more token after a long text, beside GPT-2 with its cache, and beside our own after a short text."""
+    """One more token after a long text, compared with GPT-2 with its cache and with our model after a short text."""
     rows = [TextRow(name, sizes.text_layers, sizes.text_width) for name in ("simple", "alibi", "local", "conv")]
     longest, shortest = sizes.contexts[-1], sizes.contexts[0]
     for dtype_name in DTYPES:
@@ -169,18 +169,18 @@ def decode_cases(sizes: Sizes = FULL) -> Iterator[Case]:
 
 
 def _decode_case(name: str, dtype_name: str, batch: int, builders: dict[str, Builder], **options: Any) -> Case:
-    # No peaks: the state is what counts, and a row has its bytes.
+    # No peak memory: the cache is what differs, and a row has its bytes.
     return Case(
         f"{name} decode {dtype_name}", "decode", "decode", dtype_name, batch, "tokens", builders, peaks=(), **options
     )
 
 
 def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, dtype: torch.dtype) -> Builder:
-    """What reads one more token after `context` others; returns the cache."""
+    """Return a builder of a call that reads one more token after `context` tokens and returns the cache."""
 
     def build(device: torch.device) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = make(context + 100).eval().to(device, dtype)  # with room for the calls
+        model = make(context + 100).eval().to(device, dtype)  # with positions for the tokens of the calls
         with torch.inference_mode():
             cache = _fill(model, context, batch)
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
@@ -195,7 +195,7 @@ def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, 
 
 
 def _fill(model: PreTrainedModel, context: int, batch: int) -> object:
-    """A cache as after `context` tokens: what keeps all keys and values gets random ones, sums are what they are."""
+    """A cache with `context` tokens: attention gets random keys and values, and AFT reads random tokens."""
     tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     cache = model(tokens, use_cache=True).past_key_values
     if not isinstance(cache, DynamicCache):
@@ -211,7 +211,7 @@ def _fill(model: PreTrainedModel, context: int, batch: int) -> object:
 
 
 def growth_cases(sizes: Sizes = FULL) -> Iterator[Case]:
-    """Two blocks of each model at ever greater lengths, and of ever greater images: how time and memory grow."""
+    """Growth of time and memory: two blocks of each model at increasing lengths and image sizes."""
     for length in sizes.growth_lengths:
         for task in ("inference", "training"):
             types = ("local", "simple", "alibi")
@@ -252,11 +252,11 @@ def select_cases(suites: list[str], only: str | None, sizes: Sizes = FULL) -> li
     """The cases of the suites ("all" for every one) whose names match a pattern.
 
     Raises:
-        ValueError: no such suite, or no such case.
+        ValueError: a suite does not exist, or no case matches.
     """
     for name in suites:
         if name not in ("all", *SUITES):
-            raise ValueError(f"no suite {name!r}: there are {', '.join(SUITES)}, and all")
+            raise ValueError(f"unknown suite {name!r}: use {', '.join(SUITES)} or all")
     names = [name for name in SUITES if name in suites or "all" in suites]
     cases = [case for name in names for case in SUITES[name](sizes)]
     cases = [case for case in cases if only is None or fnmatch.fnmatchcase(case.name, only)]
@@ -264,4 +264,4 @@ def select_cases(suites: list[str], only: str | None, sizes: Sizes = FULL) -> li
         raise ValueError(f"no case matches {only!r}")
     if sizes == FULL:
         return cases
-    return [replace(case, required={}, required_memory={}) for case in cases]  # asked at full size only
+    return [replace(case, required={}, required_memory={}) for case in cases]  # requirements are for full sizes only

@@ -1,4 +1,4 @@
-"""The results of the benchmark as tables, for the terminal and in Markdown."""
+"""Tables of the results of the benchmark, for the terminal and in Markdown."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,20 +12,20 @@ from .growth import Row, slopes
 HEADINGS = (
     "case",
     "ours",
-    "beside",
-    "at",
-    "times as fast",
+    "peer",
+    "peer's speed",
+    "speedup",
     "required",
     "memory",
-    "times its memory",
+    "memory ratio",
     "required",
 )
-SLOPE_HEADINGS = ("model", "what", "slope", "first decade", "last decade")
+SLOPE_HEADINGS = ("model", "quantity", "slope", "first decade", "last decade")
 MET, MISSED = "✓", "✗"
 
 
 def comparisons(row: Row) -> Iterator[tuple[str, ...]]:
-    """The cells of a row, a line for each that ours is compared with."""
+    """The lines of a row in the table, one for each candidate that ours is compared with."""
     if "seconds" not in row:
         reason = row.get("skipped") or f"failed: {row['failed']}"
         yield (row["case"], reason, *[""] * (len(HEADINGS) - 2))
@@ -62,7 +62,7 @@ def _mark(required: float | None, met: bool) -> str:
 
 
 def growth_slopes(rows: list[Row]) -> Iterator[tuple[str, ...]]:
-    """The cells of the table of slopes."""
+    """The lines of the table of slopes."""
     for found in slopes(rows):
         against = "length" if found["unit"] == "tokens" else "side of the image"
         what = f"{found['task']}, {'time' if found['quantity'] == 'seconds' else 'memory'} against {against}"
@@ -71,7 +71,7 @@ def growth_slopes(rows: list[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def rich_table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> Table:
-    """For the terminal."""
+    """Make a table for the terminal."""
     table = Table(*headings)
     for line in lines:
         table.add_row(*line)
@@ -79,7 +79,7 @@ def rich_table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> Table
 
 
 def write_markdown(path: Path, rows: list[Row]) -> None:
-    """For each machine: what is asked of ours, what else it is compared with, slopes, and what was not measured."""
+    """Write the tables of each machine: required comparisons, other comparisons, slopes, and cases not measured."""
     parts = []
     for device, sizes in dict.fromkeys((row["machine"]["device"], row["sizes"]) for row in rows):
         own = [row for row in rows if (row["machine"]["device"], row["sizes"]) == (device, sizes)]
@@ -89,10 +89,10 @@ def write_markdown(path: Path, rows: list[Row]) -> None:
         versions = dict.fromkeys(f"{name} {v}" for row in own for name, v in row["versions"].items())
         parts += [f"## {device}" + (" (smoke sizes: the numbers say nothing)" if sizes == "smoke" else "")]
         parts += [f"Medians of {' or '.join(map(str, sorted({row['repeats'] for row in own})))} turns; "]
-        parts[-1] += f"{'; '.join(versions)}. {MET} reaches what is required, {MISSED} does not."
+        parts[-1] += f"{'; '.join(versions)}. {MET} meets the requirement, {MISSED} does not."
         for title, headings, lines in (
             ("Required", HEADINGS, asked),
-            ("Beside these", HEADINGS, others),
+            ("Other comparisons", HEADINGS, others),
             ("Growth", SLOPE_HEADINGS, list(growth_slopes(own))),
         ):
             if lines:

@@ -1,5 +1,5 @@
-"""The paper's claims, each tested by short runs with equal budgets on several seeds.
+"""Reproduction of the paper's claims: each claim is tested by short runs with equal budgets on several seeds.
 
-`claims` has the claims with the paper's numbers, `arms` the runs that they compare, `verdict` the rule that judges
-them, and `report` writes the page. `scripts/reproduce.py` is the command.
+`claims` defines the claims with the paper's numbers, `arms` the runs that they compare, `verdict` the rule that judges
+a comparison, and `report` writes the page. The command is `scripts/reproduce.py`.
 """

@@ -1,4 +1,7 @@
-"""The runs that claims compare, by name. An arm that several claims need is run once for each seed."""
+"""The arms that the claims compare, by name: training runs and speed measurements.
+
+An arm that several claims share is run once for each seed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +13,11 @@ class Training:
     """A run of the training loop.
 
     Attributes:
-        recipe: a file of `recipes`, without its suffix.
-        overrides: what differs, as `aft-hf train` takes it.
-        measures: what is measured of the trained model beside its score, names of `measures.MEASURES`.
-        start: the arm whose model of the same seed it starts from.
-        convert: options of `save_converted`, where that model is to become an AFT.
+        recipe: name of a file in `recipes`, without its suffix.
+        overrides: overrides of the recipe, in the syntax of `aft-hf train`.
+        measures: measurements of the trained model in addition to its score, as names of `measures.MEASURES`.
+        start: the arm whose model of the same seed is the initial model, if any.
+        convert: options of `save_converted` if the initial model is converted to an AFT first.
     """
 
     recipe: str
@@ -26,14 +29,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds and peak memory of our model beside another, in fp32 and in turns; no seed changes them, each one is a
-    repetition in new processes.
+    """A measurement of seconds and peak memory of our model and a peer, which take turns in fp32.
+
+    Seeds have no effect on it: each seed is a repetition in new processes.
 
     Attributes:
-        ours, peer: fields of a config with its `architecture`.
-        task: "training" (a step) or "inference".
-        batch: sequences or images.
-        length: tokens; None for images.
+        ours, peer: the `architecture` of a model and the fields of its config.
+        task: "training" (one step) or "inference".
+        batch: number of sequences or images.
+        length: tokens of a sequence; None for images.
     """
 
     ours: Mapping[str, Any]
@@ -43,8 +47,8 @@ class Speed:
     length: int | None = None
 
 
-# What `--scale` multiplies, where a recipe has it and no arm has set it to null. At 4 these are the paper's widths,
-# heads and T of characters; depths, windows and the size of images stay.
+# The values that `--scale` multiplies, by recipe; values that an arm sets to null are skipped. At scale 4 they are the
+# paper's widths, heads and, for characters, T; depths, windows and image sizes are not scaled.
 SCALED = {
     "characters_aft": ("steps", "model.hidden_size", "model.position_bias_dim", "data.seq_len"),
     "characters_gpt2": ("steps", "model.hidden_size", "model.num_attention_heads", "data.seq_len"),
@@ -59,16 +63,16 @@ SCALED = {
     "images_pretrained": ("steps",),
 }
 
-# What `--smoke` puts in place of all that: seconds, and numbers that say nothing.
+# Overrides of `--smoke`, which replace scaling: a run takes seconds, and its numbers say nothing.
 SMOKE = ("steps=4", "global_batch_size=4", "save_every=2", "log_every=1", "data.max_eval_samples=8")
-SMOKE_MODEL = "model.num_hidden_layers=2"  # where it is new
+SMOKE_MODEL = "model.num_hidden_layers=2"  # of a model that does not start from another arm
 
 WIDE = ("model.hidden_size=128", "model.num_hidden_layers=4")
-SHORT = ("data.seq_len=128", "global_batch_size=64", "steps=250")  # BLOOM's attention is not fused, and slow
+SHORT = ("data.seq_len=128", "global_batch_size=64", "steps=250")  # BLOOM's attention is not fused and therefore slow
 KERNEL_3, KERNEL_7 = "model.conv_kernel_size=3", "model.conv_kernel_size=7"
-FEW_HEADS = "model.num_heads=4"  # 24 features each, as in the paper's 11/16 and 25/32
+FEW_HEADS = "model.num_heads=4"  # 24 features per head, as in the paper's 11/16 and 25/32
 DEIT_CROPS = "data.augmentation.crop_scale=[0.08, 1.0]"
-CONVERTED = {"kernel_size": 9, "num_heads": 4}  # the paper's 25/32 at 384 px: the whole grid, 24 features a head
+CONVERTED = {"kernel_size": 9, "num_heads": 4}  # as 25/32 at 384 px: whole grid, 24 features per head
 
 CHARACTERS: dict[str, Training] = {
     "characters": Training("characters_aft"),
@@ -122,8 +126,9 @@ IMAGES: dict[str, Training] = {
     "vit-continued": Training("images_pretrained", start="vit"),
 }
 
+# No dropout, as in our models; attention with dropout is not fused.
 _GPT2 = {"architecture": "gpt2", "vocab_size": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_GPT2 |= {"use_cache": False, "bos_token_id": None, "eos_token_id": None}  # no dropout, as ours: it would not be fused
+_GPT2 |= {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
 _TEXT = {"architecture": "aft", "vocab_size": 256, "use_cache": False}
 _IMAGE = {"architecture": "aft", "modality": "image", "num_labels": 1000}
 _NARROW = {"hidden_size": 256, "num_hidden_layers": 24}
@@ -136,7 +141,7 @@ _SIMPLE = {"aft_type": "simple", "max_position_embeddings": 3072}
 
 
 def _beside_transformer(aft: Mapping[str, Any], size: Mapping[str, Any], heads: int, batch: int, length: int) -> Speed:
-    """A training step of a language model of the paper beside its Transformer."""
+    """A training step of a language model of the paper and of the Transformer of the same size."""
     peer = {**_GPT2, **size} | {"num_attention_heads": heads, "n_positions": length}
     return Speed({**_TEXT, **aft, **size}, peer, "training", batch, length)
 

@@ -1,4 +1,4 @@
-"""The claims: what the paper says, its numbers, and which comparisons of our runs decide."""
+"""The claims of the paper as data: statements, the paper's numbers, and the comparisons of our runs that decide."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ LOWER, HIGHER = False, True
 
 @dataclass(frozen=True)
 class Row:
-    """A number of the paper, None where it gives none, and the metric of an arm that stands beside it."""
+    """A row of a claim's table: a metric of an arm, and the paper's number or None if the paper gives none."""
 
     name: str
     arm: str
@@ -19,15 +19,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What has to be so of two numbers for the claim to hold.
+    """A comparison of two numbers that decides a claim.
 
     Attributes:
-        says: in words.
-        ours: arm and metric.
-        other: likewise, or a number.
-        higher: whether more is better.
-        margin: by how much ours may be worse; 0 where it has to be better.
-        judged: or only shown, as the paper does not say it.
+        says: the comparison in words, for the page.
+        ours: arm and metric of our number.
+        other: arm and metric of the number to compare with, or a constant.
+        higher: whether a higher number is better.
+        margin: how much worse ours may be; 0 if ours has to be better.
+        judged: whether the comparison counts for the verdict; False for a control that the paper does not have.
     """
 
     says: str
@@ -45,7 +45,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim by its number, as one sentence, with the tables it stands in."""
+    """A claim: its number, its statement, where the paper makes it, its rows and its comparisons."""
 
     number: int
     says: str
@@ -56,7 +56,7 @@ class Claim:
 
     @property
     def arms(self) -> list[str]:
-        """What has to be run, each once, an arm after the one that it starts from."""
+        """The arms of the rows and comparisons, each once, without the arms that they start from."""
         named = [row.arm for row in self.rows]
         for comparison in self.comparisons:
             named += [side[0] for side in (comparison.ours, comparison.other) if isinstance(side, tuple)]
@@ -68,7 +68,7 @@ def _test(arm: str) -> tuple[str, str]:
 
 
 def _beats(says: str, ours: str, other: str, higher: bool, **options: Any) -> Comparison:
-    """Better on the data that it is tested on."""
+    """A comparison of test scores, in which ours has to be better."""
     return Comparison(says, _test(ours), _test(other), higher, **options)
 
 
@@ -90,7 +90,8 @@ CLAIMS = {
     for claim in (
         Claim(
             1,
-            "AFT-local fits characters better than a Transformer of equal size in training, and is close in test",
+            "AFT-local has a lower training loss on characters than a Transformer of equal size, and a similar test "
+            "loss",
             "Table 4",
             (
                 Row(f"{T4_LOCAL}, training", "characters", "train", 0.972),
@@ -102,7 +103,8 @@ CLAIMS = {
                 Comparison("lower training loss", ("characters", "train"), ("characters-transformer", "train"), LOWER),
                 _beats("test loss within 0.05 bits", "characters", "characters-transformer", LOWER, margin=0.05),
             ),
-            "Training loss is the mean over the last tenth of the steps, with dropout, on the same samples for all.",
+            "The training loss is the mean over the last tenth of the steps, with dropout; all models see the same "
+            "samples.",
         ),
         Claim(
             2,
@@ -134,8 +136,8 @@ CLAIMS = {
                 _beats("a window of 32 beats none", "characters", "characters-simple", LOWER),
                 _beats("a window of 32 beats the full one", "characters", "characters-full", LOWER),
             ),
-            "The paper's numbers stand beside the window that is the same share of T. The window that is judged was "
-            "chosen before any run.",
+            "Each of the paper's numbers is in the row of the window that is the same fraction of T. The window that "
+            "decides the verdict was chosen before any run.",
         ),
         Claim(
             4,
@@ -150,7 +152,7 @@ CLAIMS = {
                 _beats("T = 256 beats 128", "characters", "characters-t128", LOWER),
                 _beats("T = 512 beats 128", "characters-t512", "characters-t128", LOWER),
             ),
-            "As many characters in each step for every T.",
+            "Every T has the same number of characters per step.",
         ),
         Claim(
             5,
@@ -161,8 +163,12 @@ CLAIMS = {
                 Row("AFT-local-256 on pixels, unfactorized", "pixels-unfactorized", "test", 2.84),
                 Row("AFT-full on images, factorized", "full", "test", 0.798),
                 Row("AFT-full on images, unfactorized", "full-unfactorized", "test", 0.782),
-                Row("parameters of the biases of a layer on pixels, factorized", "pixels", "bias_parameters"),
-                Row("the same, unfactorized", "pixels-unfactorized", "bias_parameters"),
+                Row("position-bias parameters per layer on pixels, factorized", "pixels", "bias_parameters"),
+                Row(
+                    "position-bias parameters per layer on pixels, unfactorized",
+                    "pixels-unfactorized",
+                    "bias_parameters",
+                ),
             ),
             (
                 _beats("on pixels", "pixels", "pixels-unfactorized", LOWER),
@@ -174,7 +180,7 @@ CLAIMS = {
                     LOWER,
                 ),
             ),
-            "The paper's 0.6 M and 9.6 M a layer include projections; ours are the position biases alone.",
+            "The paper's 0.6 M and 9.6 M per layer include the projections; ours count the position biases alone.",
         ),
         Claim(
             6,
@@ -202,7 +208,8 @@ CLAIMS = {
                 ),
                 _beats("Transformer on pixels", "pixels-transformer", "pixels-transformer-wide", LOWER, judged=False),
             ),
-            "Half the depth and twice the width, as in the paper: twice the parameters, and about as long a step.",
+            "Shallow and wide means half the depth and twice the width, as in the paper: twice the parameters, and "
+            "about as much time per step.",
         ),
         Claim(
             7,
@@ -218,12 +225,12 @@ CLAIMS = {
                 _beats("deep and narrow", "pixels", "pixels-transformer", LOWER),
                 _beats("shallow and wide", "pixels-wide", "pixels-transformer-wide", LOWER),
             ),
-            "Resized images and images stored as JPEG have other bits per dimension than the original CIFAR-10: ours "
-            "compare with each other only.",
+            "Resized images and images stored as JPEG have other bits per dimension than the original CIFAR-10, so "
+            "our numbers compare with each other only.",
         ),
         Claim(
             8,
-            "AFT-conv beats a ViT of equal size on images, and AFT-full is level with it",
+            "AFT-conv beats a ViT of equal size on images, and AFT-full matches it",
             "Table 7",
             (
                 Row("AFT-conv, a head for each feature (small 11/384)", "conv", "test", 0.808),
@@ -232,7 +239,7 @@ CLAIMS = {
             ),
             (
                 _beats("AFT-conv beats ViT", "conv", "vit", HIGHER),
-                _beats("AFT-full at most 1 % below ViT", "full", "vit", HIGHER, margin=0.01),
+                _beats("AFT-full at most 0.01 below ViT", "full", "vit", HIGHER, margin=0.01),
             ),
         ),
         Claim(
@@ -248,9 +255,9 @@ CLAIMS = {
             ),
             (
                 _beats("96 heads beat 4", "conv", "conv-few-heads", HIGHER),
-                _beats("kernel 3 at most 1 % below ViT", "conv-3", "vit", HIGHER, margin=0.01),
+                _beats("kernel 3 at most 0.01 below ViT", "conv-3", "vit", HIGHER, margin=0.01),
             ),
-            "The headers of Table 11 are lost in the paper's text; its first kernel, 3, has 79.9.",
+            "The headers of Table 11 are missing from the paper's text; its first entry, kernel size 3, is 79.9 %.",
         ),
         Claim(
             10,
@@ -268,7 +275,7 @@ CLAIMS = {
             11,
             "The query matters",
             "Table 12",
-            (Row("with query", "conv", "test", 0.808), Row("without", "conv-no-query", "test", 0.793)),
+            (Row("with query", "conv", "test", 0.808), Row("without query", "conv-no-query", "test", 0.793)),
             (_beats("accuracy", "conv", "conv-no-query", HIGHER),),
         ),
         Claim(
@@ -276,38 +283,39 @@ CLAIMS = {
             "Global connectivity matters",
             "Section 5.3",
             (
-                Row("kernel 3 and all other positions (the paper's kernel 7)", "conv-3", "test", 0.808),
-                Row("kernel 3 alone", "conv-3-no-global", "test", 0.799),
+                Row("kernel 3 with global connectivity (the paper's kernel 7)", "conv-3", "test", 0.808),
+                Row("kernel 3 without global connectivity", "conv-3-no-global", "test", 0.799),
             ),
             (_beats("accuracy", "conv-3", "conv-3-no-global", HIGHER),),
-            "A kernel of 3 is to our grid of 8 x 8 about what the paper's 7 is to 14 x 14.",
+            "A kernel of size 3 covers about the same fraction of our 8 x 8 grid as the paper's 7 covers of 14 x 14.",
         ),
         Claim(
             13,
-            "A DeiT start beats a random one, and the result beats the DeiT, smaller and faster",
+            "AFT-conv initialized from a DeiT beats random initialization and the DeiT, with fewer parameters and a "
+            "higher speed",
             "Table 8",
             (
                 Row("AFT-conv from the ViT", "conv-from-vit", "test", 0.834),
                 Row("AFT-conv from random weights", "conv-random", "test", 0.816),
-                Row("the ViT", "vit", "test", 0.829),
-                Row("the ViT, trained for as many steps more", "vit-continued", "test"),
+                Row("ViT", "vit", "test", 0.829),
+                Row("ViT, continued for the same number of steps", "vit-continued", "test"),
                 Row("AFT-conv, parameters", "conv-from-vit", "parameters", 79.7e6),
                 Row("ViT, parameters", "vit", "parameters", 86.9e6),
                 *_gains("AFT-conv base 25/32 at 384 px over ViT base, inference", "speed-deit-base", 1.10, 0.65),
             ),
             (
-                _beats("beats a random start", "conv-from-vit", "conv-random", HIGHER),
+                _beats("beats random initialization", "conv-from-vit", "conv-random", HIGHER),
                 _beats("beats the ViT", "conv-from-vit", "vit", HIGHER),
                 Comparison("fewer parameters", ("conv-from-vit", "parameters"), ("vit", "parameters"), LOWER),
                 *_faster_and_smaller("AFT-conv base", "speed-deit-base"),
-                _beats("beats the ViT trained for as long", "conv-from-vit", "vit-continued", HIGHER, judged=False),
+                _beats("beats the continued ViT", "conv-from-vit", "vit-continued", HIGHER, judged=False),
             ),
-            "The paper's AFT-conv is trained for 100 epochs after the DeiT's own; the ViT that is trained for as long "
-            "in all is our control.",
+            "The paper trains its AFT-conv for 100 epochs after the DeiT's own training; our control is the ViT "
+            "continued for the same number of steps.",
         ),
         Claim(
             14,
-            "Testing at a larger size than in training keeps or improves accuracy",
+            "Testing at a larger image size than in training keeps or improves accuracy",
             "Section 5.3",
             (
                 Row("AFT-conv at 32 px (the paper's 224)", "conv-crops", "test", 0.810),
@@ -329,35 +337,35 @@ CLAIMS = {
                     judged=False,
                 ),
             ),
-            "Trained on random crops of 8 to 100 % of the area, as DeiT is: that alone makes a larger test size "
-            "better for any model (Touvron et al. 2019, arXiv 1906.06423), so a ViT stands beside. Accuracy counts "
-            "as kept if it loses less than 0.5 %.",
+            "The models are trained on random crops of 8 to 100 % of the area, like DeiT. Such crops alone make a "
+            "larger test size better for any model (Touvron et al. 2019, arXiv 1906.06423), so a ViT is the control. "
+            "Accuracy counts as kept if it falls by less than 0.005.",
         ),
         Claim(
             15,
-            "Entropy regularization makes kernels sparser at no loss; one position per head costs little and runs at "
-            "AFT-simple's speed",
+            "Entropy regularization makes kernels sparser without loss of accuracy; one position per head costs "
+            "little accuracy and runs at AFT-simple's speed",
             "Section 8",
             (
                 Row("AFT-conv", "conv", "test", 0.808),
                 Row("with entropy regularization", "conv-entropy", "test", 0.809),
                 Row("one position per head", "conv-one-position", "test", 0.799),
-                Row("share of a kernel in use", "conv", "kernel_use"),
-                Row("share of a kernel in use, regularized", "conv-entropy", "kernel_use"),
+                Row("fraction of a kernel in use", "conv", "kernel_use"),
+                Row("fraction of a kernel in use, regularized", "conv-entropy", "kernel_use"),
                 Row("speed of one position per head over AFT-simple", "speed-one-position", "speed_ratio"),
             ),
             (
                 Comparison("sparser", ("conv-entropy", "kernel_use"), ("conv", "kernel_use"), LOWER),
-                _beats("regularized at most 1 % below", "conv-entropy", "conv", HIGHER, margin=0.01),
-                _beats("one position at most 2 % below", "conv-one-position", "conv", HIGHER, margin=0.02),
-                Comparison("0.8 of AFT-simple's speed or more", ("speed-one-position", "speed_ratio"), 0.8, HIGHER),
+                _beats("regularized at most 0.01 below", "conv-entropy", "conv", HIGHER, margin=0.01),
+                _beats("one position at most 0.02 below", "conv-one-position", "conv", HIGHER, margin=0.02),
+                Comparison("at least 0.8 of AFT-simple's speed", ("speed-one-position", "speed_ratio"), 0.8, HIGHER),
             ),
-            "The share of a kernel in use is exp(entropy of softmax(w)) over its size, 1 for a flat kernel, the mean "
-            "over layers and heads.",
+            "The fraction of a kernel in use is exp(entropy of softmax(w)) divided by the kernel's size, averaged "
+            "over layers and heads; it is 1 for a uniform kernel.",
         ),
         Claim(
             16,
-            "AFT takes more steps per second than a Transformer of the paper's sizes, in less memory",
+            "AFT trains faster and in less memory than a Transformer, at the paper's sizes",
             "Tables 2 and 4",
             (
                 *_gains("AFT-local-32, L = 12, d = 512, T = 1024", "speed-characters-wide", 1.30, 0.38),
@@ -379,12 +387,12 @@ CLAIMS = {
                 )
                 for comparison in _faster_and_smaller(name, arm)
             ),
-            "A training step in fp32. The paper's Transformer computes attention as written; ours is GPT-2 with fused "
-            "attention, which takes less time and much less memory.",
+            "A training step in fp32. The paper's Transformer computes attention without fusion; ours is GPT-2 with "
+            "fused attention, which takes less time and much less memory.",
         ),
         Claim(
             17,
-            "Trained on short texts, AFT with ALiBi biases holds on long ones, as attention does",
+            "AFT with ALiBi biases, trained on short texts, keeps its loss on longer texts, as attention does",
             "ALiBi (Press et al. 2022, arXiv 2108.12409); not a claim of the AFT paper",
             (
                 Row("AFT-alibi at T = 128, as trained", "characters-alibi", "test_at_1x"),
@@ -413,8 +421,8 @@ CLAIMS = {
                     judged=False,
                 ),
             ),
-            "Windows that do not overlap, of the same text: at greater lengths more characters have a long context. A "
-            "loss of less than 0.02 bits counts as kept.",
+            "The same text is split into windows that do not overlap, so at greater lengths more characters have a "
+            "long context. The loss counts as kept if it rises by less than 0.02 bits.",
         ),
         Claim(
             18,
@@ -434,7 +442,7 @@ CLAIMS = {
                 _beats("the Synthesizer", "characters-wide", "characters-synthesizer", LOWER),
                 _beats("lambda layers", "conv", "lambda", HIGHER),
             ),
-            "The other layers stand in the blocks of AFT, with its MLPs, norms and training.",
+            "The other layers take the place of AFT in the same blocks, with the same MLPs, norms and training.",
         ),
     )
 }

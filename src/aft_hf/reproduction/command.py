@@ -1,4 +1,4 @@
-"""The command of `scripts/reproduce.py`. What it needs is imported when it runs."""
+"""The command of `scripts/reproduce.py`. Slow imports are deferred until it runs."""
 
 import sys
 import traceback
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 
 def reproduce_command(
-    what: Annotated[list[str], typer.Argument(help="Numbers of claims, or all; or report, to write the page only.")],
-    text: Annotated[str | None, typer.Option(help="A plain text file.")] = None,
-    images: Annotated[str | None, typer.Option(help="A folder with train.parquet and validation.parquet.")] = None,
+    what: Annotated[list[str], typer.Argument(help="Numbers of claims, or all, or report, to only write the page.")],
+    text: Annotated[str | None, typer.Option(help="Plain text file, or generated.")] = None,
+    images: Annotated[
+        str | None, typer.Option(help="Folder with train.parquet and validation.parquet, or generated.")
+    ] = None,
     image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
     label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model, with the seeds 0, 1 ...")] = 3,
-    scale: Annotated[int, typer.Option(min=1, help="Times the widths, heads, lengths and steps; 4 on a GPU.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Directory of the runs [outputs/reproduction].")] = None,
-    page: Annotated[Path | None, typer.Option(help="The page of the report [docs/reproduction.md].")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Tell which runs are left, and stop.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A few steps of tiny models: everything runs.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model, with seeds 0, 1, ...")] = 3,
+    scale: Annotated[int, typer.Option(min=1, help="Factor of widths, heads, lengths and steps; 4 on a GPU.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Directory of the runs. Default: outputs/reproduction.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Page of the report. Default: docs/reproduction.md.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="List the runs that are left, and exit.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Run tiny models for a few steps, as a test.")] = False,
 ) -> None:
-    """Test claims of the paper by short runs, or write the page about the runs that are finished.
+    """Test claims of the paper by short runs, or write the page about the finished runs.
 
-    A run that was stopped resumes, and a finished one is not repeated.
+    An interrupted run resumes from its last checkpoint, and a finished run is not repeated.
     """
     from .records import read_records
     from .report import write_report
@@ -45,7 +47,7 @@ def reproduce_command(
     settings = Settings(out, text, images, image_column, label_column, scale, smoke)
     runs = [(arm, seed) for seed in range(seeds) for arm in arms]
     left = [run for run in runs if not settings.record_path(*run).exists()]
-    print(f"{len(runs)} runs, {len(left)} of them to do")
+    print(f"{len(runs)} runs, {len(left)} left to do")
     if plan:
         print("\n".join(f"{arm}, seed {seed}" for arm, seed in left))
         return
@@ -56,10 +58,10 @@ def reproduce_command(
 
 
 def arms_of(what: list[str]) -> list[str]:
-    """The arms of claims, by numbers or "all".
+    """The arms of the claims that a user names, each after the arm that it starts from.
 
     Raises:
-        ValueError: no such claim.
+        ValueError: a claim does not exist.
     """
     from .claims import CLAIMS
     from .running import with_starts
@@ -68,10 +70,10 @@ def arms_of(what: list[str]) -> list[str]:
 
 
 def numbers_of(what: list[str]) -> list[int]:
-    """The numbers of claims as a user gives them.
+    """The numbers of the claims that a user names: numbers or "all".
 
     Raises:
-        ValueError: no such claim.
+        ValueError: a claim does not exist.
     """
     from .claims import CLAIMS
 
@@ -79,16 +81,20 @@ def numbers_of(what: list[str]) -> list[int]:
         return list(CLAIMS)
     for word in what:
         if not word.isdigit() or int(word) not in CLAIMS:
-            raise ValueError(f"{word!r} is no claim: give numbers in 1 .. {max(CLAIMS)}, or all, or report, alone")
+            raise ValueError(f"{word!r} is not a claim: give numbers in 1 .. {max(CLAIMS)}, or all, or report")
     return [int(word) for word in what]
 
 
 def run_all(runs: list[tuple[str, int]], settings: "Settings") -> list[str]:
-    """Run one after the other; one that fails is told about, and the others go on. Returns the names of those."""
+    """Run arms one after the other. A failed run is reported, and the others continue.
+
+    Returns:
+        The failed runs, each with its error.
+    """
     from .running import identify, run_arm
 
     for arm, seed in runs:
-        identify(arm, seed, settings)  # what is wrong with the options shows before hours of runs
+        identify(arm, seed, settings)  # raises for wrong options before hours of runs
     failed = []
     for index, (arm, seed) in enumerate(runs):
         print(f"[{index + 1} of {len(runs)}] {arm}, seed {seed}", flush=True)
@@ -101,7 +107,7 @@ def run_all(runs: list[tuple[str, int]], settings: "Settings") -> list[str]:
 
 
 def show_verdicts(what: list[str], out: Path) -> None:
-    """A table of the claims and what the runs say about them."""
+    """Print a table of the claims, their comparisons and verdicts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,7 +126,7 @@ def show_verdicts(what: list[str], out: Path) -> None:
 
 
 def main() -> None:
-    """Run the command; what a user can cause ends in one line."""
+    """Run the command; an error of the user is printed as one line."""
     try:
         typer.run(reproduce_command)
     except (ValueError, OSError) as error:

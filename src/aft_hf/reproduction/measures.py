@@ -1,4 +1,4 @@
-"""What is measured of a trained model beside its score."""
+"""Measurements of a trained model in addition to its score."""
 
 import math
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from ..training.recipe import BytesRecipe, ImagesRecipe, Recipe, build_recipe
 from ..training.tasks import BytesTask, first_rows, read_rows
 
 
-LONGER = (1, 2, 4, 8)  # times the length in training
-LARGER = (1.25, 1.5, 1.75)  # times the image size in training
+LONGER = (1, 2, 4, 8)  # multiples of the sequence length in training
+LARGER = (1.25, 1.5, 1.75)  # multiples of the image size in training
 
 
 @torch.inference_mode()
 def lengths(recipe: Recipe) -> dict[str, float]:
-    """Bits per character of the test text at multiples of the length in training: "test_at_4x" and so on."""
+    """Bits per character of the test text at multiples of the sequence length in training, as "test_at_4x"."""
     model = _trained(AutoModelForCausalLM, recipe)
     found = {}
     for factor in LONGER:
@@ -40,7 +40,7 @@ def lengths(recipe: Recipe) -> dict[str, float]:
 
 
 def image_sizes(recipe: Recipe) -> dict[str, float]:
-    """Accuracy on the validation images at larger sizes than in training: "test_at_40_px" and so on."""
+    """Accuracy on the validation images at larger sizes than in training, as "test_at_40_px"."""
     assert isinstance(recipe, ImagesRecipe)
     data = recipe.data
     model = _trained(AutoModelForImageClassification, recipe)
@@ -57,7 +57,7 @@ def image_sizes(recipe: Recipe) -> dict[str, float]:
 
 @torch.no_grad()
 def kernels(recipe: Recipe) -> dict[str, float]:
-    """The share of a kernel in use, exp(entropy of softmax(w)) over its size: the mean over layers and heads."""
+    """Fraction of a kernel in use: exp(entropy of softmax(w)) / size, averaged over layers and heads."""
     shares = []
     for mixer in _trained(AutoModelForImageClassification, recipe).modules():
         if isinstance(mixer, AFTConv):
@@ -68,7 +68,7 @@ def kernels(recipe: Recipe) -> dict[str, float]:
 
 
 def position_biases(recipe: Recipe) -> dict[str, float]:
-    """Parameters of the position biases of a layer."""
+    """Number of position-bias parameters per layer."""
     kind = AutoModelForImageClassification if recipe.task == "images" else AutoModelForCausalLM
     model = _trained(kind, recipe)
     count = sum(w.numel() for name, w in model.named_parameters() if ".position_bias_" in name)
@@ -84,8 +84,10 @@ MEASURES: dict[str, Callable[[Recipe], dict[str, float]]] = {
 
 
 def scores(recipe: Recipe, results: dict[str, Any]) -> dict[str, float]:
-    """The metrics of every run, from what `train` returns: "test" is bits per character or dimension, or accuracy, on
-    the data that it is tested on; "train" the training loss over the last tenth of the steps, in bits where "test" is.
+    """Metrics of every run, from the results of `train`.
+
+    "test" is bits per character, bits per dimension or accuracy on the evaluation data. "train" is the mean training
+    loss over the last tenth of the steps, in bits if "test" is in bits.
     """
     name = {"bytes": "bits_per_character", "pixels": "bits_per_dim", "images": "accuracy"}[recipe.task]
     tested = results["metrics"].get("test") or results["metrics"]["validation"]
@@ -99,6 +101,6 @@ def scores(recipe: Recipe, results: dict[str, Any]) -> dict[str, float]:
 
 
 def _trained(kind: type[Any], recipe: Recipe) -> PreTrainedModel:
-    """The model that a run has saved, on the device to measure on."""
+    """Load the model of a finished run, on the GPU if there is one."""
     model = kind.from_pretrained(Path(recipe.output_dir)).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

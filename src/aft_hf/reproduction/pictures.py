@@ -1,4 +1,4 @@
-"""A picture of a claim: training losses of its arms, and the numbers that are compared, a dot for each seed."""
+"""Figure of a claim: training losses of its arms, and the compared numbers with a dot for each seed."""
 
 import itertools
 import statistics
@@ -20,15 +20,15 @@ DASHES = ("-", "--", ":")
 
 @styled
 def draw_claim(claim: Claim, records: Records) -> "Figure":
-    """A panel for each metric on each kind of data, with the losses of its arms on the left where there are any.
+    """Draw a panel for each metric on each kind of data, with the training losses of its arms on the left.
 
-    Parameters, and speed where models are trained too, stand in the table alone.
+    Parameter counts are in the table only, and so are the speeds of a claim that also trains models.
     """
     trained = any(data_of(row.arm) != "speed" for row in claim.rows)
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in claim.rows:
         if "parameters" not in row.metric and not (trained and data_of(row.arm) == "speed"):
-            # Accuracy at another size is accuracy.
+            # "test_at_40_px" shares the panel of "test".
             groups.setdefault((data_of(row.arm), row.metric.split("_at_")[0]), []).append(row)
     tall = sum(1.2 + 0.25 * max(6 if trained else 0, len(rows)) for rows in groups.values())
     figure, axes = new_figure(len(groups), 1 + trained, (9 if trained else 6, tall))
@@ -44,13 +44,13 @@ def draw_claim(claim: Claim, records: Records) -> "Figure":
 
 
 def data_of(arm: str) -> str:
-    """What an arm is trained on; "speed" where it is not."""
+    """The kind of data that an arm is trained on; "speed" for a speed measurement."""
     found = ARMS[arm]
     return found.recipe.split("_")[0] if isinstance(found, Training) else "speed"
 
 
 def _draw_losses(axis: "Axes", arms: list[str], records: Records) -> None:
-    """The losses of arms, the mean over seeds."""
+    """Draw the training losses of arms, averaged over seeds."""
     kinds = [(dash, colour) for dash in DASHES for colour in CURVES]
     for arm, (dash, colour) in zip(arms, itertools.cycle(kinds)):
         curves = [dict(map(tuple, record["losses"])) for record in records.of(arm)]
@@ -63,7 +63,7 @@ def _draw_losses(axis: "Axes", arms: list[str], records: Records) -> None:
 
 
 def _draw_values(axis: "Axes", metric: str, rows: list[Row], records: Records) -> None:
-    """A dot for each seed, and a bar at their mean."""
+    """Draw a dot for each seed, and a bar at the mean of the seeds."""
     for height, row in enumerate(reversed(rows)):
         values = list(records.values(row.arm, row.metric).values())
         if values:

@@ -1,4 +1,4 @@
-"""The records of finished runs, gathered for the report."""
+"""Records of finished runs, collected for the report."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,10 +13,10 @@ class Records:
     """Records by arm and seed.
 
     Args:
-        records: as `run_arm` writes them; of two of one arm and seed the later one counts.
+        records: records that `run_arm` has written; a later record replaces an earlier one of the same arm and seed.
 
     Raises:
-        ValueError: they are of runs at several scales, or smoke tests among others: these do not compare.
+        ValueError: the records mix several scales, or smoke tests and real runs, whose numbers do not compare.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]]):
@@ -26,25 +26,25 @@ class Records:
         kinds = {(record["scale"], record["smoke"]) for record in self.all()}
         if len(kinds) > 1:
             raise ValueError(
-                f"these runs do not compare, (scale, smoke) is {', '.join(map(str, sorted(kinds)))}: "
+                f"runs of different scales do not compare, (scale, smoke) is {', '.join(map(str, sorted(kinds)))}: "
                 "give each scale its own --out and --page"
             )
 
     def all(self) -> list[Mapping[str, Any]]:
-        """All records, in the order of arms and seeds."""
+        """All records, ordered by arm and seed."""
         return [self._of[arm][seed] for arm in sorted(self._of) for seed in sorted(self._of[arm])]
 
     def of(self, arm: str) -> list[Mapping[str, Any]]:
-        """The records of an arm by seed."""
+        """The records of an arm, ordered by seed."""
         return [record for _, record in sorted(self._of.get(arm, {}).items())]
 
     def values(self, arm: str, metric: str) -> dict[int, float]:
-        """A metric of an arm for each seed that has it."""
+        """The values of a metric of an arm by seed, for the seeds that have it."""
         metrics = {record["seed"]: record["metrics"] for record in self.of(arm)}
         return {seed: values[metric] for seed, values in metrics.items() if metric in values}
 
     def judge(self, comparison: Comparison) -> Judgement:
-        """What the runs say about a comparison."""
+        """Judge a comparison by its runs."""
         other = comparison.other if isinstance(comparison.other, float) else self.values(*comparison.other)
         return judge(
             self.values(*comparison.ours),
@@ -55,16 +55,19 @@ class Records:
         )
 
     def verdict(self, claim: Claim) -> str:
-        """What the runs say about a claim."""
+        """The verdict on a claim, from its judged comparisons."""
         return together([self.judge(each).verdict for each in claim.comparisons if each.judged])
 
 
 def read_records(*places: Path) -> Records:
-    """The records below `places`, later ones over earlier ones: a folder of JSON files, or one file with a list. What
-    does not exist is passed over.
+    """Read records; a later record replaces an earlier one of the same arm and seed.
+
+    Args:
+        places: folders of JSON files with a record each, or JSON files with a list of records. A path that does not
+            exist is skipped.
 
     Raises:
-        ValueError: as `Records`.
+        ValueError: the records do not compare, see `Records`.
     """
     found: list[Mapping[str, Any]] = []
     for place in places:

@@ -1,4 +1,4 @@
-"""The page of the reproduction, in Markdown, from the records of its runs."""
+"""Write the page of the reproduction in Markdown from the records of its runs."""
 
 import math
 import os
@@ -16,27 +16,27 @@ from .records import Records
 from .verdict import FACTOR, LEAST_SEEDS, NOT_RUN
 
 
-BEGINNING = f"""# The paper's claims in small
+BEGINNING = f"""# The paper's claims at small scale
 
-Each claim of the paper is tested by short runs with equal budgets: models of a fraction of the paper's size, few
-steps on a fraction of its data, {LEAST_SEEDS} seeds each. They end long before the models have converged, so a
-model that learns faster at first is ahead. The paper's numbers are of its own models and data: compare the order, not
-the values. This page is written by `scripts/reproduce.py report` from the numbers of the runs, `reproduction.json`
-beside it.
+Each claim of the paper is tested by short runs with equal budgets: models of a fraction of the paper's size are
+trained for few steps on a fraction of its data, with {LEAST_SEEDS} seeds each. The runs end long before the models
+have converged, which favors models that learn faster at first. The paper's numbers come from its own models and data:
+compare the order, not the values. `scripts/reproduce.py report` writes this page from the results of the runs in
+`reproduction.json`, in the same folder.
 
-A comparison **holds** if its difference of means exceeds {FACTOR:g} standard errors of that difference in the
-direction of the claim, it **does not hold** if it does so in the other direction, and otherwise it is **not decided at
-this size**. Where a claim allows a margin, the difference counts from there. A claim holds if all of its comparisons
-do. Rule, margins and models were fixed before the runs. Comparisons in parentheses are controls of ours, which the
-verdict does not count.
+A comparison **holds** if the difference of the means exceeds {FACTOR:g} standard errors of that difference in the
+direction of the claim, **does not hold** if it exceeds them in the other direction, and is otherwise **not decided at
+this size**. If a claim allows a margin, the margin is first added in favor of the claim. A claim holds if all of its
+comparisons hold. The rule, the margins and the models were fixed before the runs. Comparisons in parentheses are our
+own controls and do not count for the verdict.
 """
 
 COMMANDS = """
 ## Commands
 
-The text is any plain text, such as Tiny Shakespeare; the images are a folder with `train.parquet` and
-`validation.parquet`, such as those of CIFAR-10. The same command goes on after an interruption, and repeats nothing
-that is finished; `--plan` tells what is left. On a GPU, `--scale 4` gives widths, heads and lengths of the paper.
+`--text` is any plain text file, such as Tiny Shakespeare, and `--images` a folder with `train.parquet` and
+`validation.parquet`, such as those of CIFAR-10. After an interruption, the same command resumes and skips finished
+runs; `--plan` lists the runs that are left. On a GPU, `--scale 4` gives the widths, heads and lengths of the paper.
 
 ```bash
 python scripts/reproduce.py all --text tinyshakespeare.txt --images cifar10
@@ -46,12 +46,12 @@ python scripts/reproduce.py report
 
 
 def write_report(records: Records, page: Path, pictures: Path) -> None:
-    """Write the page, its pictures, and beside it the records that it comes from.
+    """Write the page, its pictures and, in the same folder, its records.
 
     Args:
-        records: the runs.
-        page: the Markdown file; the records go beside it, with the suffix .json.
-        pictures: the folder of the pictures, `claim-1.svg` and so on.
+        records: the records of the runs.
+        page: the Markdown file; the records are written to the same path with the suffix .json.
+        pictures: the folder of the pictures `claim-1.svg` and so on.
     """
     for claim in CLAIMS.values():
         if any(records.of(arm) for arm in claim.arms):
@@ -64,11 +64,11 @@ def write_report(records: Records, page: Path, pictures: Path) -> None:
 
 
 def render(records: Records, pictures: str) -> str:
-    """The page.
+    """Render the page as Markdown.
 
     Args:
-        records: the runs.
-        pictures: where its pictures are, as seen from the page.
+        records: the records of the runs.
+        pictures: the folder of the pictures, relative to the page.
     """
     parts = [BEGINNING]
     if any(record["smoke"] for record in records.all()):
@@ -92,7 +92,7 @@ def _summary(records: Records) -> Iterator[str]:
 
 
 def _conditions(records: Records) -> Iterator[str]:
-    """On what the runs were made."""
+    """The devices, the PyTorch version and the hours of the runs."""
     if not records.all():
         return
     machines = sorted({record["device"] for record in records.all()})
@@ -111,7 +111,7 @@ def _section(claim: Claim, records: Records, pictures: str) -> Iterator[str]:
     yield ""
     yield f"{claim.where}. Verdict: **{records.verdict(claim)}**. {claim.note}".rstrip()
     yield ""
-    yield "| what | paper | ours | spread | runs |"
+    yield "| result | paper | ours | std | runs |"
     yield "|---|---:|---:|---:|---:|"
     for row in claim.rows:
         values = list(records.values(row.arm, row.metric).values())
@@ -131,14 +131,14 @@ def _section(claim: Claim, records: Records, pictures: str) -> Iterator[str]:
 
 
 def _runs() -> Iterator[str]:
-    """What each arm trains."""
+    """The table of the training runs: arm, recipe and overrides."""
     yield ""
     yield "## Runs"
     yield ""
     yield (
         "Each run is `aft-hf train` with a recipe of `src/aft_hf/reproduction/recipes`, a seed and these overrides; "
-        "`--scale` multiplies steps, widths, heads, ranks of position biases and the length of texts. Speed is "
-        "measured on models of the paper's sizes."
+        "`--scale` multiplies steps, widths, heads, ranks of position biases and text lengths. Speed is measured on "
+        "models of the paper's sizes."
     )
     yield ""
     yield "| run | recipe | overrides |"
@@ -165,7 +165,7 @@ def _comparison(claim: Claim, comparison: Comparison, records: Records) -> str:
 
 
 def papers_difference(claim: Claim, comparison: Comparison) -> float | None:
-    """The difference that the paper's numbers have, None where it does not give both."""
+    """The difference of the paper's numbers, or None if the paper does not give both."""
     numbers = {(row.arm, row.metric): row.paper for row in claim.rows}
     ours = numbers.get(comparison.ours)
     other = comparison.other if isinstance(comparison.other, float) else numbers.get(comparison.other)
@@ -173,7 +173,7 @@ def papers_difference(claim: Claim, comparison: Comparison) -> float | None:
 
 
 def number(value: float, *, signed: bool = False) -> str:
-    """With three decimals; large numbers as millions or whole."""
+    """Format a number: three decimals, none from 1,000, and in millions from 10^6."""
     sign = "+" if signed else ""
     if abs(value) >= 1e6:
         return f"{value / 1e6:{sign}.2f} M"

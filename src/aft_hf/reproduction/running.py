@@ -1,5 +1,7 @@
-"""Runs of arms, each with a JSON file that says what came of it. Finished runs are not repeated, and a run that was
-stopped resumes from the last checkpoint of the training loop."""
+"""Run arms and write a JSON record of each run.
+
+A finished run is not repeated, and an interrupted run resumes from the last checkpoint of the training loop.
+"""
 
 import json
 from collections.abc import Iterable
@@ -21,15 +23,15 @@ RECIPES = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True)
 class Settings:
-    """Where data are read from and results are written to, and how large the runs are.
+    """The data, the output directory and the scale of the runs.
 
     Attributes:
         out: the directory of all runs.
-        text: a file, or "generated".
+        text: a text file, or "generated".
         images: a folder with train.parquet and validation.parquet, or "generated".
-        image_column, label_column: of these files.
-        scale: what the sizes of `SCALED` are multiplied by.
-        smoke: a few steps of tiny models, to see that everything runs.
+        image_column, label_column: the columns of these files.
+        scale: the factor of the values in `SCALED`.
+        smoke: whether to run tiny models for a few steps, to check that everything runs.
     """
 
     out: Path
@@ -41,16 +43,16 @@ class Settings:
     smoke: bool = False
 
     def record_path(self, arm: str, seed: int) -> Path:
-        """The JSON of a run."""
+        """Path of the JSON record of a run."""
         return self.out / "results" / f"{arm}-{seed}.json"
 
     def run_path(self, arm: str, seed: int) -> Path:
-        """Where the training loop writes."""
+        """Output directory of the training loop."""
         return self.out / "runs" / f"{arm}-{seed}"
 
 
 def with_starts(arms: Iterable[str]) -> list[str]:
-    """The arms, each once, and before it the one that it starts from."""
+    """The arms, each once and after the arm that it starts from."""
     found: dict[str, None] = {}
     for name in arms:
         start = getattr(ARMS[name], "start", None)
@@ -59,11 +61,11 @@ def with_starts(arms: Iterable[str]) -> list[str]:
 
 
 def run_arm(name: str, seed: int, settings: Settings) -> dict[str, Any]:
-    """Run an arm unless it has been run, and return its record.
+    """Run an arm unless it has a record, and return the record.
 
     Raises:
-        ValueError: there is a record of other settings or other data, data are missing, or the training fails.
-        OSError: data that cannot be read.
+        ValueError: the record has other settings or data, an option with the data is missing, or the training fails.
+        OSError: the data cannot be read.
     """
     path, identity = settings.record_path(name, seed), identify(name, seed, settings)
     if path.exists():
@@ -88,7 +90,7 @@ def run_arm(name: str, seed: int, settings: Settings) -> dict[str, Any]:
 
 
 def identify(name: str, seed: int, settings: Settings) -> dict[str, Any]:
-    """What decides the numbers of a run, as JSON holds it."""
+    """The settings and data that determine the numbers of a run, as JSON values."""
     arm = ARMS[name]
     values: dict[str, Any]
     if isinstance(arm, Speed):
@@ -106,7 +108,7 @@ def recipe_of(name: str, seed: int, settings: Settings) -> Recipe:
     """The recipe of a run.
 
     Raises:
-        ValueError: its data are not given.
+        ValueError: the option with its data is missing.
     """
     arm = ARMS[name]
     assert isinstance(arm, Training)
@@ -135,10 +137,10 @@ def _data(arm: Training, settings: Settings) -> list[str]:
     """The overrides that name the data."""
     if arm.recipe.startswith("characters"):
         if settings.text is None:
-            raise ValueError("this needs a text: give --text FILE")
+            raise ValueError("the claim needs a text: give --text FILE")
         return [f"data.train={json.dumps(settings.text)}"]
     if settings.images is None:
-        raise ValueError("this needs images: give --images FOLDER with train.parquet and validation.parquet")
+        raise ValueError("the claim needs images: give --images FOLDER with train.parquet and validation.parquet")
     columns = [f"data.image_column={json.dumps(settings.image_column)}"]
     if arm.recipe.startswith("images"):
         columns.append(f"data.label_column={json.dumps(settings.label_column)}")
@@ -149,7 +151,7 @@ def _data(arm: Training, settings: Settings) -> list[str]:
 
 
 def _train(name: str, arm: Training, seed: int, settings: Settings) -> dict[str, Any]:
-    # Slow to import, and an arm that has been run does not need it.
+    # Imported here because the import is slow and a finished run does not need it.
     from ..training.loop import train
     from .measures import MEASURES, scores
 
@@ -157,7 +159,7 @@ def _train(name: str, arm: Training, seed: int, settings: Settings) -> dict[str,
         assert arm.start is not None
         size = {"num_heads": arm.convert["num_heads"] * (1 if settings.smoke else settings.scale)}
         source, start = settings.run_path(arm.start, seed), settings.run_path(name, seed) / "start"
-        torch.manual_seed(seed)  # of the parameters that are new
+        torch.manual_seed(seed)  # for the parameters that the conversion adds
         save_converted(source, start, overwrite=True, **{**arm.convert, **size})
     recipe = recipe_of(name, seed, settings)
     results = train(recipe)
@@ -174,7 +176,7 @@ def _measure_speed(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """What the runs of this machine compute on."""
+    """Name of the device that the runs use."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Speed and memory of the models of an arm `Speed`, each measured in a process of its own."""
+"""Measure speed and peak memory of the models of a `Speed` arm in new processes."""
 
 import multiprocessing
 from collections.abc import Callable, Mapping
@@ -19,8 +19,12 @@ REPEATS = 5
 
 
 def measure_speed(name: str, smoke: bool) -> dict[str, float]:
-    """How many times faster ours is ("speed_ratio"), how many times the memory it takes at the peak ("memory_ratio"),
-    and what these come from."""
+    """Measure a `Speed` arm.
+
+    Returns:
+        "speed_ratio", how many times faster ours is; "memory_ratio", our peak memory over that of the peer; and the
+        seconds of the fastest call and the peak bytes of both.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seconds = _in_new_process(_seconds, name, smoke, device)
     peaks = {candidate: _in_new_process(_peak, name, smoke, device, candidate) for candidate in ("ours", "peer")}
@@ -40,7 +44,7 @@ def _in_new_process(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _seconds(name: str, smoke: bool, device: str) -> dict[str, float]:
-    """The best seconds of a call of each, and the ratio."""
+    """Seconds of the fastest call of each model, and "ratio", how many times faster ours is."""
     keep_freed_memory()
     place = torch.device(device)
     calls = {candidate: build(place) for candidate, build in builders(name, smoke).items()}
@@ -53,7 +57,7 @@ def _peak(name: str, smoke: bool, device: str, candidate: str) -> int:
 
 
 def builders(name: str, smoke: bool) -> dict[str, Builder]:
-    """What makes the candidates of an arm."""
+    """The builders of both models of an arm."""
     found = ARMS[name]
     assert isinstance(found, Speed)
     arm: Speed = found

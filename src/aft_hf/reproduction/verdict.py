@@ -1,10 +1,10 @@
 """The rule that judges a comparison, fixed before any run.
 
-Let D be the mean of ours minus the mean of the other, signed so that more is better, plus the margin that the claim
-allows (0 where it says "better"). The comparison holds if D exceeds `FACTOR` standard errors of the difference, it
-does not hold if -D does, and otherwise it is not decided at this size. The standard error is that of two means with
-their own variances over seeds; where both numbers come from the same runs, it is that of the mean of their
-differences.
+Let D be our mean minus the other mean, signed so that positive is better, plus the margin that the claim allows (0 if
+ours has to be better). The comparison holds if D exceeds `FACTOR` standard errors of the difference, does not hold if
+-D exceeds them, and is otherwise not decided at this size. Fewer than `LEAST_SEEDS` seeds decide nothing. The standard
+error is that of two means with separate variances over seeds or, if both numbers come from the same runs, that of the
+mean of the paired differences.
 """
 
 import math
@@ -21,7 +21,7 @@ HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "not decided at thi
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came of a comparison: ours minus the other as measured, its standard error, and the verdict."""
+    """Result of a comparison: our mean minus the other mean, its standard error, and the verdict."""
 
     difference: float
     error: float
@@ -39,11 +39,11 @@ def judge(
     """Judge a comparison.
 
     Args:
-        ours: a number for each seed.
-        other: likewise, or one number that is known.
-        higher: whether more is better.
-        margin: by how much ours may be worse.
-        paired: whether the numbers of a seed come from the same run.
+        ours: our number for each seed.
+        other: the number to compare with for each seed, or a constant.
+        higher: whether a higher number is better.
+        margin: how much worse ours may be.
+        paired: whether both numbers of a seed come from the same run.
     """
     if paired and isinstance(other, Mapping):
         ours = {seed: ours[seed] - other[seed] for seed in ours.keys() & other.keys()}
@@ -63,12 +63,12 @@ def judge(
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of values, at least two."""
+    """Standard error of the mean of at least two values."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def together(verdicts: Sequence[str]) -> str:
-    """The verdict on a claim of several comparisons: it holds if all of them do, and fails with any of them."""
+    """Combine verdicts: a claim holds if all of its comparisons hold, and does not hold if one of them does not."""
     for verdict in (FAILS, NOT_RUN, UNDECIDED):
         if verdict in verdicts:
             return verdict
