@@ -102,12 +102,12 @@ def test_the_summary_counts_tensors_and_parameters(vit):
 def test_a_derivation_does_what_it_says(derivation, expected):
     tensors = {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "y": torch.tensor([[5.0, 6.0], [7.0, 8.0]])}
     tensors["f"] = torch.tensor([2.0, 3.0])
-    assert derivation.of(tensors).tolist() == expected
+    assert derivation.compute(tensors).tolist() == expected
 
 
 def test_a_step_that_nobody_knows_is_refused():
     with pytest.raises(ValueError, match="no step"):
-        Derivation(("x",), ("transpose",)).of({"x": torch.zeros(2)})
+        Derivation(("x",), ("transpose",)).compute({"x": torch.zeros(2)})
 
 
 # ------------------------------------------------------------------------------------------------------ verification

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 APP = Path(__file__).parents[2] / "spaces" / "demo" / "app.py"
-PATIENCE = 180  # seconds for the app to start, on a busy machine
+TIMEOUT = 180  # seconds for the app to start, on a busy machine
 WIDTHS = {"desktop": (1200, 900), "phone": (375, 800)}
 
 
@@ -44,7 +44,7 @@ def serve(directory, *arguments):
     process = subprocess.Popen(command, cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     started = time.monotonic()
-    while process.poll() is None and time.monotonic() - started < PATIENCE:
+    while process.poll() is None and time.monotonic() - started < TIMEOUT:
         try:
             urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).close()
             return process, url
@@ -146,7 +146,7 @@ def press(page, button, result):
     an earlier click is processed.
     """
     each = 20  # seconds
-    for _ in range(PATIENCE // each):
+    for _ in range(TIMEOUT // each):
         page.click(button)
         try:
             return result.first.wait_for(timeout=each * 1000)

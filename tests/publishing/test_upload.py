@@ -185,7 +185,7 @@ def test_a_busy_hub_is_given_the_time_it_asks_for(send, hub, prepared, waits):
 @pytest.mark.parametrize("stage", [INFO, PREUPLOAD, PUT, COMMIT, CHECK], ids=lambda stage: stage[1])
 def test_a_hub_that_does_not_answer_is_asked_again(send, hub, prepared, monkeypatch, stage):
     # Every other response of the mock server takes milliseconds.
-    monkeypatch.setattr(upload, "PATIENCE", 1.0)
+    monkeypatch.setattr(upload, "TIMEOUT", 1.0)
     hub.fail("silent", *stage)
     send()
     assert_whole(hub, prepared)

@@ -22,7 +22,7 @@ from PIL import Image as Picture
 from safetensors.torch import load_file
 
 from aft_hf.training.loop import train
-from aft_hf.training.manifest import MANIFEST, file_check_sum, read_manifest, write_manifest
+from aft_hf.training.manifest import MANIFEST, file_checksum, read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 
 
@@ -230,7 +230,7 @@ def plant(checkpoint: Path, name: str, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
-    sums = {str(path.relative_to(checkpoint)): file_check_sum(path) for path in files}
+    sums = {str(path.relative_to(checkpoint)): file_checksum(path) for path in files}
     write_manifest(checkpoint, read_manifest(checkpoint).model_copy(update={"files": sums}))
 
 

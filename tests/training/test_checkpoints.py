@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from aft_hf.reading import UnreadableError
 from aft_hf.training import loop
 from aft_hf.training.checkpoints import find_damage
-from aft_hf.training.manifest import MANIFEST, check_sum, read_manifest, sealed, write_manifest
+from aft_hf.training.manifest import MANIFEST, checksum, read_manifest, sealed, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_manifest_of_any_shape_is_damage(tmp_path, shape, sealed):
     content = shape.encode(errors="surrogatepass")
     if sealed:  # with a correct checksum, as an attacker would write it
         content = b'"x":%s}' % content
-        content = b'{"sum":"%s",%s' % (check_sum(content).encode(), content)
+        content = b'{"sum":"%s",%s' % (checksum(content).encode(), content)
     (tmp_path / MANIFEST).write_bytes(content)
     damage = find_damage(tmp_path)
     assert damage.startswith(MANIFEST) and "\n" not in damage and len(damage) < 1000

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..data.whole_files import write_whole
+from ..data.atomic_files import write_atomic
 from ..modeling_aft import AFTPreTrainedModel
 from .losses import metric_of
 from .position_bias import bias_maps
@@ -83,7 +83,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     check_path(path)
-    with write_whole(path) as file, _style():
+    with write_atomic(path) as file, _style():
         figure.savefig(file, format=path.suffix[1:], facecolor="none", **FORMATS[path.suffix])
 
 

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ..data.whole_files import write_whole
+from ..data.atomic_files import write_atomic
 from .growth import Line, Row, lines
 
 
@@ -60,7 +60,7 @@ def plot_growth(path: Path, rows: list[Row]) -> bool:
     figure.draw_without_rendering()  # places the axes, whose positions the labels need
     for axes in panels.values():
         _label(axes)
-    with write_whole(path) as file:
+    with write_atomic(path) as file:
         figure.savefig(file, dpi=110, format="png")
     return True
 

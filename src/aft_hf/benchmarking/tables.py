@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..data.whole_files import write_whole
+from ..data.atomic_files import write_atomic
 from .growth import Row, slopes
 
 
@@ -100,7 +100,7 @@ def write_markdown(path: Path, rows: list[Row]) -> None:
         missing = [f"- {row['case']}: {next(comparisons(row))[1]}" for row in own if "seconds" not in row]
         if missing:
             parts += ["### Not measured", "\n".join(missing)]
-    with write_whole(path) as file:
+    with write_atomic(path) as file:
         file.write(("\n\n".join(parts) + "\n").encode())
 
 

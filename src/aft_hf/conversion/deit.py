@@ -128,7 +128,7 @@ def convert_deit(
     counterparts = _counterparts(source.derivations, target)
     copies = {name: _copy(source, config, canonical) for name, canonical in counterparts.items()}
     for name, copy in copies.items():
-        target[name].copy_(copy.of(source.tensors))
+        target[name].copy_(copy.compute(source.tensors))
     fitted = {} if images is None else fit_position_biases(model, source, images)
     _check_finite(f"{source.name}, after the conversion", target)
 
@@ -246,7 +246,7 @@ def _source_records(source: VisionTransformerSource, copied: Collection[str]) ->
     for canonical, derivation in source.derivations.items():
         if canonical not in copied:
             reason = next(why for pattern, why in DROPPED.items() if re.fullmatch(pattern, canonical))
-            shape = tuple(derivation.of(source.tensors).shape)
+            shape = tuple(derivation.compute(source.tensors).shape)
             yield TensorRecord("dropped", None, shape, derivation.sources, derivation.steps, note=reason)
     factors = {derivation.factor: name for name, derivation in source.derivations.items() if derivation.factor}
     for factor, canonical in factors.items():

@@ -28,7 +28,7 @@ class Derivation:
         """Return this derivation with more steps appended."""
         return replace(self, steps=self.steps + steps)
 
-    def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def compute(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute the tensor from the tensors of a checkpoint.
 
         Raises:

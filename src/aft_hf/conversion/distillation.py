@@ -104,7 +104,7 @@ def distill(
     accelerator: Accelerator | None = None,
     workers: int = 0,
     conversion: Mapping[str, Any] | None = None,
-    owner: ExitStack | None = None,
+    lock_stack: ExitStack | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
@@ -122,8 +122,8 @@ def distill(
         workers: number of processes that load images.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
             Checkpoints of another conversion are refused.
-        owner: exit stack that holds the lock of the checkpoint directory until it is closed, for a caller that still
-            has to save the model. By default, the lock is released on return.
+        lock_stack: exit stack that holds the lock of the checkpoint directory until it is closed, for a caller that
+            still has to save the model. By default, the lock is released on return.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -153,7 +153,7 @@ def distill(
     with ExitStack() as alone:
         identity = {}
         if checkpoints is not None:
-            (alone if owner is None else owner).enter_context(owned(Path(checkpoints)))
+            (alone if lock_stack is None else lock_stack).enter_context(owned(Path(checkpoints)))
             identity = distillation_identity(asdict(settings), model, source, images, conversion or {})
         try:
             run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)

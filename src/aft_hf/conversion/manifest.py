@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from ..data.check_sums import sha256
+from ..data.checksums import sha256
 from ..data.json_files import write_json
 from ..reading import first_line
 from .errors import ConversionError

@@ -66,9 +66,9 @@ def save_converted(
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     checkpoints = directory.with_name(f"{directory.name}-distillation")
-    with ExitStack() as owner:  # holds the lock of the checkpoints until the model is saved
+    with ExitStack() as lock_stack:  # holds the lock of the checkpoints until the model is saved
         if distillation is not None:
-            distillation = {"checkpoints": checkpoints, "owner": owner, **distillation}
+            distillation = {"checkpoints": checkpoints, "lock_stack": lock_stack, **distillation}
         model, processor, report = _convert(source, reading, options, distillation)
         if distillation is None or _writes():
             _write(directory, source, model, processor, report)

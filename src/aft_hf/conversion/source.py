@@ -28,12 +28,12 @@ from ..configuration_aft import pair
 from ..loading import read_config, read_image_processor
 from ..reading import explained
 from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
+from .checkpoint_formats import timm_derivations, transformers_derivations
 from .derivation import Derivation, cast
-from .dialects import timm_derivations, transformers_derivations
 from .errors import ConversionError
 from .files import read_tensors
 from .image_processing import timm_image_processor, vit_image_processor
-from .relatives import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config
+from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config
 from .timm_config import check_timm_config, infer_config, usual_heads
 
 
@@ -103,7 +103,7 @@ class VisionTransformerSource:
         model_class: type[Any] = MODEL_CLASSES[self.config.model_type, self.heads]
         prefix = f"{model_class.base_model_prefix}." if self.heads else ""
         state = {
-            name if name.startswith(self.heads) else prefix + name: derivation.of(self.tensors)
+            name if name.startswith(self.heads) else prefix + name: derivation.compute(self.tensors)
             for name, derivation in self.derivations.items()
             if not is_optional(name)
         }
@@ -244,7 +244,7 @@ def _checked(source: VisionTransformerSource) -> VisionTransformerSource:
     for name, expected in canonical_shapes(source.config, source.heads).items():
         derivation = source.derivations[name]
         try:
-            fits = tuple(derivation.of(without_data).shape) == expected
+            fits = tuple(derivation.compute(without_data).shape) == expected
         except (RuntimeError, IndexError):
             fits = False
         if not fits:

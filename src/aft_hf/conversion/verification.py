@@ -36,7 +36,7 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     for record in copied:
         assert record.target is not None  # `check` ensures that a copied tensor has a target
         with explained(f"{path}: {record.target} cannot be derived again from the source", ConversionError):
-            expected = record.derivation.of(tensors)
+            expected = record.derivation.compute(tensors)
         if not _equal_bits(expected, saved[record.target]):
             raise ConversionError(f"{directory}: {record.target} is not what {path.name} says was copied")
     return len(copied)

@@ -13,7 +13,7 @@ def are_names(labels: Sequence[str]) -> bool:
     return not all(NUMBER.fullmatch(str(label)) for label in labels)
 
 
-def in_order_of_numbers(labels: Sequence[str], count: int) -> list[str]:
+def order_by_class_number(labels: Sequence[str], count: int) -> list[str]:
     """Return the labels in the order of the class numbers 0 .. count - 1.
 
     A label that is a number goes to that index, since folders are sorted as text ("10" before "2"); numbers without a

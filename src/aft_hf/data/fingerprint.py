@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset
 from PIL import Image
 
-from .check_sums import crc32
+from .checksums import crc32
 
 
 WHOLE = 2**30  # bytes, which take seconds to read

@@ -6,7 +6,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as PILImage
 
-from .whole_files import write_whole
+from .atomic_files import write_atomic
 
 
 GENERATED = "generated"
@@ -25,7 +25,7 @@ def write_text(directory: str | Path) -> str:
     words = [random.choice(letters, random.integers(1, 9)).tobytes() for _ in range(200)]
     text = b" ".join(words[i] for i in random.integers(200, size=TEXT_BYTES // 2))[:TEXT_BYTES]
     path = Path(directory) / "generated.txt"
-    with write_whole(path) as file:  # other processes may write it at the same time
+    with write_atomic(path) as file:  # other processes may write it at the same time
         file.write(text)
     return str(path)
 

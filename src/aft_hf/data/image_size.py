@@ -25,7 +25,7 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
     return resized
 
 
-def makes_images_of(processor: BaseImageProcessor, size: tuple[int, int]) -> bool:
+def produces_size(processor: BaseImageProcessor, size: tuple[int, int]) -> bool:
     """Return whether the images of an image processor have `size`, (height, width) in pixels."""
     declared: Any = processor
     made = dict(declared.crop_size if getattr(processor, "do_center_crop", False) else declared.size)

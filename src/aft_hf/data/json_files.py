@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .whole_files import write_whole
+from .atomic_files import write_atomic
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to a JSON file atomically (see `write_whole`)."""
-    with write_whole(path) as file:
+    """Write `content` to a JSON file atomically (see `write_atomic`)."""
+    with write_atomic(path) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")

@@ -68,7 +68,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
             first = step % self.steps_per_epoch * self.global_batch_size
             places = range(first, first + self.global_batch_size)
             batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
-            yield from share(batch, self.micro_batches, self.process, self.processes)
+            yield from process_micro_batches(batch, self.micro_batches, self.process, self.processes)
 
     def position(self, step: int) -> list[Any]:
         """Return the state that a resumed run needs besides `step`: none."""
@@ -78,7 +78,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
         return (self.stop - self.start) * len(range(self.process, self.micro_batches, self.processes))
 
 
-def share(batch: list[Any], micro_batches: int, process: int, processes: int) -> list[list[Any]]:
+def process_micro_batches(batch: list[Any], micro_batches: int, process: int, processes: int) -> list[list[Any]]:
     """Return the micro-batches of one process from a global batch."""
     return [batch[k::micro_batches] for k in range(process, micro_batches, processes)]
 

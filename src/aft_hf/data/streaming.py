@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ..reading import explained
 from .fingerprint import spread, sum_files, sum_samples
-from .order import SampleKey, share
+from .order import SampleKey, process_micro_batches
 
 
 SHARDS = 4  # shards of a remote stream whose first row enters the fingerprint
@@ -133,7 +133,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
         samples = islice(self._samples(), first, None)
         for _ in range(self.start, self.stop):
             batch = list(islice(samples, self.global_batch_size))
-            yield from share(batch, self.micro_batches, self.process, self.processes)
+            yield from process_micro_batches(batch, self.micro_batches, self.process, self.processes)
 
     def position(self, step: int) -> Block:
         """Return the block to resume from after `step` steps. Earlier blocks are dropped: steps must not decrease."""

@@ -8,7 +8,7 @@ from datasets import Dataset, Value
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from .whole_files import write_whole
+from .atomic_files import write_atomic
 
 
 def group_into_blocks(
@@ -70,7 +70,7 @@ def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
     name = Hasher.hash((dataset._fingerprint, column, separator))
     path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.txt"
     if not path.exists():
-        with write_whole(path) as file:
+        with write_atomic(path) as file:
             between = b""
             for rows in dataset.select_columns(column).iter(1000):
                 texts = [text or "" for text in rows[column]]

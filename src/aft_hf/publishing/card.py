@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
-from ..data.whole_files import write_whole
+from ..data.atomic_files import write_atomic
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
-from .facts import CONVERSION, MODEL_ID, RESULTS, Fact, Facts, is_hub_id, measured, read_facts
+from .facts import CONVERSION, MODEL_ID, RESULTS, Fact, Facts, format_metric, is_hub_id, read_facts
 from .folder import refuse_misplaced_files
 from .licenses import DEFAULT, known_license
 
@@ -92,7 +92,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
     """
     directory = Path(directory)
     with made_card(directory, repo_id=repo_id, license=license) as made:
-        put_into(directory, made)
+        copy_into(directory, made)
     return directory / README
 
 
@@ -103,7 +103,7 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
     terms = _license(directory, license)
     with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
         made, path = Path(temporary), directory / README
-        if not path.is_file() or is_ours(path.read_text(encoding="utf-8", errors="replace")):
+        if not path.is_file() or is_generated(path.read_text(encoding="utf-8", errors="replace")):
             facts = read_facts(directory)
             _draw_position_biases(directory, facts, made)
             _card(directory, facts, made, repo_id=repo_id, license=license).save(made / README)
@@ -113,14 +113,14 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
         yield made
 
 
-def put_into(directory: Path, made: Path) -> None:
+def copy_into(directory: Path, made: Path) -> None:
     """Copy the files of `made` to `directory`, each atomically. A symlink of the same name is replaced."""
     for path in made.iterdir():
-        with write_whole(directory / path.name) as file:
+        with write_atomic(directory / path.name) as file:
             file.write(path.read_bytes())
 
 
-def is_ours(content: str) -> bool:
+def is_generated(content: str) -> bool:
     """Return whether a card may be replaced: it was generated here, or by transformers without facts on the model."""
     return MARKER in content or "generated_from_trainer" in content or "# Model Card for Model ID" in content
 
@@ -200,7 +200,7 @@ def fill_card(
         label=_label,
         one_file=_one_file,
         escaped=escaped,
-        measured=measured,
+        format_metric=format_metric,
         quoted=quoted,
     )
 

@@ -27,7 +27,7 @@ METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", 
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # Keys that a card does not list under training: the config describes the model, paths mean nothing to others, losses
 # are drawn as a picture, and some keys have no influence on the model.
-UNTOLD: tuple[str, ...] = (
+NOT_LISTED: tuple[str, ...] = (
     "metrics",
     "losses",
     "evaluations",
@@ -37,11 +37,11 @@ UNTOLD: tuple[str, ...] = (
     "recipe.notes",
     "recipe.paper",
 )
-UNTOLD += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
-UNTOLD += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
-UNTOLD += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
-UNTOLD += ("recipe.data.text_separator", "recipe.data.shuffle_buffer")
-UNTOLD += ("recipe.data.train", "recipe.data.validation", "recipe.data.test")
+NOT_LISTED += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
+NOT_LISTED += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
+NOT_LISTED += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
+NOT_LISTED += ("recipe.data.text_separator", "recipe.data.shuffle_buffer")
+NOT_LISTED += ("recipe.data.train", "recipe.data.validation", "recipe.data.test")
 COST = re.compile(r"carbon|co2|emission|energy|kwh|cost|price|watt", re.IGNORECASE)
 Content = TypeVar("Content")
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -59,7 +59,7 @@ class Fact:
     @property
     def text(self) -> str:
         """The value as a card shows it: floats with four significant digits, whole numbers in full."""
-        return ", ".join(map(number, self.value)) if isinstance(self.value, list) else number(self.value)
+        return ", ".join(map(format_value, self.value)) if isinstance(self.value, list) else format_value(self.value)
 
 
 @dataclass
@@ -111,14 +111,14 @@ def is_hub_id(name: str) -> bool:
     return MODEL_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def number(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a float with four significant digits, or in full if it is whole. Other values become text as they are."""
     if isinstance(value, float) and not isinstance(value, bool):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
 
 
-def measured(value: float) -> str:
+def format_metric(value: float) -> str:
     """Format a number with four significant digits including trailing zeros: 2.500."""
     return f"{value:#.4g}"
 
@@ -243,7 +243,7 @@ def add_results(facts: Facts, results: Results, file: str) -> None:
         facts.base_model = str(model["pretrained"])
     taken: set[str] = set()
     for name, value in _flat(results.model_dump(exclude_unset=True)):
-        if value is False or any(name == each or name.startswith(f"{each}.") for each in UNTOLD):
+        if value is False or any(name == each or name.startswith(f"{each}.") for each in NOT_LISTED):
             continue
         if isinstance(value, float) and not math.isfinite(value):
             continue

@@ -29,9 +29,9 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from ..data.check_sums import sha256
+from ..data.checksums import sha256
 from ..reading import described, first_line
-from .card import README, card_license, made_card, put_into
+from .card import README, card_license, copy_into, made_card
 from .checks import CODE, CONFIG, find_problems
 from .errors import PublishError
 from .folder import files_by_name, files_to_upload
@@ -39,7 +39,7 @@ from .folder import files_by_name, files_to_upload
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 ATTEMPTS, WAIT = 4, 2.0  # a transient failure is retried after 2, 4 and 8 seconds
-PATIENCE = 300.0  # timeout in seconds of a connection without a byte received
+TIMEOUT = 300.0  # timeout in seconds of a connection without a byte received
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
     403: "the token may not write there: use a token with write access, and a repository of your own",
@@ -107,8 +107,8 @@ def publish(
         if dry_run:
             console.print("nothing was uploaded")
             return Publication(f"{api.endpoint}/{repo_id}", None, list(files))
-        put_into(directory, made)
-    with _impatient():
+        copy_into(directory, made)
+    with _with_timeout():
         with _explained(lambda error: f"{repo_id}: nothing was committed"):
             before = _prepare_repository(api, repo_id, private, revision)
         with _explained(lambda error: _outcome(error, api, repo_id, revision, before, create_pr)):
@@ -159,7 +159,7 @@ def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision
 
 def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, **options: Any) -> ModelInfo:
     # Without an explicit timeout, `model_info` overrides the session's timeout and waits forever.
-    return api.model_info(repo_id, revision=revision, timeout=PATIENCE, **options)
+    return api.model_info(repo_id, revision=revision, timeout=TIMEOUT, **options)
 
 
 def _commit(
@@ -237,10 +237,10 @@ def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit:
 
 
 @contextmanager
-def _impatient() -> Iterator[None]:
+def _with_timeout() -> Iterator[None]:
     """Set a timeout for the client of huggingface_hub, which by default waits forever."""
     session = get_session()
-    before, session.timeout = session.timeout, httpx2.Timeout(PATIENCE)
+    before, session.timeout = session.timeout, httpx2.Timeout(TIMEOUT)
     try:
         yield
     finally:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..analysis.pictures import save
+from ..data.atomic_files import write_atomic
 from ..data.json_files import write_json
-from ..data.whole_files import write_whole
 from .arms import ARMS, Training
 from .claims import CLAIMS, Claim, Comparison
 from .pictures import draw_claim
@@ -57,7 +57,7 @@ def write_report(records: Records, page: Path, pictures: Path) -> None:
         if any(records.of(arm) for arm in claim.arms):
             save(draw_claim(claim, records), pictures / f"claim-{claim.number}.svg")
     folder = os.path.relpath(pictures, page.parent)
-    with write_whole(page) as file:
+    with write_atomic(page) as file:
         file.write(render(records, folder).encode())
     kept = [{key: value for key, value in record.items() if key != "settings"} for record in records.all()]
     write_json(page.with_suffix(".json"), kept)

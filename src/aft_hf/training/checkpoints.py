@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint import CheckpointException
 
 from ..reading import UnreadableError, first_line
-from .manifest import MANIFEST, Manifest, file_check_sum, read_manifest, write_manifest
+from .manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
@@ -172,7 +172,7 @@ def find_damage(path: Path) -> str | None:
     for name, expected in manifest.files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        if file_check_sum(path / name) != expected:
+        if file_checksum(path / name) != expected:
             return f"{name} does not match its checksum"
     return None
 
@@ -182,7 +182,7 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
         _sync(path)
-    sums = {str(path.relative_to(directory)): file_check_sum(path) for path in files}
+    sums = {str(path.relative_to(directory)): file_checksum(path) for path in files}
     write_manifest(directory, Manifest(**state, files=sums))
     _sync(directory / MANIFEST)
 

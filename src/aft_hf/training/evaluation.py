@@ -19,8 +19,8 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
 from ..data.bytes import IGNORED
-from ..data.classes import are_names, in_order_of_numbers, shortened
-from ..data.image_size import makes_images_of, resized_processor
+from ..data.classes import are_names, order_by_class_number, shortened
+from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, ImageRows, class_names, class_numbers
 from ..data.text import group_into_blocks
 from ..modeling_aft import AFTPreTrainedModel
@@ -95,7 +95,7 @@ def evaluate_classifier(
         ValueError: the data has classes that the model does not have.
     """
     if image_size is not None:
-        if stretch_kernels and not makes_images_of(processor, image_size):
+        if stretch_kernels and not produces_size(processor, image_size):
             model = _resized(model, image_size)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
@@ -112,7 +112,7 @@ def evaluate_classifier(
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
     else:
         logger.warning(f"classes are matched by number: the data has {shortened(given)}, the model {shortened(names)}")
-        numbers = class_numbers(dataset, label_column, in_order_of_numbers(given, len(names)))
+        numbers = class_numbers(dataset, label_column, order_by_class_number(given, len(names)))
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}

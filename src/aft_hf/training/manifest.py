@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..data.check_sums import crc32
+from ..data.checksums import crc32
 from ..reading import Document, FileName, UnreadableError, parse_json
 
 
@@ -60,7 +60,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def sealed(content: dict[str, Any]) -> bytes:
     """Serialize a JSON object, with the checksum of the rest of the text as its first entry."""
     text = json.dumps(content, separators=(",", ":")).encode()[1:]
-    return b'{"sum":"%s",%s' % (check_sum(text).encode(), text)
+    return b'{"sum":"%s",%s' % (checksum(text).encode(), text)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -80,17 +80,17 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} was written by an earlier version of aft-hf, with a pickle that could run code when loaded: "
             "finish the run with that version, or give another output_dir"
         )
-    if seal is None or check_sum(content[seal.end() :]) != seal[1].decode():
+    if seal is None or checksum(content[seal.end() :]) != seal[1].decode():
         raise UnreadableError(f"{MANIFEST} does not match its checksum")
     return parse_json(content, Manifest, MANIFEST)
 
 
-def check_sum(content: bytes) -> str:
+def checksum(content: bytes) -> str:
     """Return the checksum of `content`: its size and CRC-32."""
     return f"{len(content)}:{zlib.crc32(content):08x}"
 
 
-def file_check_sum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     """Return the checksum of a file: its size and CRC-32."""
     size = path.stat().st_size
     return f"{size}:{crc32(path, [(0, size)]):08x}"

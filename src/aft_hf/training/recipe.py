@@ -65,7 +65,7 @@ class BytesData(Data):
     eval_stride: Count | None = None  # new bytes per evaluated window; None: seq_len, no overlap
 
 
-class ImageRows(Data):
+class ImageRowsData(Data):
     """Datasets with an image in each row."""
 
     image_column: str = "image"
@@ -73,7 +73,7 @@ class ImageRows(Data):
     shuffle_buffer: Count = 1000  # rows per shuffled block of a stream
 
 
-class PixelsData(ImageRows):
+class PixelsData(ImageRowsData):
     """Images as sequences of sub-pixel values."""
 
     image_size: Count = 32  # side in pixels; images of another size are resized
@@ -96,7 +96,7 @@ class Augmentation(Section):
     repetitions: Count = 1  # repeated augmentation: copies of an image in each batch
 
 
-class ImagesData(ImageRows):
+class ImagesData(ImageRowsData):
     """Images with class labels."""
 
     label_column: str = "label"
@@ -224,7 +224,7 @@ class BytesRecipe(Recipe):
 class ImageRowsRecipe(Recipe):
     """A recipe whose data may be streamed."""
 
-    data: ImageRows
+    data: ImageRowsData
 
     @model_validator(mode="after")
     def _no_epochs_of_a_stream(self) -> "ImageRowsRecipe":

@@ -23,7 +23,7 @@ from .adamw import build_adamw
 from .checkpoints import Checkpoints
 from .manifest import Manifest, read_manifest
 from .pieces import Pieces
-from .recipe import ImageRows, Recipe, build_recipe
+from .recipe import ImageRowsData, Recipe, build_recipe
 from .records import Record, portable, remove_unfinished
 from .tasks import TASKS, Samples, Task
 
@@ -173,7 +173,7 @@ def build_order(
     """
     if not isinstance(samples, StreamedSamples):
         return GlobalBatches(len(samples), **counts)
-    assert isinstance(recipe.data, ImageRows)  # only datasets of images are streamed
+    assert isinstance(recipe.data, ImageRowsData)  # only datasets of images are streamed
     return StreamedBatches(samples.rows, shuffle_buffer=recipe.data.shuffle_buffer, position=position, **counts)
 
 

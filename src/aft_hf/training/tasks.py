@@ -35,7 +35,7 @@ from ..loading import load
 from ..reading import explained
 from .code_length import CodeLength
 from .metrics import AccuracyAndLoss
-from .recipe import BytesData, BytesRecipe, Data, ImageRows, ImagesRecipe, PixelsRecipe, Recipe
+from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe
 
 
 if TYPE_CHECKING:
@@ -346,12 +346,12 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
     return splits
 
 
-def read_files(data: ImageRows) -> list[Path]:
+def read_files(data: ImageRowsData) -> list[Path]:
     """Return the local files of the training rows, if any."""
     return [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
 
 
-def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRows) -> dict[str, Rows | StreamedRows]:
+def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRowsData) -> dict[str, Rows | StreamedRows]:
     """Return the first rows of each split, as many as the recipe asks for."""
     first: dict[str, Rows | StreamedRows] = {}
     for split, rows in splits.items():

@@ -13,22 +13,23 @@ CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, 
 # Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
 IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
 # Types that cannot be converted, and why.
-REASONS = {
+UNSUPPORTED = {
     "dinov2_with_registers": "its register tokens take part in every layer, and an AFT has none",
     "clip": "it has a norm before its first block, which an AFT lacks",
     "clip_vision_model": "it has a norm before its first block, which an AFT lacks",
     "siglip_vision_model": "it has no class token and pools by attention, which an AFT does not support",
     "beit": "its attention has relative position biases, which a ViT lacks",
 }
-SAME: tuple[str, ...] = (
+# Fields that all these configs share.
+SHARED_FIELDS: tuple[str, ...] = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "hidden_act",
     "hidden_dropout_prob",
 )
-SAME += ("attention_probs_dropout_prob", "initializer_range", "layer_norm_eps", "image_size", "patch_size")
-SAME += ("num_channels", "qkv_bias")
+SHARED_FIELDS += ("attention_probs_dropout_prob", "initializer_range", "layer_norm_eps", "image_size", "patch_size")
+SHARED_FIELDS += ("num_channels", "qkv_bias")
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     """
     model_type = config["model_type"]
     if model_type not in CONFIG_CLASSES:
-        reason = f" ({REASONS[model_type]})" if model_type in REASONS else ""
+        reason = f" ({UNSUPPORTED[model_type]})" if model_type in UNSUPPORTED else ""
         raise ConversionError(
             f"{name}: a checkpoint of type {model_type!r} cannot be converted{reason}; "
             f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
@@ -55,4 +56,4 @@ def as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
         return config
     width = config.hidden_size
     intermediate = width * config.mlp_ratio if config.model_type == "dinov2" else config.intermediate_size
-    return ViTConfig(**{field: getattr(config, field) for field in SAME}, intermediate_size=int(intermediate))
+    return ViTConfig(**{field: getattr(config, field) for field in SHARED_FIELDS}, intermediate_size=int(intermediate))

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def write_whole(path: Path) -> Iterator[BinaryIO]:
+def write_atomic(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing that is renamed to `path` when the block ends without an error.
 
     The directory is created if necessary.
