@@ -252,7 +252,7 @@ def test_generation_stops_where_the_learned_positions_end(options, caplog):
     assert expected.shape == (2, 13) and "earlier" not in caplog.text  # the last position predicts one more token
     found = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0, **options)
     assert torch.equal(found, expected)
-    assert "generation stops 292 tokens earlier than asked for" in caplog.text
+    assert "generation stops 292 tokens earlier than requested" in caplog.text
 
 
 def test_padding_takes_no_room_where_generation_stops():

@@ -149,10 +149,10 @@ def of_different_widths(group: Any) -> None:
 
 # In every process: what cannot be done with a piece, by what the message must say.
 WRONG = {
-    "without class token and attention_mask, got a class token": lambda group: build_case(
+    "no class token and no attention_mask, got a class token": lambda group: build_case(
         aft_type="simple", use_cls_token=True
     )[0](IMAGES),
-    "without class token and attention_mask, got an attention_mask": lambda group: build_case()[0].aft(
+    "no class token and no attention_mask, got an attention_mask": lambda group: build_case()[0].aft(
         pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
     ),
     "a bidirectional AFTLocal cannot take": lambda group: AFTLocal(16, 64, 5)(
