@@ -302,7 +302,7 @@ def test_what_cannot_be_undone_says_so(model):
     with pytest.raises(ValueError, match="stateful"):
         model.generate(ids, assistant_model=copy.deepcopy(model), max_new_tokens=4, pad_token_id=0)
     _, state = in_pieces(model, ids, [5])
-    with pytest.raises(ValueError, match="cannot be taken out"):
+    with pytest.raises(ValueError, match="cannot be removed"):
         state.crop(2)
 
 

@@ -559,7 +559,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         """
         raise NotImplementedError(
             "generate_batch needs pages of keys and values, but an AFT caches sums over the past: call generate with "
-            "a padded batch instead"
+            "a padded batch instead, whose cache has a constant size"
         )
 
 
