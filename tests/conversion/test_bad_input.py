@@ -315,7 +315,7 @@ def test_a_missing_directory_or_file_is_said_so(tmp_path, name):
 
 def test_a_directory_without_a_config_is_said_so(tmp_path):
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "empty", tmp_path, "no config.json in it")
+    assert_refused(tmp_path / "empty", tmp_path, "contains no config.json")
     (tmp_path / "empty" / "config.json").write_text('{"name": "mine"}')
     assert_refused(tmp_path / "empty", tmp_path, "neither a config.json of transformers")
 

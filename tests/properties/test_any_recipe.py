@@ -103,7 +103,7 @@ FOUND = {
     "a wrong date": ("notes: 2020-99-99", (), "not YAML"),
     "a base that is empty": ("base: ''", (), "base=''"),
     "a base that is not there": ("base: other.yaml", (), "other.yaml: no such file"),
-    "no text": (b"\xff\xfe\x00", (), "no text in UTF-8"),
+    "no text": (b"\xff\xfe\x00", (), "is not UTF-8 text"),
     "an override without a key": ("{}", (".=1",), "'.=1' is no override"),
     "an override with a gap": ("{}", ("data..train=1",), "is no override"),
     "an override of 10,000 levels": ("{}", ("a." * 10_000 + "a=1",), "is no override"),
