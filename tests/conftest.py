@@ -1,8 +1,8 @@
-"""What several test files share: fixed seeds, and every variant of every mixer as the fixture `mixer` and its kin.
+"""Fixtures of several test files: fixed seeds, and the variants of the AFT mixers as `mixer`, `grid_mixer` and others.
 
-A test that takes `mixer` runs once per variant of `build_mixers`, one that takes `grid_mixer` or another of these
-fixtures once per variant that fits. All are 8 features wide, in evaluation mode, and have position biases that matter:
-a new AFT-conv begins with gamma = beta = 0, with which its kernels could be anything.
+A test that takes `mixer` runs once per variant of `build_mixers`; a test that takes `grid_mixer`, `typical_mixer` or
+`typical_sequence_mixer` runs once per variant of that subset. All mixers have 8 features and are in evaluation
+mode. Their position biases are random, because the kernels of a new AFT-conv (gamma = beta = 0) have no effect.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 
-if not torch.cuda.is_available():  # Triton reads it when it is imported; kernels then run on a CPU
+if not torch.cuda.is_available():  # Triton reads the variable at import, and then interprets kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import datasets
@@ -22,23 +22,23 @@ from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.mixers_aft import AFTMixer
 
 
-# Tensors this small gain nothing from threads, and lose much to them where another process wants the cores too.
+# Threads do not speed up operations on tensors this small, and slow them down when other processes use the cores.
 torch.set_num_threads(1)
 
 WIDTH = 8
-LONGEST = 130  # positions that learned tables cover
+LONGEST = 130  # number of positions of the learned position biases
 
 
 @pytest.fixture(scope="module")
 def datasets_cache(tmp_path_factory):
-    """What `datasets` prepares for the tests of a file goes away with them."""
+    """Keep the cache of `datasets` in a temporary directory during the tests of one file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
 
 
 def build_mixers() -> dict[str, Callable[[], AFTMixer]]:
-    """A factory per variant, by name. Names start with the type; "causal" and "2-D" in them mean just that."""
+    """Return a factory per variant, by name: the AFT type, then its options; "2-D" marks mixers on a grid."""
     full = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=4)
     table = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=None)
     local = partial(AFTLocal, WIDTH, LONGEST, 3, position_bias_dim=4)
@@ -101,14 +101,14 @@ def build_mixers() -> dict[str, Callable[[], AFTMixer]]:
 
 MIXERS = build_mixers()
 SEQUENCE = [name for name in MIXERS if "2-D" not in name]
-# One of each type and kind of position bias, where what is tested does not depend on the form of the sums.
+# One variant of each type and kind of position bias, for tests that do not depend on how the sums are computed.
 TYPICAL = ["full", "full causal", "full causal table", "local", "local causal", "local causal window alone", "simple"]
 TYPICAL += ["simple causal", "conv", "conv causal", "conv causal naive", "conv causal gumbel", "conv 2-D"]
 TYPICAL += ["conv 2-D window alone", "conv 2-D gumbel", "alibi causal", "conv causal reference"]
 
 
 def build_mixer(name: str) -> AFTMixer:
-    """The variant of that name with position biases that matter, in evaluation mode."""
+    """Build the variant with this name, with random position biases, in evaluation mode."""
     torch.manual_seed(0)
     mixer = MIXERS[name]().eval()
     for parameter_name, parameter in mixer.named_parameters():
@@ -119,12 +119,12 @@ def build_mixer(name: str) -> AFTMixer:
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
-    """Each test begins with the same random numbers, whatever ran before it."""
+    """Seed the random numbers of each test, so that they do not depend on the tests before it."""
     torch.manual_seed(0)
 
 
 def fixture_of(names: Iterable[str]) -> Callable:
-    """A fixture that gives the mixers of these names one by one."""
+    """Return a fixture that runs a test once per name, with the mixer of that name."""
 
     @pytest.fixture(params=names)
     def one_of_them(request) -> AFTMixer:

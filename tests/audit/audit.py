@@ -1,13 +1,15 @@
-"""What a release has to pass beside its tests: no unsafe code, no known hole in a dependency, packages that work.
+"""Audit of a release: no unsafe code, no known vulnerability in a dependency, reproducible builds, a working wheel.
 
     python tests/audit/audit.py [--reuse]
 
-bandit reads src and scripts (pyproject.toml says which of its checks are off, and why). pip-audit looks up the
-packages of this environment; where it has no data, a line says so, and the audit goes on. Wheel and source
-distribution are built twice and compared byte for byte. The wheel is installed into a new environment with the
-dependencies that it declares, at the versions of constraints.txt, and `smoke.py` runs there in an empty folder.
+bandit checks src and scripts; pyproject.toml lists the disabled checks and the reasons. pip-audit looks up the
+packages of this environment; if it has no data on packages, the audit prints a line about them and continues. The
+wheel and the source distribution are built twice and compared byte for byte. The wheel is installed into a new virtual
+environment with its declared dependencies, at the versions of constraints.txt, and `smoke.py` runs there in an empty
+folder.
 
---reuse lends the new environment the packages of this one, which saves time, and does not notice an undeclared one.
+With --reuse, the new environment imports the packages of this one. That saves time, but an undeclared dependency is
+not detected.
 """
 
 import json
@@ -24,34 +26,34 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 
 
 def read_code() -> str | None:
-    """What bandit finds, or None."""
+    """Return the findings of bandit, or None."""
     command = [sys.executable, "-m", "bandit", "--quiet", "--configfile", "pyproject.toml", "--recursive"]
     done = subprocess.run([*command, "src", "scripts"], cwd=ROOT, capture_output=True, text=True)
     return None if done.returncode == 0 else done.stdout + done.stderr
 
 
 def look_up_packages() -> tuple[str | None, str]:
-    """Packages of this environment with a known vulnerability, or None; and a line on what was looked up."""
+    """Return the packages of this environment with known vulnerabilities, or None; and a line on the lookup."""
     command = [sys.executable, "-m", "pip_audit", "--local", "--skip-editable", "--timeout", "15", "--format", "json"]
     done = subprocess.run([*command, "--progress-spinner", "off"], capture_output=True, text=True)
     try:
         packages = json.loads(done.stdout)["dependencies"]
-    except json.JSONDecodeError:  # it prints its results, or ends in an error
+    except json.JSONDecodeError:  # pip-audit printed an error instead of its results
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        return None, f"NOT LOOKED UP, pip-audit has no data here: {said[:200]}"
+        return None, f"NOT LOOKED UP: pip-audit could not get its data: {said[:200]}"
     found = [
-        f"{each['name']} {each['version']}: {hole['id']}, mended in {', '.join(hole['fix_versions']) or 'no version'}"
+        f"{each['name']} {each['version']}: {hole['id']}, fixed in {', '.join(hole['fix_versions']) or 'no version'}"
         for each in packages
         for hole in each.get("vulns", ())
     ]
     known = sum("skip_reason" not in each for each in packages)
-    if not known:  # as where a mirror serves packages and nothing else
-        return None, f"NOT LOOKED UP: there is no data on any of {len(packages)} packages here"
+    if not known:  # for instance, if the package index is a mirror without vulnerability data
+        return None, f"NOT LOOKED UP: no vulnerability data on any of the {len(packages)} packages"
     return "\n".join(found) or None, f"no known vulnerability; no data on {len(packages) - known} of {len(packages)}"
 
 
 def build_twice(folder: Path) -> tuple[str | None, list[Path]]:
-    """The files that differ between two builds, or None; and those of the first."""
+    """Build twice; return the names of the files that differ, or None, and the files of the first build."""
     contents = []
     for name in ("first", "second"):
         command = [sys.executable, ROOT / "scripts" / "build.py", folder / name]
@@ -65,7 +67,7 @@ def build_twice(folder: Path) -> tuple[str | None, list[Path]]:
 
 
 def install_and_try(wheel: Path, folder: Path, *, reuse: bool) -> tuple[str | None, str]:
-    """What went wrong, or None; and what the smoke test says."""
+    """Install the wheel and run the smoke test; return the output of a failure, or None, and the test's last line."""
     environment = folder / "environment"
     venv.create(environment, with_pip=True)
     places = {"base": str(environment), "platbase": str(environment)}
@@ -81,7 +83,7 @@ def install_and_try(wheel: Path, folder: Path, *, reuse: bool) -> tuple[str | No
         done = subprocess.run(command, cwd=empty, env=variables, capture_output=True, text=True)
         if done.returncode != 0:
             return done.stdout + done.stderr, ""
-        if reuse:  # a folder that a .pth names is read for packages, not for editable ones such as this checkout
+        if reuse:  # Python does not read the .pth files of a folder named in a .pth file: no editable installs
             lent = Path(sysconfig.get_path("purelib", "venv", vars=places)) / "lent.pth"
             lent.write_text(sysconfig.get_path("purelib") + "\n")
     return None, done.stdout.strip().splitlines()[-1]

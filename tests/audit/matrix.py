@@ -1,12 +1,12 @@
-"""The tests that depend most on versions, on every supported Python and transformers that this machine can have.
+"""Run the tests that depend most on versions with each supported Python on this machine and two transformers versions.
 
     python tests/audit/matrix.py [--only 3.13] [-- PYTEST_ARGUMENTS]
 
-Each Python gets a virtual environment in outputs/matrix, at the versions of constraints.txt but for transformers: in
-turn the lowest that setup.cfg allows and the one of constraints.txt. For each, `smoke.py` runs in an empty folder, and
-then TESTS. The table goes to the terminal and to outputs/matrix/table.md, row by row; what each pair said, to a log
-beside it. Exits with 1 if a pair fails or none could be run. The first run downloads torch for each Python, which may
-take 6 GB each.
+Each Python gets a virtual environment in outputs/matrix with the versions of constraints.txt. transformers is
+installed in turn in the lowest version that setup.cfg allows and in that of constraints.txt. For each version,
+`smoke.py` runs in an empty folder, then TESTS. The table of results is printed and written to outputs/matrix/table.md,
+row by row; the output of each pair of versions goes to log files beside it. The exit code is 1 if a pair fails or none
+could be run. The first run downloads torch for each Python, up to 6 GB each.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "outputs" / "matrix"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# What builds on classes, files and messages of transformers, and on Python's. Left out are the sums themselves
-# (test_mixing*, test_backend_contract_aft.py and others), which call torch alone: torch has one version here.
+# Tests that depend on classes, files and messages of transformers and Python. The tests of the sums (test_mixing*,
+# test_backend_contract_aft.py and others) are left out: they only call torch, which has the same version in all pairs.
 TESTS = (
     "tests/test_activations_aft.py",
     "tests/test_caching_aft.py",
@@ -52,7 +52,7 @@ TESTS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A Python and a transformers."""
+    """A version of Python and a version of transformers."""
 
     python: str
     transformers: str
@@ -66,7 +66,7 @@ class Pair:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of that version that runs: python3.X of the PATH, or one that pyenv has."""
+    """Return a working interpreter of this version: python3.X from PATH, or one of pyenv; None if there is neither."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for command in (shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))):
         if command is not None:
@@ -77,7 +77,7 @@ def find_python(version: str) -> str | None:
 
 
 def transformers_versions(python: str) -> list[str]:
-    """The lowest that setup.cfg allows and that of constraints.txt for this Python."""
+    """Return the lowest version that setup.cfg allows and the version in constraints.txt for this Python."""
     lowest = re.search(r"^ *transformers>=([\d.]+)", (ROOT / "setup.cfg").read_text(), re.MULTILINE)[1]
     pins = re.findall(r"^transformers==([\d.]+)(?:; (.*))?$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     newer = 'python_version >= "3.11"' if python != "3.10" else 'python_version < "3.11"'
@@ -85,8 +85,10 @@ def transformers_versions(python: str) -> list[str]:
 
 
 def install(pair: Pair, interpreter: str) -> Path:
-    """Have the pair's versions in the environment of its Python, which is made anew where others are wanted than those
-    that it was made with; its Python."""
+    """Install the pair's versions in the environment of its Python; return the interpreter of the environment.
+
+    The environment is created anew if setup.cfg or the other versions of constraints.txt have changed.
+    """
     folder = pair.environment
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     pins = re.sub(r"^transformers==.*\n", "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
@@ -102,7 +104,7 @@ def install(pair: Pair, interpreter: str) -> Path:
 
 
 def run_logged(log: Path, *command: str | Path, **options) -> tuple[bool, str]:
-    """Whether the command ended well, and the last line that it wrote."""
+    """Run a command with its output in a log file; return whether it succeeded, and the last line of its output."""
     with log.open("w") as file:
         variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=variables, stdout=file, stderr=subprocess.STDOUT, **options)
@@ -111,7 +113,7 @@ def run_logged(log: Path, *command: str | Path, **options) -> tuple[bool, str]:
 
 
 def check(pair: Pair, interpreter: str, arguments: list[str]) -> tuple[bool, str]:
-    """Whether the pair is well, and its row of the table."""
+    """Install and test a pair; return whether it passed, and its row of the table."""
     try:
         python = install(pair, interpreter)
     except subprocess.CalledProcessError:
@@ -126,14 +128,14 @@ def check(pair: Pair, interpreter: str, arguments: list[str]) -> tuple[bool, str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="3.X", help="this Python; may be repeated")
-    parser.add_argument("arguments", nargs="*", help="of pytest, after --")
+    parser.add_argument("--only", action="append", metavar="3.X", help="run only this Python; may be repeated")
+    parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
     given = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     table, all_well = ["| Python | transformers | smoke test | tests |", "|---|---|---|---|"], []
     for version in given.only or PYTHONS:
         if (interpreter := find_python(version)) is None:
-            print(f"Python {version} is not on this machine: left out", flush=True)
+            print(f"Python {version} was not found on this machine: skipped", flush=True)
             continue
         for transformers in transformers_versions(version):
             started = time.monotonic()

@@ -1,8 +1,8 @@
-"""An installed aft-hf in the current folder, which is empty: every type of model, and the command line.
+"""Smoke test of an installed aft-hf: every type of model, and the command line.
 
     cd $(mktemp -d) && python .../tests/audit/smoke.py
 
-Needs the package and transformers only: no test tools, no Hub, no file of the repository.
+Run it in an empty folder. It needs only aft-hf and transformers: no test tools, no Hub, no file of the repository.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 
 
 def train_save_load(model, auto_class, inputs: dict[str, torch.Tensor], directory: Path) -> None:
-    """Gradients are finite, and the Auto class loads what was saved to the same outputs."""
+    """Check that gradients are finite, and that the saved model, loaded by the Auto class, gives the same outputs."""
     model.train()(**inputs).loss.backward()
     assert all(torch.isfinite(each.grad).all() for each in model.parameters() if each.grad is not None), directory
     model.eval().save_pretrained(directory)
@@ -52,7 +52,7 @@ def check_images(aft_type: str) -> None:
 
 
 def aft_hf_command(*arguments: str) -> str:
-    """Run the command that pip installed; what it prints."""
+    """Run the command that pip installed and return its output."""
     command = Path(sysconfig.get_path("scripts")) / "aft-hf"
     done = subprocess.run([command, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
@@ -60,7 +60,7 @@ def aft_hf_command(*arguments: str) -> str:
 
 
 def check_command_line() -> None:
-    """A ViT of random weights converts, loads by its Auto class, and is ready to publish."""
+    """Check that a ViT with random weights is converted, loaded by its Auto class, and accepted for publishing."""
     assert aft_hf.__version__ in aft_hf_command("--version")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     ViTForImageClassification(ViTConfig(**sizes, **IMAGES)).save_pretrained("vit")
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for name in AFT_TYPES:
         check_text(name)
-    for name in [each for each in AFT_TYPES if each != "alibi"]:  # of text only
+    for name in [each for each in AFT_TYPES if each != "alibi"]:  # alibi is for text only
         check_images(name)
     check_command_line()
     versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"

@@ -1,4 +1,4 @@
-"""Small models for the tests of clients."""
+"""Small models for the tests of clients, the libraries that use AFT models."""
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +11,7 @@ LONGEST = 64
 
 
 def language_model(aft_type: str = "local", **options) -> AFTForCausalLM:
-    """A byte model of two layers with the special tokens of its tokenizer."""
+    """Build a byte-level language model of two layers with the special tokens of the byte tokenizer."""
     torch.manual_seed(0)
     tokenizer = build_byte_tokenizer()
     settings = {
@@ -31,7 +31,7 @@ def language_model(aft_type: str = "local", **options) -> AFTForCausalLM:
 
 
 def image_classifier() -> AFTForImageClassification:
-    """An AFT-conv of 16 x 16 pixels and three classes."""
+    """Build an AFT-conv classifier of images of 16 x 16 pixels into three classes."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_heads": 3, "image_size": 16, "patch_size": 4}
     config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=3, num_labels=3, **sizes)
@@ -39,7 +39,7 @@ def image_classifier() -> AFTForImageClassification:
 
 
 def _with_biases(model: PreTrainedModel) -> PreTrainedModel:
-    """Kernels that do something: they start at 0."""
+    """Draw the kernels at random, because new kernels are 0 and have no effect; set evaluation mode."""
     for name, parameter in model.named_parameters():
         if "kernel" in name:
             torch.nn.init.normal_(parameter)

@@ -1,4 +1,4 @@
-"""A saved byte model as clients meet it: with the package, and by the code beside the weights."""
+"""Fixtures of the client tests: a saved byte model, loaded by the class of the package or by its remote code."""
 
 import socket
 import time
@@ -16,13 +16,13 @@ from aft_hf import AFTForCausalLM, build_byte_tokenizer
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A new one for each test: clients change the side of its padding."""
+    """A new byte tokenizer for each test, because clients change its padding side."""
     return build_byte_tokenizer(model_max_length=LONGEST)
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory) -> Path:
-    """The language model as a directory, with tokenizer and code, and a format of conversations."""
+    """Directory of the saved language model, with its code, its tokenizer and a chat template."""
     directory = tmp_path_factory.mktemp("byte-model")
     language_model().save_pretrained(directory)
     tokenizer = build_byte_tokenizer(model_max_length=LONGEST)
@@ -33,7 +33,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["package", "remote code"])
 def load(request, saved) -> Callable[..., PreTrainedModel]:
-    """`from_pretrained` of the saved language model, by the class of the package or by that of the code beside it."""
+    """`from_pretrained` for the saved language model, by the class of the package or by that of its remote code."""
     model_class = AFTForCausalLM
     if request.param == "remote code":
         model_class = get_class_from_dynamic_module("modeling_aft.AFTForCausalLM", str(saved))
@@ -43,9 +43,9 @@ def load(request, saved) -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def server_port(saved) -> Iterator[int]:
-    """Where a server of the saved model listens, started as `aft-hf transformers serve` does."""
-    if not is_serve_available():  # with gradio come fastapi and uvicorn, but openai does not
-        pytest.skip("needs transformers[serving]: make clients")
+    """Port of a server of the saved model, started as `aft-hf transformers serve` starts it."""
+    if not is_serve_available():  # gradio installs fastapi and uvicorn, but not openai
+        pytest.skip("needs transformers[serving]: run `make clients`")
     from transformers.cli.serve import Serve
 
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""Every Python example of docs/integrations.md runs as it stands."""
+"""Every Python example of docs/integrations.md runs, unchanged but for the address and the model of the server."""
 
 import ast
 import importlib.util
@@ -25,10 +25,10 @@ def test_an_example_runs(title, saved, tmp_path, monkeypatch, request):
     code = EXAMPLES[title]
     for name in sorted(_imported(code)):
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}: make clients")
+            pytest.skip(f"needs {name}: run `make clients`")
     if "localhost:8000" in code:
         code = code.replace("localhost:8000", f"127.0.0.1:{request.getfixturevalue('server_port')}")
-        code = code.replace("outputs/quickstart-text", str(saved))  # as which it is served here
+        code = code.replace("outputs/quickstart-text", str(saved))  # the name of the served model
     (tmp_path / "outputs").mkdir()
     (tmp_path / "text.txt").write_text("Friends, Romans, countrymen, lend me your ears; \n" * 8)
     (tmp_path / "outputs" / "quickstart-text").symlink_to(saved)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a task of our own: no network, and the bits that `aft-hf evaluate` finds."""
+"""lm-evaluation-harness on a local task, without a network: its bits per byte equal those of `aft-hf evaluate`."""
 
 import math
 from pydoc_data.topics import topics
@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 
-lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: make clients")
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: run `make clients`")
 
 BLOCK = 64
 
@@ -20,7 +20,7 @@ def text() -> str:
 
 
 def evaluate(model, tokenizer, directory, rows, **task):
-    """The result of one task on rows of a json file."""
+    """Evaluate the model on one task whose samples are the rows, written to a JSON file; return the results."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -37,9 +37,11 @@ def evaluate(model, tokenizer, directory, rows, **task):
     )
 
 
-def test_bits_per_byte_of_blocks_are_those_of_our_evaluation(load, tokenizer, text, tmp_path):
-    """Of each block all but the first byte, which has no context."""
-    training = pytest.importorskip("aft_hf.training.evaluation", reason="needs the extra `train`")
+def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, text, tmp_path):
+    """Each block is scored on all bytes but the first, which has no context."""
+    training = pytest.importorskip(
+        "aft_hf.training.evaluation", reason="needs the extra `train`: pip install -e '.[train]'"
+    )
     model = load()
     blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
     rows = {"context": [block[0] for block in blocks], "rest": [block[1:] for block in blocks]}
@@ -53,7 +55,7 @@ def test_bits_per_byte_of_blocks_are_those_of_our_evaluation(load, tokenizer, te
     assert -found / (BLOCK - 1) / math.log(2) == pytest.approx(expected["bits_per_token"], rel=1e-5)
 
 
-def test_rolling_bits_per_byte_are_those_of_windows_that_begin_with_the_end_of_a_text(load, tokenizer, text, tmp_path):
+def test_rolling_bits_per_byte_equal_those_of_windows_after_an_end_of_text_token(load, tokenizer, text, tmp_path):
     model = load()
     metrics = [{"metric": "bits_per_byte"}]
     task = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}

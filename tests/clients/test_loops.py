@@ -1,4 +1,4 @@
-"""Training loops of others: Trainer and its options, Lightning, Ignite."""
+"""Trainer and its options, Optuna, Lightning, Ignite, attributions by captum, and the FLOP counter of PyTorch."""
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ def test_trainer_collates_and_trains(options, load, tokenizer, tmp_path):
     assert second < first < 20
 
 
-def test_optuna_searches(load, tmp_path):
-    pytest.importorskip("optuna", reason="needs optuna: make clients")
+def test_optuna_searches_the_learning_rate(load, tmp_path):
+    pytest.importorskip("optuna", reason="needs optuna: run `make clients`")
     ids = torch.randint(256, (8, 12)).tolist()
     data = [{"input_ids": row, "labels": row} for row in ids]
     arguments = TrainingArguments(str(tmp_path), eval_strategy="steps", eval_steps=2, **OPTIONS)
@@ -47,7 +47,7 @@ def test_optuna_searches(load, tmp_path):
 
 
 def test_lightning_trains(load, tmp_path):
-    lightning = pytest.importorskip("lightning", reason="needs lightning: make clients")
+    lightning = pytest.importorskip("lightning", reason="needs lightning: run `make clients`")
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -75,7 +75,7 @@ def test_lightning_trains(load, tmp_path):
 
 
 def test_ignite_trains(load):
-    engine = pytest.importorskip("ignite.engine", reason="needs pytorch-ignite: make clients")
+    engine = pytest.importorskip("ignite.engine", reason="needs pytorch-ignite: run `make clients`")
     model, ids = load(), torch.randint(256, (2, 12))
     optimizer = torch.optim.AdamW(model.parameters(), 0.02)
     loss_of = lambda output, labels: output.loss  # noqa: E731
@@ -89,8 +89,8 @@ def test_ignite_trains(load):
 
 
 @pytest.mark.parametrize("source", ["package", "remote code"])
-def test_captum_attributes_and_attributions_sum_to_the_difference(source, tmp_path):
-    attr = pytest.importorskip("captum.attr", reason="needs captum: make clients")
+def test_captum_attributions_sum_to_the_difference_of_the_logits(source, tmp_path):
+    attr = pytest.importorskip("captum.attr", reason="needs captum: run `make clients`")
     model, pixels = image_classifier(), torch.randn(1, 3, 16, 16)
     if source == "remote code":
         model.save_pretrained(tmp_path)
@@ -105,7 +105,7 @@ def test_captum_attributes_and_attributions_sum_to_the_difference(source, tmp_pa
 
 
 def test_floating_point_operations_are_counted(load):
-    """Two for each weight of a linear layer and token forward; more for the mixing, which has products of its own."""
+    """A forward pass takes 2 operations per linear weight and token, and more for matrix products of the mixing."""
     model, ids = load(), torch.randint(256, (2, 12))
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     with FlopCounterMode(display=False) as forward, torch.no_grad():

@@ -1,10 +1,10 @@
-"""peft: adapters on the projections of the mixers, trained, merged and loaded again."""
+"""peft: adapters on the projections of the mixers are trained, saved, loaded and merged; prompt tuning."""
 
 import pytest
 import torch
 
 
-peft = pytest.importorskip("peft", reason="needs peft: make clients")
+peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ADAPTERS = {
@@ -37,7 +37,7 @@ def test_an_adapter_learns_and_is_merged(make_adapter, load, tmp_path):
         torch.testing.assert_close(again.merge_and_unload()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_prompt_tuning_learns_and_prefix_tuning_names_it(load):
+def test_prompt_tuning_learns_and_prefix_tuning_is_refused(load):
     ids = torch.randint(256, (2, 12))
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(load(), prompts)

@@ -1,4 +1,4 @@
-"""`transformers serve` and an OpenAI client; streaming from Python."""
+"""`transformers serve` with an OpenAI client, `transformers chat`, pipelines, and streaming from Python."""
 
 import sys
 import threading
@@ -17,13 +17,13 @@ PROMPT = "To be or"
 
 @pytest.fixture(scope="module")
 def server(server_port):
-    openai = pytest.importorskip("openai", reason="needs openai: make clients")
+    openai = pytest.importorskip("openai", reason="needs openai: run `make clients`")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server_port}/v1", api_key="none")
 
 
 @pytest.fixture
 def expected(saved, tokenizer) -> str:
-    """The greedy continuation of the prompt by six bytes."""
+    """Greedy continuation of the prompt by six bytes."""
     return continuation(saved, tokenizer, PROMPT)
 
 
@@ -33,20 +33,20 @@ def continuation(saved, tokenizer, prompt: str) -> str:
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_completions_of_an_openai_client_are_those_of_generate(server, saved, expected):
+def test_completions_of_an_openai_client_equal_those_of_generate(server, saved, expected):
     options = {"model": str(saved), "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     assert server.completions.create(**options).choices[0].text == expected
     pieces = server.completions.create(**options, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected
 
 
-def test_a_request_for_more_than_the_model_can_write_gets_what_it_can(server, saved):
+def test_a_request_beyond_the_maximum_length_gets_the_tokens_that_fit(server, saved):
     options = {"model": str(saved), "prompt": PROMPT, "max_tokens": 10 * LONGEST, "temperature": 0}
     completion = server.completions.create(**options)
     assert 0 < completion.usage.completion_tokens <= LONGEST + 1 - len(PROMPT)
 
 
-def test_a_conversation_is_continued_in_the_format_of_the_tokenizer(server, saved, tokenizer):
+def test_a_chat_completion_uses_the_chat_template_of_the_tokenizer(server, saved, tokenizer):
     messages = [{"role": "user", "content": PROMPT}]
     options = {"model": str(saved), "messages": messages, "max_tokens": 6, "temperature": 0}
     expected = continuation(saved, tokenizer, f"{PROMPT}\n")
@@ -55,10 +55,10 @@ def test_a_conversation_is_continued_in_the_format_of_the_tokenizer(server, save
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected
 
 
-def test_the_chat_of_the_command_line_answers(server_port, saved, monkeypatch, capsys):
-    typed = iter([PROMPT, "n", "!exit"])  # it asks whether to go on when the limit is reached
+def test_transformers_chat_prints_an_answer(server_port, saved, monkeypatch, capsys):
+    typed = iter([PROMPT, "n", "!exit"])  # at the token limit, the chat asks whether to continue
     monkeypatch.setattr("builtins.input", lambda *_: next(typed))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # it blocks servers of this machine, too
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # offline mode also blocks local servers
     with pytest.raises(SystemExit, match="0"):
         cli.app(["transformers", "chat", str(saved), f"http://127.0.0.1:{server_port}", "max_new_tokens=6"])
     assert next(typed, None) is None
@@ -82,7 +82,7 @@ def test_a_pipeline_pads_a_batch(load, tokenizer, expected):
     assert first["generated_text"] == expected and second["generated_text"] != expected
 
 
-def test_the_command_hands_its_arguments_on(monkeypatch):
+def test_the_command_passes_its_arguments_to_transformers(monkeypatch):
     taken = []
     library = SimpleNamespace(app=lambda args, prog_name: taken.append(args))
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", library)
@@ -92,7 +92,7 @@ def test_the_command_hands_its_arguments_on(monkeypatch):
 
 
 @torch.no_grad()
-def test_features_of_a_batch_are_those_of_its_texts(load, tokenizer):
+def test_features_of_a_padded_batch_equal_those_of_its_texts(load, tokenizer):
     model = load().aft.eval()
     padded = tokenizer([PROMPT, "a longer one"], padding=True, return_tensors="pt")
     alone = model(**tokenizer(PROMPT, return_tensors="pt")).last_hidden_state

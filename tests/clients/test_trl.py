@@ -1,4 +1,4 @@
-"""TRL: supervised fine-tuning, packed and not, and direct preference optimization."""
+"""TRL: supervised fine-tuning with and without packing, and direct preference optimization."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from datasets import Dataset
 from aft_hf import modeling_aft
 
 
-trl = pytest.importorskip("trl", reason="needs trl: make clients")
+trl = pytest.importorskip("trl", reason="needs trl: run `make clients`")
 
 TEXTS = ["Friends, Romans, countrymen", "lend me your ears;"]
 OPTIONS = {
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def tune(model, tokenizer, directory, texts=TEXTS, **options):
-    """Fine-tunes in place; returns the loss of the first step."""
+    """Fine-tune the model in place; return the loss of the first step."""
     arguments = trl.SFTConfig(str(directory), **(OPTIONS | options))
     data = Dataset.from_dict({"text": texts})
     trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
@@ -40,27 +40,27 @@ def tune(model, tokenizer, directory, texts=TEXTS, **options):
     "packed", [{"packing": True, "max_length": 64}, {"padding_free": True, "max_length": None}], ids=str
 )
 @pytest.mark.parametrize("aft_type", AFT_TYPES)
-def test_packed_documents_train_as_padded_ones(aft_type, packed, tokenizer, tmp_path):
+def test_packed_documents_give_the_same_update_as_padded_ones(aft_type, packed, tokenizer, tmp_path):
     one, other = language_model(aft_type), language_model(aft_type)
     before = {name: parameter.detach().clone() for name, parameter in one.named_parameters()}
     loss = tune(one, tokenizer, tmp_path, max_length=64)
     assert tune(other, tokenizer, tmp_path, **packed) == pytest.approx(loss, rel=1e-5)
     changed = 0
     for (name, expected), found in zip(one.named_parameters(), other.parameters()):
-        # Float32 sums over at most 64 tokens of gradients of about 1, in another order.
+        # Tolerance for float32 sums of gradients of about 1 over at most 64 tokens, in a different order.
         torch.testing.assert_close(found - before[name], expected - before[name], rtol=1e-4, atol=1e-5)
         changed += not torch.equal(expected, before[name])
     assert changed == len(before)
 
 
-def test_a_model_of_a_directory_is_fine_tuned(load, tokenizer, tmp_path):
+def test_a_saved_model_is_fine_tuned(load, tokenizer, tmp_path):
     model = load()
     before = model.lm_head.weight.detach().clone()
     tune(model, tokenizer, tmp_path)
     assert not torch.equal(model.lm_head.weight, before)
 
 
-def test_its_loss_leaves_the_entropy_out_and_that_is_told(tokenizer, tmp_path, monkeypatch):
+def test_the_loss_of_trl_omits_the_entropy_with_a_warning(tokenizer, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
     model = language_model("conv", position_bias_entropy_weight=0.125)

@@ -1,9 +1,9 @@
-"""What someone does who has a saved model and its code, but not aft_hf: pack documents with TRL, and export to ONNX.
+"""Use saved models by their remote code, without aft_hf: fine-tune on packed documents with TRL, or export to ONNX.
 
     python without_package.py packing DIRECTORY ...
     python without_package.py onnx DIRECTORY ...
 
-Each directory has a model with its code, and of text its tokenizer. Any difference ends in an error.
+Each directory holds a model with its code, and the tokenizer of a language model. The script fails on any difference.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Absent:
-    """Makes an installed package impossible to find, and so to import."""
+    """Import hook that makes aft_hf impossible to import, even where it is installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "aft_hf":
@@ -31,7 +31,7 @@ LONGEST = 64
 
 
 def check_packing(directory: Path) -> None:
-    """A step on two documents changes a model as much whether they are padded, packed or only put together."""
+    """Check that a step on two documents gives the same update whether they are padded, packed or padding-free."""
     before = AutoModelForCausalLM.from_pretrained(directory, **REMOTE).state_dict()
 
     def changes(**options) -> dict[str, torch.Tensor]:
@@ -40,12 +40,12 @@ def check_packing(directory: Path) -> None:
     expected = changes(packing=False, max_length=LONGEST)
     assert all(change.any() for change in expected.values())
     for options in ({"packing": True, "max_length": LONGEST}, {"padding_free": True, "max_length": None}):
-        # Float32 sums over at most 64 tokens of gradients of about 1, in another order.
+        # Tolerance for float32 sums of gradients of about 1 over at most 64 tokens, in a different order.
         torch.testing.assert_close(changes(**options), expected, rtol=1e-4, atol=1e-5)
 
 
 def tuned(directory: Path, **options) -> dict[str, torch.Tensor]:
-    """The weights after a step of TRL, which loads the model by the name of its directory."""
+    """Return the weights after one training step of TRL, which loads the model from the directory."""
     import trl
     from datasets import Dataset
 
@@ -75,7 +75,7 @@ def tuned(directory: Path, **options) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def check_onnx(directory: Path) -> None:
-    """The program of a model, for any size, computes what the model does."""
+    """Check that the ONNX program of a model, exported with dynamic sizes, gives the outputs of the model."""
     import onnxruntime
     from torch.export import Dim
 
@@ -99,7 +99,7 @@ def check_onnx(directory: Path) -> None:
     for x in [given[name], *others]:
         found = torch.from_numpy(session.run(["logits"], {name: x.numpy()})[0])
         expected = model(**{name: x}).logits
-        # One or two layers of float32 sums over at most 64 positions, in another order.
+        # Tolerance for one or two layers of float32 sums over at most 64 positions, in a different order.
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 

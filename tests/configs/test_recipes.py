@@ -1,4 +1,4 @@
-"""The recipes in configs/: they can be read, say what they train, and are the rows of the paper that they name."""
+"""The recipes in configs/: they load, have notes, and match the rows of the paper's tables that they name."""
 
 from functools import cache
 from pathlib import Path
@@ -20,13 +20,13 @@ from aft_hf.training.recipe import load_recipe
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# A name that begins with _ is what recipes share.
+# Files whose names begin with _ are not recipes: they hold settings that recipes share.
 RECIPES = sorted(path for path in CONFIGS.glob("*/*.yaml") if path.name[0] != "_" and path.parent.name != "accelerate")
 NAMES = [path.relative_to(CONFIGS).with_suffix("").as_posix() for path in RECIPES]
 
 
 def model_of(recipe):
-    """The full-size model of a recipe, without memory for its weights."""
+    """Build the full-size model of a recipe on the meta device, without memory for its weights."""
     fields = {key: value for key, value in recipe.model.items() if key != "architecture"}
     with torch.device("meta"):
         if recipe.task == "images":
@@ -62,7 +62,7 @@ def count(module):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_says_what_was_chosen_and_writes_to_a_place_of_its_own(path):
+def test_a_recipe_has_notes_and_its_own_output_directory(path):
     recipe = recipe_at(path)
     assert len(recipe.notes) > 20
     assert path.read_text().startswith("# ")
@@ -80,7 +80,8 @@ def test_a_smoke_run_is_small(path):
 
 # --------------------------------------------------------------------------------------------------- the paper's rows
 
-# What Section 5 says of all runs of a task, by the key of the recipe; "config.*" is the field of the built model.
+# Hyper-parameters that Section 5 gives for all runs of a task, by recipe key; "config.*" is a field of the model's
+# config.
 TRAINING = {
     "cifar10": {  # 5.1
         "optimizer.learning_rate": 3e-3,
@@ -182,7 +183,7 @@ RANDOM = {"conv_kernel_size": 25, "num_heads": 32, "aft_type": "conv", "hidden_s
 SIMPLE_24, LOCAL_24 = "enwik8/aft_simple_l24_d256", "enwik8/aft_local_32_l24_d256"
 SMALL = "imagenet/aft_conv_small_{}_384".format
 
-# Every row that has a recipe: (recipe, score, what it says beside TRAINING). Accuracies are in 0 .. 1.
+# Every row that has a recipe: (recipe, score, hyper-parameters in addition to TRAINING). Accuracies are in 0 .. 1.
 PAPER = {
     "Table 2: Transformer, L = 12, d = 512, h = 4": (
         "cifar10/transformer_l12_d512_h4",
@@ -357,14 +358,14 @@ def test_a_row_of_the_paper_has_a_recipe_with_its_score_and_hyper_parameters(row
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_is_rows_of_the_paper_or_named_as_ours(path):
+def test_a_recipe_names_its_rows_of_the_paper_or_is_marked_as_ours(path):
     paper, name = recipe_at(path).paper, path.relative_to(CONFIGS).with_suffix("").as_posix()
     ours = path.parent.name == "examples" or path.name.startswith("ours_")
     assert ours == (paper is None) == ("ours" in path.read_text(encoding="utf-8").split("\nmodel")[0])
     assert {row for row, (recipe, *_) in PAPER.items() if recipe == name} == set(paper.rows if paper else [])
 
 
-# Millions of parameters of Tables 7 and 8.
+# Number of parameters in Tables 7 and 8, in millions.
 MILLIONS = {
     "resnet50": 25.6,
     "deit_tiny": 5.7,
@@ -383,9 +384,9 @@ MILLIONS = {
 
 
 @pytest.mark.parametrize(("name", "millions"), MILLIONS.items(), ids=MILLIONS)
-def test_the_models_of_imagenet_have_the_parameters_of_the_paper(name, millions):
+def test_imagenet_models_have_the_parameter_counts_of_the_paper(name, millions):
     model = model_at(CONFIGS / "imagenet" / f"{name}.yaml")
-    # The paper's own rounding varies by 0.1; at 79.7 M our 79.86 M are 0.2 % off.
+    # The rounding in the paper varies by 0.1. For the model of 79.7 M, ours has 79.86 M parameters, 0.2 % more.
     assert count(model) / 1e6 == pytest.approx(millions, abs=max(0.1, 0.0025 * millions))
 
 
@@ -400,15 +401,15 @@ ABLATIONS = [path for path in RECIPES if path.stem.startswith("ablation_")]
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
-def test_an_ablation_differs_from_its_model_in_one_switch(path):
+def test_an_ablation_differs_from_its_base_model_in_one_setting(path):
     base = next(line for line in path.read_text().splitlines() if line.startswith("base: ")).removeprefix("base: ")
     ablated, whole = recipe_at(path).model_dump(), recipe_at(path.parent / base).model_dump()
     assert len((ablated["model"].items() ^ whole["model"].items()) - {("gumbel_temperature", 0.5)}) in (1, 2)
     assert {key for key in whole if ablated[key] != whole[key]} == {"model", "paper", "output_dir"}
 
 
-def test_the_deit_of_the_recipes_computes_what_vit_does():
-    """BEiT as the recipes set it up: DeiT with stochastic depth, whose keys lack the bias that softmax cancels."""
+def test_the_deit_of_the_recipes_gives_the_outputs_of_vit():
+    """The recipes build DeiT as a BEiT with stochastic depth, whose keys lack the bias that softmax cancels."""
     recipe = dict(recipe_at(CONFIGS / "imagenet" / "deit_tiny.yaml").model)
     recipe.pop("architecture")
     shared = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}

@@ -1,10 +1,11 @@
-"""`make conformance` names test_conformance.py; nothing in this folder is collected where nobody names it."""
+"""Keep pytest from collecting this folder unless a file of it is named, as `make conformance` does."""
 
 import sys
 from pathlib import Path
 
 
-# `transformers_tests` is a namespace package of two parts: what fetch.py puts here, and the stand-ins in this folder.
+# `transformers_tests` is a namespace package of two parts: the files that fetch.py puts into .conformance, and the
+# stand-ins in this folder.
 sys.path.insert(0, str(Path(__file__).parents[2] / ".conformance"))
 
 collect_ignore_glob = ["*"]

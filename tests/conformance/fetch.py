@@ -1,6 +1,6 @@
 """Fetch the common model tests of the installed transformers into .conformance/, where test_conformance.py finds them.
 
-They come in the source distribution on PyPI and in no wheel. They are run as they are, and are no part of this tree.
+The tests are in the source distribution on PyPI, but not in the wheel. They run unchanged and are not committed here.
 """
 
 import subprocess
@@ -13,13 +13,13 @@ import transformers
 
 
 ROOT = Path(__file__).parents[2]
-# The tests know each other as `tests`, by relative imports; under this name they do not meet ours.
+# The tests import each other relatively, so they can run under a package name that differs from our `tests`.
 PACKAGE = ROOT / ".conformance" / "transformers_tests"
 FETCHED = PACKAGE / "VERSION"
 
 
 def fetch(version: str = transformers.__version__) -> None:
-    """Unpack tests/*.py of that version's source distribution, unless this is done already."""
+    """Download the source distribution of this version and unpack its tests/*.py, unless this has been done."""
     if FETCHED.is_file() and FETCHED.read_text() == version:
         return
     PACKAGE.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def fetch(version: str = transformers.__version__) -> None:
                 path = Path(member.name)
                 if member.isfile() and path.match("transformers-*/tests/*.py"):
                     (PACKAGE / path.name).write_bytes(tar.extractfile(member).read())
-    FETCHED.write_text(version)  # last, so that what was cut short is done again
+    FETCHED.write_text(version)  # written last, so that an interrupted download is repeated
 
 
 if __name__ == "__main__":

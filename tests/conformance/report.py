@@ -2,7 +2,7 @@
 
     make conformance-report
 
-Everything between the two marker lines of that page is replaced. Fails where a test of an AFT fails, after writing.
+The text between the two marker lines of the page is replaced. The command then fails if a test of an AFT model failed.
 """
 
 import re
@@ -27,7 +27,7 @@ NAMES = {"Text": ("text", "GPT-2"), "Image": ("images", "ViT")}
 
 
 class Outcomes:
-    """A pytest plugin: what came of each test of each class, and of a skipped one the reason that it gave."""
+    """Pytest plugin that records the outcome of each test of each class, and the reason of each skip."""
 
     def __init__(self):
         self.tests: dict[str, dict[str, str]] = defaultdict(dict)  # class: {test: outcome}
@@ -67,7 +67,7 @@ def run_tests() -> Outcomes:
 
 
 def group(outcomes: Outcomes, kind: str) -> list[str]:
-    """Our classes of one kind, "Text" or "Image"."""
+    """Return the names of the AFT test classes of one kind, "Text" or "Image"."""
     return [name for name in outcomes.tests if name.startswith(kind)]
 
 
@@ -77,7 +77,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def listed(tests: set[str]) -> str:
-    """Names of tests in code marks; the cases of a parameterized one as one name with their number."""
+    """Join test names as Markdown code; the cases of a parameterized test become one name with their number."""
     counts: dict[str, int] = defaultdict(int)
     for test in sorted(tests):
         counts[re.sub(r"_\d+_.*|_\d+$", "", test)] += 1
@@ -88,7 +88,7 @@ def by_reason(outcomes: Outcomes, name: str, tests: set[str]) -> dict[str, set[s
     found: dict[str, set[str]] = defaultdict(set)
     for test in sorted(tests):
         reason = re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", outcomes.reasons[name, test])
-        # Which of our classes is named depends on which is tested first.
+        # A reason may name the model class, which depends on the order of the tests.
         found[re.sub(r"\b(AFT|GPT2|ViT)\w+\b", "the model", reason).strip(" .").replace("|", "\\|")].add(test)
     return dict(sorted(found.items(), key=lambda each: (-len(each[1]), each[0])))
 
@@ -102,12 +102,12 @@ def counts(outcomes: Outcomes) -> str:
 
 
 def comparison(outcomes: Outcomes, kind: str) -> str:
-    """What our classes of a kind skip and the peer runs, the other way round, and what both skip."""
+    """Return a section on the tests that only the AFT classes of a kind skip, only they pass, or both sides skip."""
     ours, peer = group(outcomes, kind), PEERS[kind]
     first, (what, library) = ours[0], NAMES[kind]
     differing = {name for name in ours if outcomes.tests[name] != outcomes.tests[first]}
     if differing:
-        return f"### AFT for {what}\n\nThese classes do not have the outcomes of {first}: {sorted(differing)}\n"
+        return f"### AFT for {what}\n\nThese classes have other outcomes than {first}: {sorted(differing)}\n"
     skipped, passed = outcomes.skipped(first), outcomes.passed(first)
     only_ours = by_reason(outcomes, first, skipped & outcomes.passed(peer))
     both = by_reason(outcomes, first, skipped & outcomes.skipped(peer))

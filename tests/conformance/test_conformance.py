@@ -1,6 +1,6 @@
 """The common model tests of transformers on AFT models of every type: `make conformance`.
 
-docs/conformance.md tells what is skipped, and why.
+docs/conformance.md lists the skipped tests with the reasons.
 """
 
 import unittest
@@ -25,8 +25,8 @@ from aft_hf import (
 )
 
 
-# The common tests tell by these names which class takes which labels and which is a backbone. What is registered from
-# outside the library does not stand there, and training, gradient checkpointing and more would pass it over.
+# The common tests look up in these mappings which labels a class takes and which class is a base model. Classes that
+# are registered from outside the library are not in them, so tests of training and others would skip these classes.
 modeling_auto.MODEL_MAPPING_NAMES["aft"] = "AFTModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["aft"] = "AFTForCausalLM"
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForImageClassification"
@@ -35,7 +35,7 @@ modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForToken
 
 
 class AFTModelTester:
-    """Tiny models of one type, and inputs for them. The names are those that the common tests ask for."""
+    """Configs of tiny models of one type, and inputs for them. The common tests prescribe the attribute names."""
 
     is_training = True
     batch_size = 5
@@ -63,7 +63,7 @@ class AFTTextModelTester(AFTModelTester):
         "conv_kernel_size": 4,
         "bos_token_id": vocab_size - 1,
         "eos_token_id": vocab_size - 1,
-        "pad_token_id": 0,  # below 10, to which one of the tests cuts the vocabulary
+        "pad_token_id": 0,  # below 10, because one of the tests reduces vocab_size to 10
     }
 
     def prepare_config_and_inputs_for_common(self):
@@ -94,10 +94,10 @@ class AFTImageModelTester(AFTModelTester):
 
 
 class AFTTests(ModelTesterMixin):
-    """What text and images share."""
+    """Settings that the tests of text and image models share."""
 
     aft_type = None
-    test_can_init_all_missing_weights_before_2023 = True  # read from copyright lines, which our files do not have
+    test_can_init_all_missing_weights_before_2023 = True  # else skipped: our files lack a copyright line with a year
 
     def setUp(self):
         self.model_tester = self.model_tester_class(self, self.aft_type)
@@ -111,18 +111,18 @@ class TextTests(AFTTests, GenerationTesterMixin):
 class ImageTests(AFTTests):
     all_model_classes = (AFTModel, AFTForImageClassification)
     model_tester_class = AFTImageModelTester
-    test_resize_embeddings = False  # of tokens, as for every image model of the library
+    test_resize_embeddings = False  # resizes token embeddings, which an image model lacks
 
-    @unittest.skip("an image model embeds patches and takes no inputs_embeds, as the ViT of the library")
+    @unittest.skip("an image model embeds patches and takes no inputs_embeds, like the ViT of transformers")
     def test_inputs_embeds(self):
         pass
 
-    @unittest.skip("an image model embeds patches and takes no inputs_embeds, as the ViT of the library")
+    @unittest.skip("an image model embeds patches and takes no inputs_embeds, like the ViT of transformers")
     def test_inputs_embeds_matches_input_ids(self):
         pass
 
     def test_model_get_set_embeddings(self):
-        """The common test wants an embedding of tokens. Patches are embedded by a convolution, as in a ViT."""
+        """The common test expects a token embedding; here a convolution embeds patches, as in ViT."""
         for model_class in self.all_model_classes:
             model = model_class(self.model_tester.get_config())
             self.assertIsInstance(model.get_input_embeddings(), nn.Conv2d)

@@ -1,6 +1,6 @@
-"""The same tests on GPT-2 and ViT of the library, which report.py compares with: `make conformance-report`.
+"""The common model tests of transformers on its GPT-2 and ViT, for the comparison in `make conformance-report`.
 
-Their own test classes are in the repository of transformers alone, so these are given to the common tests as ours are.
+The source distribution of transformers lacks the test classes of these models, so this file defines its own.
 """
 
 import unittest
@@ -51,7 +51,7 @@ class GPT2Tester(PeerTester):
 
 class ViTTester(PeerTester):
     image_size, patch_size, num_channels = 30, 6, 3
-    mask_length = (image_size // patch_size) ** 2  # a mask of patches, and how many of them it masks
+    mask_length = (image_size // patch_size) ** 2  # patches of a mask, of which num_masks are masked
     num_masks = mask_length // 2
     seq_length = mask_length + 1
 
@@ -81,7 +81,7 @@ class GPT2Test(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
 
 class ViTTest(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (ViTModel, ViTForImageClassification)
-    test_resize_embeddings = False  # of tokens
+    test_resize_embeddings = False  # resizes token embeddings, which an image model lacks
 
     def setUp(self):
         self.model_tester = ViTTester(self)

@@ -1,4 +1,4 @@
-"""The commands and Python snippets of the pages, as a reader would copy them."""
+"""Extract the commands and Python snippets of the documentation pages, as a reader would copy them."""
 
 import re
 import shlex
@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "model_cards/README.md", "spaces/demo/README.md"]
 PAGES = [page for page in PAGES if (ROOT / page).is_file()]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))
-PAGES.remove("docs/integrations.md")  # tests/clients runs it where the clients are installed
+PAGES.remove("docs/integrations.md")  # tests/clients runs the examples of this page
 
 FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """One command of a bash block, or a whole python block."""
+    """One command of a bash block, or a whole Python block."""
 
     page: str
     line: int
@@ -30,7 +30,7 @@ class Snippet:
 
 
 def snippets(page: str) -> Iterator[Snippet]:
-    """All snippets of a page, in its order."""
+    """Yield all snippets of a page, in the order of the page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for fence in FENCE.finditer(text):
         line = text.count("\n", 0, fence.start(2)) + 1
@@ -41,7 +41,7 @@ def snippets(page: str) -> Iterator[Snippet]:
 
 
 def commands(block: str) -> Iterator[tuple[int, str]]:
-    """(line, command) of a bash block: continued lines joined, comments and blank lines left out."""
+    """Yield (line, command) for a bash block: continued lines are joined, comments and blank lines left out."""
     start, command = 0, ""
     for number, line in enumerate(block.splitlines()):
         if not command:

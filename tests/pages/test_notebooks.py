@@ -1,4 +1,4 @@
-"""The notebooks of the site run from their first cell to their last, and are stored without outputs."""
+"""The notebooks of the documentation run from the first cell to the last, and are stored without outputs."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def cells(path):
 
 
 def program(path):
-    """The code of all cells, in their order."""
+    """Return the code of all code cells, in order."""
     return "\n\n".join("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "code")
 
 
@@ -28,7 +28,7 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_no_outputs_and_nothing_but_python(path):
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(path) if "outputs" in cell)
-    compile(program(path), path.name, "exec")  # magics and shell commands are none
+    compile(program(path), path.name, "exec")  # magics and shell commands do not compile
     assert cells(path)[0]["cell_type"] == "markdown" and cells(path)[0]["source"][0].startswith("# ")
 
 

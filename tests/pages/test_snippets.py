@@ -1,7 +1,7 @@
-"""Every command and Python snippet of the pages runs, on what the quickstart saves.
+"""Every command and Python snippet of the documentation pages runs, on the models that the quickstarts save.
 
-The snippets of a page run in the order of the page, in one folder. Where a page shows a command that takes minutes, it
-runs here with the options of SHORTER; what cannot run in a test stands in NOT_RUN with the reason.
+The snippets of a page run in the order of the page, in one folder. A command that takes minutes runs with the
+additional options in SHORTER. NOT_RUN lists the commands that do not run here, with the reasons.
 """
 
 import os
@@ -17,7 +17,7 @@ from filelock import FileLock
 from snippets import PAGES, ROOT, commands, snippets
 
 
-# A command that begins with the first is run with the second appended; the longest beginning counts.
+# {start of a command: options appended to the commands that begin with it}; the longest match applies.
 SHORTER = {
     "aft-hf benchmark": "--suite mixer --smoke --no-memory",
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
@@ -37,10 +37,10 @@ SHORTER = {
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
 NOT_RUN = {
-    r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs these targets themselves",
-    r"make (demo|install)|python spaces/demo/app.py": "opens a page and waits; tests/demo tests the app",
-    r"python scripts/reproduce\.py": "takes hours, and writes to docs; tests/reproduction has small runs",
-    r"pip install": "installs from an index",
+    r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs them; gpu needs a GPU",
+    r"make (demo|install)|python spaces/demo/app.py": "starts a server or installs packages; tests/demo tests the app",
+    r"python scripts/reproduce\.py": "takes hours and writes to docs/; tests/reproduction has small runs",
+    r"pip install": "installs packages from an index",
     r"source .venv/bin/activate": "the tests run in this environment",
     r"python scripts/measure_large_keys\.py": "takes minutes; tests/scripts runs one row",
     r"hf (repos|upload)": "needs an account on the Hub",
@@ -50,7 +50,7 @@ PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory) -> Path:
-    """The folder `outputs` as both quickstarts leave it, made once for all workers, or given by AFT_HF_QUICKSTART."""
+    """Folder with the outputs of both quickstarts, made once for all workers, or the folder AFT_HF_QUICKSTART."""
     if given := os.environ.get("AFT_HF_QUICKSTART"):
         return ROOT / given
     shared = tmp_path_factory.getbasetemp()
@@ -67,7 +67,7 @@ def quickstart(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def workplace(tmp_path, quickstart) -> Path:
-    """A folder with the files that the pages name: those of the repository, of the quickstart and of the reader."""
+    """Folder with the files that the pages name: from the repository, the quickstarts, and small data of a reader."""
     from datasets import ClassLabel, Dataset, Features, Image
 
     for name in ("configs", "scripts", "spaces", "README.md"):
@@ -88,7 +88,7 @@ def workplace(tmp_path, quickstart) -> Path:
 
 
 def _save_labml_weights(directory: Path) -> None:
-    """The state dictionaries of a layer and of a model, by the names of docs/labml.md."""
+    """Save the state dicts of a labml layer and a labml model as layer.pth and model.pth, as in docs/labml.md."""
     width, inner, length, tokens = 16, 24, 11, 9
 
     def linear(name: str, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
@@ -130,7 +130,7 @@ def test_every_snippet_of_a_page_runs(page, workplace):
         assert done.returncode == 0, f"{snippet}: {command[-1]}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
 
-def test_no_exception_is_left_without_a_command():
+def test_every_entry_of_shorter_and_not_run_matches_a_command():
     shown = [snippet.code for page in PAGES for snippet in snippets(page) if snippet.language == "bash"]
     for start in SHORTER:
         assert any(code.startswith(start) for code in shown), f"no page shows {start!r}: remove it from SHORTER"

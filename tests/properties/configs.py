@@ -1,4 +1,4 @@
-"""Strategies over the config space: what is valid, and valid configs with one field that is not."""
+"""Hypothesis strategies for configs: the arguments of a valid AFTConfig, and single fields with an invalid value."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ SHARES = st.sampled_from([0.0, 0.1, 0.5, 0.99])
 
 @st.composite
 def valid_configs(draw) -> dict[str, Any]:
-    """The arguments of an AFTConfig of a model that is built in no time."""
+    """Draw the arguments of a valid AFTConfig whose model is small and quick to build."""
     is_text = draw(st.booleans())
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     types = st.sampled_from([name for name in AFT_TYPES if is_text or name != "alibi"])
@@ -35,8 +35,8 @@ def valid_configs(draw) -> dict[str, Any]:
         "layer_norm_eps": epsilon,
         "initializer_range": draw(st.sampled_from([1e-12, 0.02, 1.0])),
         "position_bias_init_std": draw(DEVIATIONS),
-        # At a zero vector, which dropout can leave and padding has, an epsilon of 1e-12 makes the slope of a LayerNorm
-        # 1e6. That of seven such LayerNorms overflows in any model.
+        # Dropout can produce a zero vector, and the embedding of padding is one. There the slope of a LayerNorm is
+        # 1 / sqrt(epsilon), 1e6 for 1e-12, and the product over seven such LayerNorms overflows in any model.
         "hidden_dropout_prob": draw(SHARES) if epsilon > 1e-12 else 0.0,
         "drop_path_rate": draw(SHARES),
         "qkv_bias": draw(st.booleans()),
@@ -107,7 +107,7 @@ NO_NUMBERS = st.sampled_from(["text", "", [], [1], {}, {"a": 1}])
 
 @st.composite
 def wrong_fields(draw) -> tuple[str, Any]:
-    """A field, and a value that no config may have for it."""
+    """Draw the name of a field and a value that is invalid for it in every config."""
     kind = draw(st.sampled_from(["count", "float", "choice", "switch", "labels"]))
     if kind == "count":
         name = draw(st.sampled_from(COUNTS))

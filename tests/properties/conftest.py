@@ -1,5 +1,8 @@
-"""How many examples the property tests try: 25 of each in `make test` and 100 in `make test-all`, the same ones every
-time, and 2,000 others in `make soak`."""
+"""Hypothesis profiles, which set how many examples each property test tries.
+
+`make test` tries 25 examples of each property and `make test-all` 100, the same ones in every run; `make soak` tries
+2,000 random ones.
+"""
 
 import os
 import sys
@@ -10,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# What is slow for hypothesis is a model that is built, and nothing here is about time.
+# Building a model is slow by the standards of hypothesis, and no test here measures time.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("test", max_examples=25, derandomize=True, database=None, **COMMON)
 settings.register_profile("all", settings.get_profile("test"), max_examples=100)

@@ -1,4 +1,4 @@
-"""What JSON can hold in place of what is expected, models to put it into, and the command line that reads them."""
+"""Unexpected JSON values and malformed files, saved models to put them into, and the commands that read them."""
 
 import json
 import math
@@ -37,9 +37,9 @@ VALUES = {
     "missing": MISSING,
 }
 TEXTS = {
-    "nothing": b"",
+    "an empty file": b"",
     "half an object": b'{"a": [1, ',
-    "no UTF-8": b'{"a": "\xff\xfe"}',
+    "invalid UTF-8": b'{"a": "\xff\xfe"}',
     "a pickle": b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00]\x94K\x01a.",
     "100,000 lists": b"[" * 100_000,
     "100,000 objects": b'{"a":' * 100_000,
@@ -51,7 +51,7 @@ LABELS = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
 
 
 def save_models(root: Path) -> None:
-    """Directories "text", "image", "vit" and "converted", text and images to evaluate them on, and a recipe."""
+    """Save models as "text", "image", "vit", "shards" and "converted", data to evaluate them on, and a recipe."""
     text = AFTConfig(aft_type="conv", conv_kernel_size=4, max_position_embeddings=16, **SIZES)
     AFTForCausalLM(text).save_pretrained(root / "text")
     build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
@@ -95,7 +95,7 @@ def save_models(root: Path) -> None:
     (root / "recipe.yaml").write_text(json.dumps(recipe))
 
 
-# Which files which command reads, in a copy of which directory.
+# For each command, the directory that it reads a copy of, and the files that the tests damage in this copy.
 READERS = {
     "evaluate text": ("text", ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")),
     "evaluate image": ("image", ("config.json", "preprocessor_config.json")),
@@ -114,7 +114,7 @@ READERS = {
 
 
 def arguments(reader: str, root: Path, directory: Path) -> list[str]:
-    """Of the command that reads `directory`, with the data in `root`."""
+    """Return the arguments of `aft-hf` for a command that reads `directory` and the data in `root`."""
     command, _, name = reader.partition(" ")
     if command == "evaluate":
         data = ["text.txt"] if name == "text" else ["images"]
@@ -127,7 +127,7 @@ def arguments(reader: str, root: Path, directory: Path) -> list[str]:
 
 
 def with_value(content: Any, path: tuple, value: Any) -> Any:
-    """A copy of nested content with another value at one place, or without it."""
+    """Return a copy of nested content with `value` at `path`; the value MISSING removes the entry."""
     if not path:
         return None if value is MISSING else value
     copy = dict(content) if isinstance(content, dict) else list(content)
@@ -140,7 +140,7 @@ def with_value(content: Any, path: tuple, value: Any) -> Any:
 
 
 def places(content: Any, depth: int = 3, prefix: tuple = ()) -> Iterator[tuple]:
-    """The place of each value in nested content: of lists, the first value alone."""
+    """Yield the path of each value in nested content, down to `depth` levels; of a list, only of the first value."""
     yield prefix
     if depth and isinstance(content, (dict, list)):
         keys = list(content) if isinstance(content, dict) else list(range(min(1, len(content))))

@@ -1,4 +1,4 @@
-"""Any YAML is a recipe or is refused in one line; a valid recipe is what it was after the way to YAML and back."""
+"""Property tests of recipes: any YAML is a recipe or is refused in one line; valid recipes survive a round trip."""
 
 import json
 from pathlib import Path
@@ -44,27 +44,27 @@ def folder(tmp_path_factory):
 
 
 def read(folder: Path, text: str | bytes, *overrides: str) -> Recipe | str:
-    """The recipe, or the line that says why there is none."""
+    """Return the recipe, or the error message if the text is refused."""
     path = folder / "recipe.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     try:
         return load_recipe(path, overrides)
-    except ValueError as error:  # and nothing else
+    except ValueError as error:  # any other exception fails the test
         message = " ".join(str(error).split())
         assert message.isprintable() and len(message) < 3000
         return message
 
 
 @given(valid_recipes())
-def test_a_valid_recipe_survives_the_way_to_yaml_and_back(folder, values):
+def test_a_valid_recipe_survives_a_round_trip_through_yaml(folder, values):
     recipe = build_recipe(values)
     assert read(folder, recipe.to_yaml()) == recipe
-    values["notes"] = ""  # in our YAML some of these texts are numbers, which PyYAML by itself does not quote
+    values["notes"] = ""  # PyYAML's safe_dump leaves texts such as 3e-4 unquoted, which recipes read as numbers
     assert read(folder, yaml.safe_dump(values)) == build_recipe(values)
 
 
 @pytest.mark.parametrize("notes", ["\x85", "a\u2028b", "\u2029", "3e-4", "1E5", "1_0.5e+3"])
-def test_a_string_that_yaml_reads_as_something_else_stays_that_string(folder, notes):
+def test_a_string_that_yaml_could_misread_survives_a_round_trip(folder, notes):
     values = {"task": "bytes", "model": {"pretrained": "name"}, "data": {"train": "file"}, "output_dir": "out"}
     values |= {"notes": notes, "optimizer": {"learning_rate": 1.0}, "global_batch_size": 1, "steps": 1}
     recipe = build_recipe(values)
@@ -93,6 +93,7 @@ BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] *
 MERGES = "\n".join(
     ["b0: &b0 {x: 1}", *(f"b{i}: &b{i} {{<<: [{', '.join([f'*b{i - 1}'] * 10)}]}}" for i in range(1, 20))]
 )
+# Inputs that once gave another error or a hang: (YAML, overrides, part of the error message).
 FOUND = {
     "aliases of aliases": (BOMB, (), "more than"),
     "merged aliases": (MERGES, (), "more than"),
@@ -100,9 +101,9 @@ FOUND = {
     "100,000 lists": ("[" * 100_000, (), "not YAML"),
     "100,000 objects": ("{a: " * 100_000, (), "not YAML"),
     "a long integer": ("seed: " + "1" * 5_000, (), "not YAML"),
-    "a wrong date": ("notes: 2020-99-99", (), "not YAML"),
+    "an invalid date": ("notes: 2020-99-99", (), "not YAML"),
     "a base that is empty": ("base: ''", (), "base=''"),
-    "a base that is not there": ("base: other.yaml", (), "other.yaml: no such file"),
+    "a missing base": ("base: other.yaml", (), "other.yaml: no such file"),
     "no text": (b"\xff\xfe\x00", (), "is not UTF-8 text"),
     "an override without a key": ("{}", (".=1",), "'.=1' is no override"),
     "an override with a gap": ("{}", ("data..train=1",), "is no override"),
@@ -112,7 +113,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_was_found_is_refused_in_a_line(folder, case):
+def test_an_input_that_once_failed_is_refused_in_one_line(folder, case):
     text, overrides, named = FOUND[case]
     said = read(folder, text, *overrides)
     assert isinstance(said, str) and named in said

@@ -1,4 +1,4 @@
-"""Any valid config makes a model that trains, saves, loads and answers; any other is refused by a field's name."""
+"""Property tests of configs: a valid one gives a model that trains, saves and loads; an invalid one is refused."""
 
 import re
 import tempfile
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check(values: dict, dtype: torch.dtype) -> None:
-    """Build, train a step, save, load, compare, generate or classify."""
+    """Build a model, train one step, save, load, compare weights and outputs, and generate or classify."""
     torch.manual_seed(0)
     config = AFTConfig(**values)
     is_text = config.modality == "text"
@@ -25,7 +25,7 @@ def check(values: dict, dtype: torch.dtype) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loss = model.train()(**inputs).loss
     loss.backward()
-    # As recipes do: dropout can leave a zero vector, at which the slope of a LayerNorm is 1 / sqrt(epsilon).
+    # Clipped as in recipes: dropout can produce a zero vector, where the slope of a LayerNorm is 1 / sqrt(epsilon).
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert loss.isfinite() and norm.isfinite()
@@ -42,7 +42,7 @@ def check(values: dict, dtype: torch.dtype) -> None:
                 )
         saved = model.state_dict()
         assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
-        # The same sums, of which libraries round the ends by where tensors lie in memory.
+        # Not bit for bit: how math libraries round the same sums depends on the alignment of the tensors in memory.
         torch.testing.assert_close(loaded(**inputs).logits, expected)
         assert expected.isfinite().all()
         if is_text:
@@ -53,7 +53,7 @@ def check(values: dict, dtype: torch.dtype) -> None:
 
 
 def example(config: AFTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Two samples with labels."""
+    """Return a batch of two random samples with labels."""
     if config.modality == "text":
         tokens = torch.randint(config.vocab_size, (2, 2))
         if config.pad_token_id is not None:
@@ -64,12 +64,12 @@ def example(config: AFTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @given(valid_configs(), st.sampled_from(DTYPES))
-def test_a_valid_config_makes_a_model_that_trains_saves_loads_and_answers(values, dtype):
+def test_a_valid_config_gives_a_model_that_trains_saves_loads_and_predicts(values, dtype):
     check(values, dtype)
 
 
 def refused(values: dict, wrong: tuple) -> None:
-    """Refused by the name of that field."""
+    """Assert that AFTConfig refuses the wrong value with an error that names its field."""
     name, value = wrong
     with pytest.raises(ValueError) as error:
         AFTConfig(**values | {name: value})
@@ -78,5 +78,5 @@ def refused(values: dict, wrong: tuple) -> None:
 
 
 @given(valid_configs(), wrong_fields())
-def test_a_config_with_a_wrong_field_is_refused_by_its_name(values, wrong):
+def test_an_invalid_field_is_refused_by_name(values, wrong):
     refused(values, wrong)

@@ -1,4 +1,4 @@
-"""Whatever a file holds, the command that reads it ends well or says in one line what is wrong."""
+"""Property tests of the command line: whatever a file holds, the command succeeds or reports the error in one line."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from aft_hf import cli
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, datasets_cache):
-    """Saved models and data, not to be changed."""
+    """Directory of saved models and data, which tests must not change."""
     root = tmp_path_factory.mktemp("hostile")
     with quiet():
         save_models(root)
@@ -40,7 +40,7 @@ def quiet():
 
 
 def command(reader: str, root: Path, directory: Path) -> tuple[int, str]:
-    """The exit code, and the last line of what is said of an error."""
+    """Run the command; return its exit code and the last line of its error output."""
     errors = io.StringIO()
     before, sys.argv = sys.argv, ["aft-hf", *arguments(reader, root, directory)]
     try:
@@ -54,7 +54,7 @@ def command(reader: str, root: Path, directory: Path) -> tuple[int, str]:
 
 
 def read_with(reader: str, root: Path, change) -> tuple[int, str]:
-    """What the command says of a copy of its directory, which `change` has damaged."""
+    """Run the command on a copy of its directory that `change` has damaged; return exit code and error line."""
     name = READERS[reader][0]
     with tempfile.TemporaryDirectory() as aside:
         directory = Path(aside, "copy")
@@ -87,7 +87,7 @@ def content(root: Path, reader: str, file: str):
 
 
 def examine(root: Path, where: tuple[str, str], pick: float, value) -> None:
-    """One value in one file."""
+    """Check the command with one value of one file replaced; `pick` in [0, 1) selects the place of the value."""
     reader, file = where
     there = content(root, reader, file)
     all_places = list(places(there, 2 if file == "tokenizer.json" else 3))
@@ -104,23 +104,23 @@ ANYTHING = st.sampled_from(list(VALUES.values())) | JSON
 
 
 @given(st.sampled_from(FILES), PLACES, ANYTHING)
-def test_any_value_at_any_place_of_any_file_is_read_or_said_to_be_wrong(root, where, pick, value):
+def test_any_value_at_any_place_of_any_file_is_read_or_refused(root, where, pick, value):
     examine(root, where, pick, value)
 
 
-# Readers that must say so whatever else is in order; generation_config.json is read by nobody who evaluates.
+# The files that a command must refuse if malformed: all but generation_config.json, which `evaluate` does not use.
 STRICT = [each for each in FILES if each != ("evaluate text", "generation_config.json")]
 
 
 @given(st.sampled_from(STRICT), st.sampled_from(sorted(set(TEXTS) - {"a lone surrogate"})))
-def test_a_file_that_is_no_json_is_said_to_be(root, where, text):
+def test_a_file_that_is_not_json_is_refused_in_one_line(root, where, text):
     reader, file = where
     assert_said(
         *read_with(reader, root, lambda directory: (directory / file).write_bytes(TEXTS[text])), must_fail=True
     )
 
 
-# What tracebacks, hangs and silence were found at: the value in the file, and what the line must name.
+# Values that once gave a traceback, a hang or no error: (command, file, place, value, part of the error).
 FOUND = {
     "a class that is a list": ("evaluate text", "config.json", ("model_type",), [], "model_type=[]"),
     "classes that are a number": ("publish text", "config.json", ("architectures",), 5, "architectures=5"),
@@ -137,19 +137,19 @@ FOUND = {
         3,
         "weights are missing for",
     ),
-    "no epsilon": ("evaluate text", "config.json", ("layer_norm_eps",), float("nan"), "layer_norm_eps"),
+    "an epsilon of NaN": ("evaluate text", "config.json", ("layer_norm_eps",), float("nan"), "layer_norm_eps"),
     "an index that is a list": ("evaluate shards", "model.safetensors.index.json", (), [], "cannot be loaded"),
     "shards that are numbers": ("convert shards", "model.safetensors.index.json", ("weight_map",), {"a": 1}, "a=1"),
-    "a shard elsewhere": (
+    "a shard in another folder": (
         "convert shards",
         "model.safetensors.index.json",
         ("weight_map",),
         {"a": "../vit/model.safetensors"},
         "must name a file beside",
     ),
-    "no generation": ("publish text", "generation_config.json", (), None, "does not load"),
-    "a tokenizer of no class": ("publish text", "tokenizer_config.json", ("tokenizer_class",), [1], "does not load"),
-    "a tokenizer of no length": (
+    "a generation config of null": ("publish text", "generation_config.json", (), None, "does not load"),
+    "a list as tokenizer class": ("publish text", "tokenizer_config.json", ("tokenizer_class",), [1], "does not load"),
+    "a string as tokenizer length": (
         "evaluate text",
         "tokenizer_config.json",
         ("model_max_length",),
@@ -158,10 +158,10 @@ FOUND = {
     ),
     "no vocabulary": ("publish text", "tokenizer.json", ("model", "vocab"), MISSING, "does not load"),
     "images a billion pixels wide": ("evaluate vit", "preprocessor_config.json", ("size",), 10**9, "size="),
-    "images of no deviation": ("convert vit", "preprocessor_config.json", ("image_std",), "text", "no readable"),
-    "heads less than none": ("evaluate vit", "config.json", ("num_attention_heads",), -1, "aft-hf: "),
+    "text as image_std": ("convert vit", "preprocessor_config.json", ("image_std",), "text", "no readable"),
+    "a negative number of heads": ("evaluate vit", "config.json", ("num_attention_heads",), -1, "aft-hf: "),
     "labels that are lists": ("evaluate vit", "config.json", ("id2label", "0"), [["a"]], "aft-hf: "),
-    "an account of nothing": ("publish converted", "conversion_report.json", ("tensors",), 5, "tensors=5"),
+    "tensors that are a number": ("publish converted", "conversion_report.json", ("tensors",), 5, "tensors=5"),
     "results that are a list": ("publish image", "results.json", (), [], "must be an object"),
     "a task that is a list": ("train", "recipe.yaml", ("task",), [1], "task=[1]"),
     "a base that is a list": ("train", "recipe.yaml", ("base",), ["a"], "base=['a']"),
@@ -170,7 +170,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_was_found_is_said_by_name(root, case):
+def test_a_value_that_once_failed_is_named_in_the_error(root, case):
     reader, file, place, value, named = FOUND[case]
     there = content(root, reader, file)
     if place == ("base",):
@@ -182,9 +182,9 @@ def test_what_was_found_is_said_by_name(root, case):
     assert named in message
 
 
-@pytest.mark.parametrize("case", ["pipe", "folder", "nothing", "100,000 levels", "a shape of text"])
+@pytest.mark.parametrize("case", ["pipe", "folder", "empty header", "100,000 levels", "a shape of text"])
 @pytest.mark.parametrize("reader", ["evaluate text", "convert vit", "publish text"])
-def test_weights_that_are_none_are_said_to_be(root, reader, case):
+def test_a_malformed_weights_file_is_refused_in_one_line(root, reader, case):
     def change(directory: Path) -> None:
         path = directory / "model.safetensors"
         path.unlink()
@@ -193,7 +193,7 @@ def test_weights_that_are_none_are_said_to_be(root, reader, case):
         elif case == "folder":
             path.mkdir()
         else:
-            header = {"nothing": b"", "100,000 levels": b'{"a":' * 100_000}.get(
+            header = {"empty header": b"", "100,000 levels": b'{"a":' * 100_000}.get(
                 case, b'{"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}'
             )
             path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -202,7 +202,7 @@ def test_weights_that_are_none_are_said_to_be(root, reader, case):
 
 
 @pytest.mark.parametrize("reader", ["evaluate text", "convert vit", "publish text"])
-def test_a_pipe_in_place_of_a_config_is_not_waited_for(root, reader):
+def test_a_pipe_in_place_of_a_config_is_refused_without_waiting(root, reader):
     def change(directory: Path) -> None:
         (directory / "config.json").unlink()
         os.mkfifo(directory / "config.json")

@@ -1,6 +1,7 @@
-"""A process that serves for long: memory stays flat, late requests take no longer than early ones, threads agree.
+"""Soak test of a long-running process: memory and CPU time per request stay flat, threads give the same results.
 
-`REQUESTS` sets the number of requests of each kind, 10,000 by default.
+`make soak` runs it, `make test` does not. The environment variable REQUESTS sets the number of requests of each kind.
+Default: 10,000.
 """
 
 import gc
@@ -27,14 +28,14 @@ def language_model(aft_type: str) -> AFTForCausalLM:
 
 
 def text_request(models: list[AFTForCausalLM], number: int) -> torch.Tensor:
-    """A generation by one of the models for a batch and prompt; which one and their sizes follow from the number."""
+    """Generate with one of the models; the number determines the model, the prompt and the batch size."""
     model, draw = models[number % len(models)], random.Random(number)
     prompt = torch.tensor([[draw.randrange(1, 256) for _ in range(draw.randrange(1, 60))]] * draw.randrange(1, 4))
     return model.generate(prompt, max_new_tokens=draw.randrange(1, 8), do_sample=False, pad_token_id=0)
 
 
 def image_request(model: AFTForImageClassification, number: int) -> torch.Tensor:
-    """The logits of a batch whose size and image size follow from the number."""
+    """Return the logits of a batch; the number determines the batch size, the image size and the pixels."""
     draw = random.Random(number)
     shape = (draw.randrange(1, 4), 3, 4 * draw.randrange(1, 12), 4 * draw.randrange(1, 12))
     pixels = torch.rand(shape, generator=torch.Generator().manual_seed(number))
@@ -48,9 +49,10 @@ def memory() -> float:
 
 
 def serve(request: Callable[[int], torch.Tensor]) -> None:
-    """All requests; memory after the first tenth and at the end, CPU time of the first and the last tenth.
+    """Serve all requests, and check that memory and CPU time stay flat.
 
-    The tenths serve the same requests, so that they compare.
+    The first tenth is a warm-up. Memory is compared before and after the other nine tenths, CPU time between the first
+    and the last of the nine, which serve the same requests.
     """
     tenth = REQUESTS // 10
     for number in range(tenth):  # warm-up
@@ -63,23 +65,23 @@ def serve(request: Callable[[int], torch.Tensor]) -> None:
         seconds.append(time.process_time() - began)
     grown = memory() - before
     print(f"{REQUESTS} requests: memory grew by {grown:.1f} MiB, last tenth / first {seconds[-1] / seconds[0]:.2f}")
-    assert grown < 32  # allocators keep some pages; one kilobyte kept for each request would be 9 MiB
-    assert seconds[-1] < 1.5 * seconds[0]  # CPU time of this process, which others on the machine hardly change
+    assert grown < 32  # MiB: allocators keep some pages; a leak of 4 KiB per request would be 35 MiB
+    assert seconds[-1] < 1.5 * seconds[0]  # CPU time, which hardly depends on other processes
 
 
-def test_generations_of_mixed_types_and_shapes_leave_nothing_behind():
+def test_generation_with_mixed_types_and_shapes_keeps_memory_and_time_flat():
     models = [language_model(aft_type) for aft_type in TYPES]
     serve(lambda number: text_request(models, number))
 
 
-def test_images_of_mixed_shapes_leave_nothing_behind():
+def test_classification_of_mixed_image_shapes_keeps_memory_and_time_flat():
     torch.manual_seed(0)
     config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=5, image_size=32, patch_size=4, **SIZES)
     model = AFTForImageClassification(config).eval()
     serve(lambda number: image_request(model, number))
 
 
-def test_eight_threads_give_what_one_gives():
+def test_eight_threads_generate_the_same_tokens_as_one():
     models, numbers = [language_model(aft_type) for aft_type in TYPES], range(REQUESTS // 10)
     alone = [text_request(models, number) for number in numbers]
     with ThreadPoolExecutor(8) as threads:

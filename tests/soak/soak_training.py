@@ -1,6 +1,7 @@
-"""Training runs of each kind, killed (SIGKILL) 20 times at random moments: bit by bit the runs that were never killed.
+"""Soak test of resuming: training runs of each kind, killed (SIGKILL) 20 times, give the same bits as unkilled runs.
 
-`make soak` runs it, `make test` does not. KILLS and KILL_SEED in the environment change how often, and when.
+`make soak` runs it, `make test` does not. The environment variable KILLS sets the number of kills, KILL_SEED the seed
+of their random moments.
 """
 
 import os
@@ -27,7 +28,7 @@ KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("KILL_SEED"
 
 
 def recipe(kind: str, directory: Path) -> dict:
-    """A run of a few milliseconds a step."""
+    """Return the recipe of a run whose steps take a few milliseconds."""
     often = {"save_every": 2, "evaluate_every": 10, "ema_decay": None}
     if kind in ("images", "streaming"):
         images = write_images(directory / "images.parquet")
@@ -40,6 +41,6 @@ def recipe(kind: str, directory: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["text", "images", "streaming", "average", "two processes"])
-def test_killing_a_run_changes_nothing(tmp_path, kind):
+def test_a_killed_and_resumed_run_gives_the_same_result(tmp_path, kind):
     processes = 2 if kind == "two processes" else 1
     assert_killing_changes_nothing(recipe(kind, tmp_path), KILLS, SEED, processes)

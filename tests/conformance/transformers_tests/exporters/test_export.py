@@ -1,6 +1,6 @@
-"""Stand-in for a module that test_modeling_common.py imports and the source distribution leaves out.
+"""Stand-in for a module that test_modeling_common.py imports but that the source distribution lacks.
 
-The export tests behind this name are in the repository of transformers alone; tests/test_modeling_aft.py has ours.
+Only the repository of transformers has its export tests. Those of AFT are in tests/test_compile_and_export.py.
 """
 
 

@@ -1,7 +1,7 @@
-"""Stand-in for a module that test_modeling_common.py imports and the source distribution leaves out.
+"""Stand-in for a module that test_modeling_common.py imports but that the source distribution lacks.
 
-The generation tests behind this name are in the repository of transformers alone; tests/test_caching_aft.py has ours.
-The name itself must be there, as the common tests check that the test of a model that generates inherits from it.
+Only the repository of transformers has its generation tests. Those of AFT are in tests/test_caching_aft.py. The class
+must exist, because the common tests check that the test class of a model that generates inherits from it.
 """
 
 
