@@ -1,7 +1,7 @@
-"""Nothing makes the host wait for an accelerator, in training, prefill and decoding of every type.
+"""The host never waits for an accelerator, in training, prefill and decoding of every type.
 
-On meta tensors, which have no values, each look at one raises: what a GPU would have to be waited for is found without
-one. Control flow is that of an accelerator, since only tensors on a CPU are looked at.
+The tests need no GPU: on meta tensors, which have no values, every read of a value raises. Control flow is the same as
+on an accelerator, since the code reads values of CPU tensors only.
 """
 
 import pytest
@@ -67,7 +67,7 @@ def test_a_training_step_waits_for_nothing(aft_type, options, implementation, ma
 @needs_triton
 @variants
 def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options, monkeypatch):
-    """With kernels that take them as they are. Other backends have to know the lengths, once in a step."""
+    """Triton kernels process packed documents directly. Other backends have to read their lengths once per step."""
     monkeypatch.setattr(Documents, "can_be_unpacked", True)  # as on an accelerator
     model, ids = language_model(aft_type, options, "triton").train(), meta(2, LENGTH)
     model(ids, labels=ids, position_ids=meta(2, LENGTH)).loss.backward()
