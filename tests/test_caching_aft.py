@@ -382,7 +382,7 @@ def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
 def test_wrong_states_and_masks_are_named(model):
     ids = tokens(2, 6)
     _, state = in_pieces(model, ids, [6])
-    with pytest.raises(ValueError, match=r"batch of 2.*3"):
+    with pytest.raises(ValueError, match=r"batch size of 2.*3"):
         model(tokens(3, 1), past_key_values=state)
     with pytest.raises(ValueError, match=r"6 past and 1 new"):
         model(ids[:, :1], attention_mask=torch.ones(2, 3), past_key_values=state)

@@ -238,13 +238,13 @@ class AFTModel(AFTPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError('a model with modality="text" needs exactly one of input_ids and inputs_embeds')
+            raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, not both')
         if inputs_embeds is None:
             assert input_ids is not None
             self._check_tokens(input_ids)
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         if inputs_embeds.shape[1] == 0:
-            raise ValueError("the input has a sequence length of 0: give at least one token")
+            raise ValueError("the input is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # running sums cannot represent it
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(
