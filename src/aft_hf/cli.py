@@ -252,7 +252,7 @@ def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
         return None
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
     if match is None:
-        raise ValueError(f"{option} must be a size in pixels such as 224, or 224x384 for height x width, got {text!r}")
+        raise ValueError(f"{option} {text!r} is not a size in pixels: give 224, or 224x384 for height x width")
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
 
 

@@ -1,4 +1,4 @@
-"""What cannot be converted is one clear line, a non-zero exit, and nothing written."""
+"""Tests of input that cannot be converted: a one-line error, a non-zero exit code, and no files written."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from aft_hf.conversion import ConversionError, save_converted
 
 
 def assert_refused(source, tmp_path, message, **options):
-    """Saving a conversion of `source` raises that message on one line and leaves `tmp_path` as it was."""
+    """Assert that saving a conversion raises a one-line error with this message and leaves `tmp_path` unchanged."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=message) as error:
         save_converted(source, tmp_path / "aft", **OPTIONS | options)
@@ -35,7 +35,7 @@ def assert_refused(source, tmp_path, message, **options):
 
 
 def command(capsys, monkeypatch, *arguments):
-    """The exit code of `aft-hf convert`, and its last word."""
+    """Run `aft-hf convert`, and return its exit code and the last line of stderr."""
     monkeypatch.setattr(sys, "argv", ["aft-hf", "convert", *map(str, arguments)])
     with pytest.raises(SystemExit) as exited:
         cli.main()
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(tmp_path, capsy
 
 
 class Code:
-    """What a pickle that runs code looks like."""
+    """An object whose pickle runs code when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -182,7 +182,7 @@ def test_a_truncated_pickle_is_refused(tmp_path, zipped):
 @pytest.mark.parametrize("content", ["hello world\n", "", "{}"])
 def test_a_text_file_is_no_checkpoint(tmp_path, content):
     (tmp_path / "deit.pth").write_text(content)
-    assert_refused(tmp_path / "deit.pth", tmp_path, "no checkpoint of PyTorch|not tensors alone")
+    assert_refused(tmp_path / "deit.pth", tmp_path, "no checkpoint of PyTorch|objects other than tensors")
 
 
 def test_a_pickle_without_a_state_dict_is_refused(tmp_path):
@@ -304,7 +304,7 @@ def test_what_timm_calls_something_else_is_refused(tmp_path, config, message):
     assert_refused(tmp_path / "timm", tmp_path, message)
 
 
-# ------------------------------------------------------------------------------------------------- where it comes from
+# ----------------------------------------------------------------------------------------------------- missing sources
 
 
 @pytest.mark.parametrize("name", ["{}/nowhere", "./nowhere", "nowhere.pth", "deit/model.safetensors"])
@@ -315,7 +315,7 @@ def test_a_missing_directory_or_file_is_said_so(tmp_path, name):
 
 def test_a_directory_without_a_config_is_said_so(tmp_path):
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "empty", tmp_path, "contains no config.json")
+    assert_refused(tmp_path / "empty", tmp_path, "no config.json in it")
     (tmp_path / "empty" / "config.json").write_text('{"name": "mine"}')
     assert_refused(tmp_path / "empty", tmp_path, "neither a config.json of transformers")
 
@@ -327,7 +327,7 @@ def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-# --------------------------------------------------------------------------------------------------- where it goes to
+# ------------------------------------------------------------------------------------------------- output directories
 
 
 def test_a_directory_with_something_in_it_is_kept(vit, tmp_path):
@@ -368,7 +368,7 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
     ("options", "message"),
     [
         ({"kernel_size": 4}, "conv_kernel_size=4"),
-        ({"kernel_size": 9}, "conv_kernel_size=9"),  # a 4 x 4 grid has offsets for 7
+        ({"kernel_size": 9}, "conv_kernel_size=9"),  # a 4 x 4 grid has 7 x 7 offsets
         ({"num_heads": 5}, "num_heads=5"),
         ({"num_heads": 0}, "num_heads"),
         ({"image_size": 33}, "image_size=33"),
