@@ -34,7 +34,14 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from aft_hf.conversion import read_source
-from aft_hf.data.images import AUGMENTATIONS, ImagePipeline, build_augmentation, class_names, class_numbers
+from aft_hf.data.images import (
+    AUGMENTATIONS,
+    ImagePipeline,
+    ImageRows,
+    build_augmentation,
+    class_names,
+    class_numbers,
+)
 from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_column
 from aft_hf.data.text import group_into_blocks
 from aft_hf.loading import load
@@ -125,12 +132,6 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         if "train" not in splits and (training_args.do_train or "validation" not in splits):
             raise ValueError("there is no training data: give --train, or a dataset with a split of this name")
         model, options = build(model_args, data_args, splits, config, hub)
-    for dataset, count in (
-        ("train_dataset", data_args.max_train_samples),
-        ("eval_dataset", data_args.max_eval_samples),
-    ):
-        if count is not None and options[dataset] is not None:
-            options[dataset] = options[dataset].select(range(min(count, len(options[dataset]))))
     if model_args.lora_rank:
         model = _with_adapters(model, model_args)
 
@@ -188,8 +189,7 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
 
 def _train(trainer: FineTuner, training_args: TrainingArguments) -> dict[str, float]:
     """Train, or go on, and save; no other run can do so in the same directory meanwhile."""
-    # Trainer does not push what begins with "_".
-    with owned(Path(training_args.output_dir, "_run")):
+    with owned(Path(training_args.output_dir)):
         checkpoint = _checkpoint(training_args)
         if checkpoint is not None:
             read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
@@ -242,7 +242,7 @@ def _classification(
     require_column(splits, data_args.image_column, "--image_column")
     require_column(splits, data_args.label_column, "--label_column")
     names = class_names(splits.get("train", splits.get("validation")), data_args.label_column)
-    splits = hold_out(_decoded(splits, data_args.image_column), data_args.validation_share)
+    splits = _first_rows(hold_out(_decoded(splits, data_args.image_column), data_args.validation_share), data_args)
     if sorted(names) == sorted(config.id2label.values()):
         names = [config.id2label[number] for number in range(len(names))]  # the order that the weights know
     model = load(
@@ -256,12 +256,14 @@ def _classification(
     )
     processor = load(AutoImageProcessor, model_args.model_name_or_path, **hub)
     datasets = {
-        split: rows.with_transform(
-            ImagePipeline(
-                processor,
-                image_column=data_args.image_column,
-                label_column=data_args.label_column,
-                numbers=class_numbers(rows, data_args.label_column, names),
+        split: ImageRows(
+            rows.with_transform(
+                ImagePipeline(
+                    processor,
+                    image_column=data_args.image_column,
+                    label_column=data_args.label_column,
+                    numbers=class_numbers(rows, data_args.label_column, names),
+                )
             )
         )
         for split, rows in splits.items()
@@ -275,6 +277,17 @@ def _classification(
         "augment": build_augmentation(data_args.augmentation, (height, width)),
         "compute_metrics": lambda p: accuracy.compute(predictions=p.predictions, references=p.label_ids),
     }
+
+
+def _first_rows(splits: DatasetDict, data_args: DataArguments) -> DatasetDict:
+    """At most `max_train_samples` and `max_eval_samples` rows of the splits."""
+    counts = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    return DatasetDict(
+        {
+            split: rows if counts.get(split) is None else rows.select(range(min(counts[split], len(rows))))
+            for split, rows in splits.items()
+        }
+    )
 
 
 def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
@@ -313,7 +326,7 @@ def _language_modeling(
     for split, rows in blocks.items():
         if len(rows) == 0:
             raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block_size")
-    blocks = hold_out(blocks, data_args.validation_share, shuffle=False)
+    blocks = _first_rows(hold_out(blocks, data_args.validation_share, shuffle=False), data_args)
     bits = BitsPerToken(keep_in_memory=True)
     return model, {
         "train_dataset": blocks.get("train"),

@@ -6,8 +6,12 @@ mode. Their position biases are random, because the kernels of a new AFT-conv (g
 """
 
 import os
+import runpy
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ if not torch.cuda.is_available():  # Triton reads the variable at import, and th
 import datasets
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.cli import main
 from aft_hf.mixers_aft import AFTMixer
 
 
@@ -27,6 +32,40 @@ torch.set_num_threads(1)
 
 WIDTH = 8
 LONGEST = 130  # number of positions of the learned position biases
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
+    """Function that runs `aft-hf` or a script of scripts/ with arguments, and returns its exit code and output.
+
+    The command runs in this process, which saves the seconds that a new process takes to import its libraries. The
+    root of the repository is the current directory.
+    """
+
+    def run(name: str, *arguments: object) -> CompletedProcess:
+        words = [str(ROOT / "scripts" / name) if name.endswith(".py") else name, *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", words)
+        code: int | str | None = 0
+        capfd.readouterr()
+        try:
+            if name == "aft-hf":
+                main()
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        if isinstance(code, str):  # which Python prints as it exits with 1
+            print(code, file=sys.stderr)
+            code = 1
+        return CompletedProcess(words, code or 0, *capfd.readouterr())
+
+    monkeypatch.chdir(ROOT)
+    for library in ("DATASETS", "HUB"):  # `no_bars_in_logs` would set them for all later tests
+        monkeypatch.setenv(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What is overwritten or made again: nothing that anybody sees, and with the same numbers and gradients."""
+"""Activations in place, recomputed or fused: the same results and gradients as the plain modules, with less memory."""
 
 import gc
 import weakref
@@ -40,7 +40,7 @@ def assert_same_gradients(layers, x):
 
 
 def kept_sizes(y):
-    """The elements of each tensor that the graph behind y keeps, by their place in memory."""
+    """Return the number of elements of each tensor that the graph of y keeps, counting shared memory once."""
     sizes, todo, seen = {}, [y.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -156,7 +156,7 @@ def hook_that_changes(layers):
     layers[2].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
 
 
-# Layers that are not what their place says: nothing may be done in their stead.
+# Changes after which the layers are not plain, so that they have to be called.
 OTHERS = {
     "dropout": lambda layers: layers.__setitem__(1, nn.Sequential(layers[1], nn.Dropout(0.5))),
     "in place": lambda layers: layers.__setitem__(2, nn.Sequential(nn.Dropout(0.5, inplace=True), layers[2])),
@@ -287,7 +287,7 @@ def of_bfloat16(layers):
 
 @pytest.fixture
 def gelus(monkeypatch):
-    """The calls of GELU after a product, rather than in it."""
+    """Record the calls of GELU as a separate operation, not fused into a product."""
     calls, gelu = [], torch._C._nn.gelu_
     monkeypatch.setattr(torch._C._nn, "gelu_", lambda x: (calls.append(x), gelu(x))[1])
     return calls

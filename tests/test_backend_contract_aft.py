@@ -1,9 +1,9 @@
 """The contract of every backend: Eq. 2 for each structure of w, dtype, mask and shape, in values and gradients.
 
-A backend is tested once it is in `mixing_aft.BACKENDS`, a structure of w once it has a line in `STRUCTURES`. Results
-are compared with `reference_mixing` in float64, of the same inputs as they are rounded to the dtype under test. The
-allowed errors follow from the dtype and from the number of terms (`tolerance`). The second half states the other
-promises one by one: causality in floating point, hidden NaN, differentiation in every mode, memory, packed documents.
+Every backend in `mixing_aft.BACKENDS` and every structure of w in `STRUCTURES` is tested. Results are compared with
+`reference_mixing` in float64, with the inputs rounded to the dtype under test. The allowed errors follow from the
+dtype and the number of terms (`tolerance`). The second half tests the other guarantees one by one: causality in
+floating point, hidden NaN, differentiation in every mode, memory, packed documents.
 """
 
 import copy
@@ -25,7 +25,7 @@ from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
 
 
 WIDTH = 8
-LONGEST = 400  # positions that learned tables cover
+LONGEST = 400  # number of positions that learned tables cover
 GRIDS = {1: (1, 1), 2: (2, 1), 9: (3, 3), 12: (3, 4), 31: (1, 31), 33: (11, 3), 35: (5, 7), 65: (5, 13), 129: (3, 43)}
 HALF = (torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ grid = partial(AFTConv, WIDTH, num_heads=2, kernel_size=3)
 CAUSAL, ALONE, NAIVE = {"causal": True}, {"global_connectivity": False}, {"reparameterized": False}
 SELECTED = {"selection": "gumbel", **NAIVE}
 
-# All structures that w can have. "causal" and "2-D" in a name mean just that; "negative" shifts all biases below 0.
+# All structures of w. Tests select cases by the words "causal" and "2-D" in names; "negative" shifts biases below 0.
 STRUCTURES = {
     "full": full,
     "full, 2 heads": partial(full, num_heads=2),
@@ -88,7 +88,7 @@ ON_GRIDS = [name for name in STRUCTURES if "2-D" in name]
 SEQUENCES = [name for name in STRUCTURES if name not in ON_GRIDS]
 CAUSAL_ONES = [name for name in STRUCTURES if "causal" in name]
 LEARNED = [name for name in STRUCTURES if not name.startswith(("simple", "alibi"))]
-# One of each structure, for what does not depend on its sizes.
+# One case of each structure, for tests that do not depend on sizes.
 TYPICAL = ["full", "full causal", "local", "local causal", "local causal, window alone", "simple", "simple causal"]
 TYPICAL += ["conv", "conv causal", "conv causal, selected", "conv 2-D", "conv 2-D, window alone", "conv 2-D, selected"]
 TYPICAL += ["alibi causal"]
@@ -100,8 +100,8 @@ class Backend(NamedTuple):
     device: str
 
 
-# Every backend of every device that is here, by the name under which a user asks for it. Interpreted kernels have a
-# file of their own.
+# Every backend of every available device, by its name as a `mixing_implementation`. Interpreted Triton kernels are
+# tested in a file of their own.
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 NAMED = [
     Backend(x.name, device)
@@ -131,7 +131,7 @@ structures = partial(pytest.mark.parametrize, "structure")
 
 
 def build(structure: str, backend: Backend, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
-    """A mixer of that structure with position biases that matter, in evaluation mode."""
+    """Build a mixer with that structure and random position biases, in evaluation mode."""
     torch.manual_seed(0)
     mixer = STRUCTURES[structure](implementation=backend.name, **options).eval()
     for parameter in learned(mixer).values():
@@ -142,7 +142,7 @@ def build(structure: str, backend: Backend, dtype: torch.dtype = torch.float32, 
 
 
 def learned(mixer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of w."""
+    """Return the parameters of w by name."""
     return {name: x for name, x in mixer.named_parameters() if name.startswith(("position_bias", "kernel"))}
 
 
@@ -156,7 +156,7 @@ def with_grid(mixer: nn.Module, length: int) -> dict:
 
 
 def keys_are_inputs(mixer: nn.Module) -> nn.Module:
-    """Project keys by the identity (as far as there are keys)."""
+    """Make the key projection the identity (its first rows, if there are fewer keys than features)."""
     with torch.no_grad():
         mixer.k_proj.weight.copy_(torch.eye(*mixer.k_proj.weight.shape))
         mixer.k_proj.bias.zero_()
@@ -167,18 +167,18 @@ def keys_are_inputs(mixer: nn.Module) -> nn.Module:
 
 
 def tolerance(dtype: torch.dtype, terms: int, largest_logit: float = 8.0) -> float:
-    """The relative error that sums of `terms` numbers may have, each of them exp(K + w) times something.
+    """Return the allowed relative error of sums of `terms` numbers, each of them exp(K + w) times a factor.
 
-    Sums run in float32 at least. K + w is rounded to eps |K + w|, which is a relative error of its exponential; to
-    this come a few operations per term, the shift by the largest logit among them. Rounding errors are independent,
-    so those of n terms add up as sqrt(n). A factor of 8 is left for the order of the operations.
+    Sums run in float32 at least. K + w is rounded to eps |K + w|, which is a relative error of its exponential; a few
+    operations per term, such as the log-sum-exp shift, add to it. Rounding errors are independent, so the errors of n
+    terms add up as sqrt(n). A factor of 8 is left for the order of the operations.
     """
     working = torch.float64 if dtype == torch.float64 else torch.float32
     return 8 * (math.sqrt(terms) + largest_logit) * torch.finfo(working).eps
 
 
 def storage_error(dtype: torch.dtype) -> float:
-    """The relative error of a result that is stored in half precision, on top of `tolerance`."""
+    """Return the relative error of a result that is stored in half precision, in addition to `tolerance`."""
     return torch.finfo(dtype).eps if dtype in HALF else 0.0
 
 
@@ -191,7 +191,7 @@ def assert_within(found: torch.Tensor, exact: torch.Tensor, allowed: float, what
 
 
 def assert_as_exact(found: dict, rounded: dict, exact: dict, factor: float, dtype: torch.dtype) -> None:
-    """The error in norm is at most `factor` times that of `rounded`, the reference in the same dtype."""
+    """Check that errors in norm are at most `factor` times those of `rounded`, the reference in the same dtype."""
     for name, expected in exact.items():
         norm = expected.norm()
         errors = [((x[name].detach().double().cpu() - expected).norm() / norm).item() for x in (found, rounded)]
@@ -203,7 +203,7 @@ def assert_as_exact(found: dict, rounded: dict, exact: dict, factor: float, dtyp
 
 
 def padding_mask(side: str, batch: int, length: int) -> torch.Tensor:
-    """(B, T): the last row is not padded, the others are by different numbers of tokens."""
+    """Return a mask (B, T): the last row is not padded, the others are padded by different numbers of tokens."""
     places, mask = torch.arange(length), torch.ones(batch, length, dtype=torch.bool)
     for row in range(max(batch - 1, 1)):
         count = (row + 1) * length // 4
@@ -217,7 +217,7 @@ def padding_mask(side: str, batch: int, length: int) -> torch.Tensor:
 
 def pair_mask(batch: int, length: int) -> torch.Tensor:
     mask = torch.rand(batch, length, length) < 0.5
-    mask[:, length // 2] = False  # a query that sees nothing
+    mask[:, length // 2] = False  # a query that sees no key
     return mask
 
 
@@ -227,7 +227,7 @@ def document_starts(batch: int, length: int) -> torch.Tensor:
     return starts
 
 
-# What queries see, as fields of `Mixing` for B rows of T tokens.
+# Masks, documents and positions, as fields of `Mixing` for B rows of T tokens.
 SEEN = {
     "everything": lambda batch, length: {},
     "left padding": lambda batch, length: {"padding_mask": padding_mask("left", batch, length)},
@@ -285,13 +285,13 @@ class Case(NamedTuple):
     mixer: nn.Module
     key: torch.Tensor
     value: torch.Tensor
-    weight: torch.Tensor  # the gradient of the outputs, 0 where these are of padding
+    weight: torch.Tensor  # the gradient of the outputs, 0 for padding
     fields: dict
     exact: dict[str, torch.Tensor]
 
 
 def results(mixer, key, value, weight, fields, implementation: str) -> dict[str, torch.Tensor]:
-    """Outputs and gradients by name; outputs of padding are left out."""
+    """Return outputs and gradients by name; outputs of padding are set to 0."""
     key, value = (x.detach().clone().requires_grad_() for x in (key, value))
     biases = mixer.biases(value, grid_of(mixer, key.shape[1]))
     problem = Mixing(key, value, mixer.num_heads, biases, mixer.causal, **fields)
@@ -313,7 +313,7 @@ def case(structure, dtype, batch, length, seen="everything", keys="moderate", sc
     value = torch.randn(batch, length, WIDTH).to(dtype)
     fields = SEEN[seen](batch, length)
     queries = fields.get("num_queries", length)
-    # All of one sign, so that gradients of values do not cancel.
+    # All weights have one sign, so that gradients of values do not cancel.
     weight = torch.linspace(0.2, 1, batch * queries * WIDTH).view(batch, queries, WIDTH).to(dtype)
     if "padding_mask" in fields:
         weight = weight * fields["padding_mask"][:, :queries, None]
@@ -329,10 +329,12 @@ def to_device(x, device: str):
 
 
 def assert_exact(given: Case, backend: Backend, largest_key: float | None = None) -> None:
-    """Each result within its `tolerance`, relative to its largest entry, or to what cancels in it if that is more.
+    """Check each result to its `tolerance`, relative to its largest entry, or to the terms that cancel if larger.
 
     Args:
-        largest_key: the size of keys whose rounding is allowed; by default that of the largest one.
+        given: the case.
+        backend: the backend under test.
+        largest_key: the absolute value of keys whose rounding is allowed. Default: that of the largest key.
     """
     mixer, dtype = copy.deepcopy(given.mixer).to(backend.device), given.key.dtype
     tensors = (x.to(backend.device) for x in (given.key, given.value, given.weight))
@@ -344,8 +346,8 @@ def assert_exact(given: Case, backend: Backend, largest_key: float | None = None
     finite = bias.masked_fill(bias.isinf(), 0.0).abs().max().item()
     largest_key = given.key.abs().max().item() if largest_key is None else largest_key
     allowed = tolerance(dtype, batch * length * width // mixer.num_heads, largest_key + finite)
-    # The gradient of a logit is that of V_t' times V_t' - Y_t: a sum over features where these share the key, and over
-    # rows and features where these share w. That bounds what cancels in it.
+    # The gradient of a logit is the gradient of V_t' times V_t' - Y_t, summed over the features that share the key, or
+    # over the rows and features that share w. This bounds the terms that cancel in it.
     largest_value, value_gradient = given.value.abs().max().item(), given.exact["gradient of value"].abs()
     of_key = 2 * largest_value * value_gradient.max().item() * width / given.key.shape[-1]
     of_bias = 2 * largest_value * value_gradient.sum((0, 2)).max().item()
@@ -357,7 +359,7 @@ def assert_exact(given: Case, backend: Backend, largest_key: float | None = None
         assert_within(found[name], exact, storage_error(dtype) * largest + allowed * max(largest, summed), name)
 
 
-# ------------------------------------------------------------- every structure x dtype x mask x shape: the whole of it
+# ---------------------------------------------------------------------------- all structures, dtypes, masks and shapes
 
 
 @structures(STRUCTURES)
@@ -422,15 +424,15 @@ def test_large_keys_among_hidden_ones_are_finite_and_right(structure, seen, keys
 
 
 def scale_biases(mixer: nn.Module, length: int, size: float) -> None:
-    """Let the position biases be up to `size` in size."""
+    """Scale the parameters of w so that the largest position bias has about the absolute value `size`."""
     with torch.no_grad():
         bias = mixer.float().position_bias(length, **with_grid(mixer, length))
         factor = size / bias.masked_fill(bias.isinf(), 0.0).abs().max()
         parameters = learned(mixer)
         if "position_bias_query" in parameters:
-            factor = factor.abs().sqrt()  # of two factors each
+            factor = factor.abs().sqrt()  # w is a product of two factors
         if "kernel_scale" in parameters:
-            parameters.pop("kernel")  # which is standardized
+            parameters.pop("kernel")  # it is standardized, so its scale has no effect
         for parameter in parameters.values():
             parameter.mul_(factor)
 
@@ -445,23 +447,24 @@ def test_position_biases_that_span_100_and_300_are_right_in_value_and_gradient(s
 
 
 def test_a_decay_over_a_long_sequence_is_right_where_keys_make_up_for_it(backend):
-    mixer = STRUCTURES["alibi causal, 1 head"](implementation=backend.name).to(backend.device)
-    slope = 2.0**-8
-    # exp(K + w) is about the same for all tokens, and between the first and the last one both change by 256 in size.
-    key = (-slope * torch.arange(2**16 // 64)).repeat_interleave(1)[None, :, None] + torch.randn(1, 2**10, WIDTH)
-    value = torch.randn(1, 2**10, WIDTH)
+    mixer, length = STRUCTURES["alibi causal, 8 heads"](implementation=backend.name).to(backend.device), 2**10
+    slopes = 2.0 ** -torch.arange(1, 9)
+    # exp(K + w) is about the same for all tokens, while K and w change by up to 512 from the first to the last token.
+    key = -slopes * torch.arange(length)[:, None] + torch.randn(1, length, WIDTH)
+    value = torch.randn(1, length, WIDTH)
     options = (torch.ones_like(value), {})
     found = results(mixer, *(x.to(backend.device) for x in (key, value, options[0])), {}, backend.name)
     double = copy.deepcopy(mixer).cpu().double()
     exact = results(double, key.double(), value.double(), options[0].double(), {}, "reference")
-    assert_within(found["output"], exact["output"], tolerance(torch.float32, 2**10) * 4, "output")
+    rounding = 2 * 512 * 2.0**-24 * value.abs().max().item()  # of K and of K + w in float32
+    assert_within(found["output"], exact["output"], tolerance(torch.float32, length) * 4 + rounding, "output")
 
 
 # ----------------------------------------------------------------------------------------------------------- causality
 
 
 def at_most(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-5) -> None:
-    """Within `relative` of the largest entry."""
+    """Check that all entries are within `relative` times the largest entry."""
     assert_within(found, expected.detach().double().cpu(), relative * expected.abs().max().item(), "output")
 
 
@@ -523,7 +526,7 @@ def test_tokens_beyond_the_window_do_not_change_outputs(structure, size, backend
         at_most(mixer(y, **options)[:, far], expected[:, far])
 
 
-# ------------------------------------------------------------------------------------------------------ what is hidden
+# ---------------------------------------------------------------------------------------------------- hidden positions
 
 
 @pytest.mark.parametrize(
@@ -591,7 +594,7 @@ def test_nan_in_one_row_does_not_reach_another(structure, backend):
 
 
 def mixer_results(mixer, x: torch.Tensor, autocast: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The output, and the gradients of the input and of all parameters, by name."""
+    """Return the output, and the gradients of the input and of all parameters, by name."""
     x = x.detach().clone().requires_grad_()
     with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
         output = mixer(x, **with_grid(mixer, x.shape[1]))
@@ -604,20 +607,22 @@ def mixer_results(mixer, x: torch.Tensor, autocast: torch.dtype | None = None) -
 def by_reference(
     mixer, x: torch.Tensor, dtype: torch.dtype = torch.float64, autocast: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """What `mixer_results` gives by the reference in another dtype, on the CPU, in float64."""
+    """Return `mixer_results` of the reference implementation in another dtype on the CPU, converted to float64."""
     reference = copy.deepcopy(mixer).cpu().to(dtype)
     reference.implementation = "reference"
     return {name: y.double() for name, y in mixer_results(reference, x.cpu().to(dtype), autocast).items()}
 
 
 def without_what_cancels(exact: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the gradients that are 0 but for rounding, as that of a bias of all keys is: they have no precision."""
+    """Leave out gradients that are 0 up to rounding, such as the key's bias: they have no relative precision."""
     largest = max(x.abs().max().item() for x in exact.values())
     return {name: x for name, x in exact.items() if x.numel() and x.abs().max().item() > 1e-9 * largest}
 
 
 def assert_mixer_exact(mixer, x: torch.Tensor) -> None:
-    """Gradients that cancel, as that of the key's bias does, are as exact as the terms that cancel in them."""
+    """Compare a mixer with the reference. Gradients that cancel, such as that of the key's bias, are compared relative
+    to the terms that cancel in them.
+    """
     found, exact = mixer_results(mixer, x), by_reference(mixer, x)
     largest = max(g.abs().max().item() for name, g in exact.items() if name != "output")
     allowed = tolerance(x.dtype, x[..., 0].numel() * x.shape[-1])
@@ -732,7 +737,7 @@ def test_only_what_is_trained_gets_a_gradient(structure, trained, backend):
     for name, parameter in mixer.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     output = mixer(x, **with_grid(mixer, 35))
-    if not output.requires_grad:  # this type has no such parameters
+    if not output.requires_grad:  # this type has no parameters with that name
         assert not any(name.startswith(trained) for name, _ in mixer.named_parameters())
         return
     output.backward(torch.linspace(0.2, 1, output.numel(), device=x.device).view_as(output))
@@ -757,7 +762,7 @@ def test_nothing_is_kept_where_no_gradient_is_needed(structure, backend):
 def test_memory_is_free_without_garbage_collection(structure, training, backend):
     mixer, x = build(structure, backend), torch.randn(2, 129, WIDTH, device=backend.device)
     gc.disable()
-    gc.freeze()  # what was there before does not count, and is not looked at
+    gc.freeze()  # objects from before the test are not collected or examined
     try:
         with torch.set_grad_enabled(training):
             output = mixer(x, **with_grid(mixer, 129))
@@ -967,7 +972,7 @@ def test_an_activation_checkpoint_gives_the_same(structure, use_reentrant, backe
 
 
 def doubles(structure, backend, length=5, batch=1):
-    """A mixer and its reference in float64, and an input of both that requires gradients."""
+    """Return a mixer and its reference in float64, and an input for both that requires gradients."""
     mixer = build(structure, backend, torch.float64)
     reference = copy.deepcopy(mixer)
     reference.implementation = "reference"
@@ -1028,7 +1033,7 @@ def test_forward_mode_is_that_of_the_reference(structure, backend):
     x = x.detach()
     tangent = torch.randn_like(x)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of decompositions that PyTorch compiles at the first call
+        warnings.simplefilter("ignore")  # warnings of decompositions that PyTorch compiles at the first call
         torch.testing.assert_close(*(torch.func.jvp(m, (x,), (tangent,)) for m in (mixer, reference)))
 
 
@@ -1124,12 +1129,12 @@ def test_a_dynamically_quantized_mixer_works(structure, backend):
     torch.testing.assert_close(quantized.position_bias(35, **options), mixer.position_bias(35, **options))
     for with_gradients in (False, True):
         with torch.set_grad_enabled(with_gradients):
-            # Three layers of inputs and weights in steps of 1/127 of their range, of WIDTH terms each
+            # Three layers with inputs and weights in steps of 1/127 of their range, and WIDTH terms each.
             at_most(quantized(x, **options), mixer(x, **options), 6 * WIDTH / 127)
 
 
 class OnGrid(nn.Module):
-    """A mixer with the size of its grid, as what is traced takes tensors alone."""
+    """A mixer with a fixed grid size, since traced functions take only tensors."""
 
     def __init__(self, mixer: nn.Module, options: dict):
         super().__init__()
@@ -1266,11 +1271,11 @@ def test_every_place_of_a_kernel_can_be_selected_with_w_of_either_sign(causal, s
             assert_mixer_exact(mixer, torch.randn(2, length, WIDTH, device=backend.device))
 
 
-# -------------------------------------------------------------------------------------------------- the memory promise
+# -------------------------------------------------------------------------------------------------------------- memory
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the largest tensor, in numbers, that any operation gives while the mode is on."""
+    """Records the number of elements of the largest tensor that any operation returns while the mode is active."""
 
     numbers = 0
 
@@ -1283,7 +1288,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 def memory(mixer, x: torch.Tensor, **options) -> tuple[int, int]:
-    """The largest tensor of a forward and backward pass, and all that is kept between the two, in numbers."""
+    """Return the number of elements of the largest tensor in a forward and backward pass, and of all tensors that are
+    kept between the two passes.
+    """
     kept = {}
 
     def keep(y):
@@ -1330,7 +1337,7 @@ def test_linear_types_make_no_table_of_all_pairs(structure, seen, backend):
     mixer = LINEAR[structure](implementation=backend.name).to(backend.device).eval()
     options = {name: to_device(x, backend.device) for name, x in masks_of(seen, 2048).items()}
     largest, kept = memory(mixer, torch.randn(2, 2048, 16, device=backend.device), **options)
-    # Of 65,536 numbers are the activations, of 4,194,304 is a table.
+    # Activations have 65,536 elements; a table of all pairs has 4,194,304.
     assert largest < 2048 * 2048 // 4
     assert kept < 2048 * 2048
 
@@ -1352,12 +1359,12 @@ FULL = {
 }
 
 
-# Where terms are summed again one by one, some queries are taken at a time, in memory of a constant size.
+# Lost queries are summed again in groups that need at most this many numbers.
 WORKSPACE = 2**24
 
 
 def all_pairs(structure: str, backend: Backend, width: int, masked: bool, hostile: bool) -> tuple[int, int, int]:
-    """`memory` of a mixer, and the numbers of a table of all pairs."""
+    """Return the `memory` of a mixer, and the number of elements of a table of all pairs."""
     batch, length = 2, 256
     mixer = keys_are_inputs(FULL[structure](width, implementation=backend.name)).to(backend.device)
     mask = torch.rand(batch, length, length, device=backend.device) < 0.5
@@ -1393,7 +1400,7 @@ LENGTHS = ((17, 1, 5, 2, 40), (65,))
 
 
 def packed_positions() -> torch.Tensor:
-    """(2, 65), positions that start again at 0 with each document."""
+    """Return positions (2, 65) that start again at 0 with each document."""
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
 
 
@@ -1427,7 +1434,7 @@ def test_a_document_does_not_reach_another(structure, size, backend_or_reference
     documents = Documents.from_position_ids(packed_positions().to(device), 2)
     with torch.no_grad():
         expected = mixer(x, documents=documents)
-        x[0, 19] = size  # in the third document, of the places 18 .. 22
+        x[0, 19] = size  # in the third document, which has the positions 18 .. 22 of the row
         found = mixer(x, documents=documents)
     for places in (slice(0, 18), slice(23, 65)):
         at_most(found[0, places], expected[0, places])
@@ -1461,7 +1468,7 @@ def test_documents_may_be_longer_in_sum_than_a_learned_table(structure, backend)
 
 @structures(TYPICAL_SEQUENCES)
 def test_documents_of_a_traced_program_are_those_of_an_eager_one(structure, backend):
-    """Where their number may not be read, as under vmap, a table of all pairs describes them."""
+    """If the host cannot read the number of documents, as under vmap, a table of all pairs is used."""
     mixer, device = build(structure, backend), backend.device
     x, documents = torch.randn(3, 2, 65, WIDTH, device=device), Documents.from_position_ids(packed_positions(), 2)
     documents = to_device(documents, device)

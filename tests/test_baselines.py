@@ -1,8 +1,6 @@
 """The layers that the paper compares AFT with: each computes the formula of its source, and trains in AFT's block."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -149,13 +147,11 @@ def test_a_model_trains_is_saved_and_loaded_again(mixer, tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.slow
-def test_the_command_line_evaluates_a_baseline(tmp_path):
+def test_the_command_line_evaluates_a_baseline(tmp_path, run_command):
     AutoModelForCausalLM.from_config(config_of("linear")).save_pretrained(tmp_path / "model")
     build_byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("Some text. " * 20)
-    command = [sys.executable, "-m", "aft_hf.cli", "evaluate", tmp_path / "model", tmp_path / "text.txt"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("aft-hf", "evaluate", tmp_path / "model", tmp_path / "text.txt")
     assert done.returncode == 0 and "bits_per_token" in done.stdout, done.stderr
 
 

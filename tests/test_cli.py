@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from aft_hf import AFTConfig
 from aft_hf.conversion import REPORT_NAME
 
 
-def aft_hf(*arguments):
-    return subprocess.run([sys.executable, "-m", "aft_hf.cli", *map(str, arguments)], capture_output=True, text=True)
+@pytest.fixture
+def aft_hf(run_command):
+    return partial(run_command, "aft-hf")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_python_m_is_the_command_and_prints_the_versions_that_bug_reports_need()
     assert re.match(r"aft-hf \S+, torch \S+, transformers \S+, Python \S+$", done.stdout)
 
 
-def test_convert_writes_a_model_and_says_what_became_of_every_tensor(vit, tmp_path):
+def test_convert_writes_a_model_and_says_what_became_of_every_tensor(vit, tmp_path, aft_hf):
     done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 5, "--num-heads", 4)
     assert done.returncode == 0, done.stderr
     assert "copied" in done.stdout and "dropped" in done.stdout and "AFT-conv 5/4" in done.stdout
@@ -47,7 +49,7 @@ def test_convert_writes_a_model_and_says_what_became_of_every_tensor(vit, tmp_pa
     assert {"config.json", "model.safetensors", REPORT_NAME} <= {path.name for path in (tmp_path / "aft").iterdir()}
 
 
-def test_convert_takes_another_type_another_size_and_pictures_to_look_at(vit, tmp_path):
+def test_convert_takes_another_type_another_size_and_pictures_to_look_at(vit, tmp_path, aft_hf):
     (tmp_path / "pictures").mkdir()
     for i in range(3):
         Image.new("RGB", (50, 40), (80 * i, 0, 0)).save(tmp_path / "pictures" / f"{i}.png")
@@ -60,15 +62,13 @@ def test_convert_takes_another_type_another_size_and_pictures_to_look_at(vit, tm
     assert AFTConfig.from_pretrained(tmp_path / "aft").grid_size == (4, 6)
 
 
-def test_the_script_is_the_command(vit, tmp_path):
-    script = Path(__file__).parents[1] / "scripts" / "convert_deit.py"
-    command = [sys.executable, str(script), str(vit), str(tmp_path / "aft"), "--aft-type", "simple"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_the_script_is_the_command(vit, tmp_path, run_command):
+    done = run_command("convert_deit.py", vit, tmp_path / "aft", "--aft-type", "simple")
     assert done.returncode == 0, done.stderr
     assert AFTConfig.from_pretrained(tmp_path / "aft").aft_type == "simple"
 
 
-def test_a_bad_source_is_one_line_and_a_nonzero_exit(tmp_path):
+def test_a_bad_source_is_one_line_and_a_nonzero_exit(tmp_path, aft_hf):
     done = aft_hf("convert", tmp_path / "nowhere", tmp_path / "aft")
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1].startswith("aft-hf: ")
@@ -76,14 +76,14 @@ def test_a_bad_source_is_one_line_and_a_nonzero_exit(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kernel_beyond_the_grid_is_one_line_and_a_nonzero_exit(vit, tmp_path):
+def test_a_kernel_beyond_the_grid_is_one_line_and_a_nonzero_exit(vit, tmp_path, aft_hf):
     done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 99, "--num-heads", 4)
     assert done.returncode != 0
     assert "conv_kernel_size=99" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_as_target_is_refused(vit, tmp_path):
+def test_a_file_as_target_is_refused(vit, tmp_path, aft_hf):
     (tmp_path / "aft").write_text("mine")
     done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 5, "--num-heads", 4)
     assert done.returncode != 0 and "is a file" in done.stderr
@@ -99,7 +99,7 @@ def test_a_script_that_is_one_command_shows_the_usage_of_that_command(script, mo
     assert f"Usage: aft-hf {script.split('_')[0]} [OPTIONS]" in capsys.readouterr().out
 
 
-def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path):
+def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path, aft_hf):
     done = aft_hf("convert", vit, tmp_path / "out", "--conv-kernel-size", 3, "--num-heads", 2)
     assert done.returncode == 0, done.stderr
     assert AFTConfig.from_pretrained(tmp_path / "out").conv_kernel_size == 3

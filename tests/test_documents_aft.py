@@ -1,4 +1,4 @@
-"""Packed documents: where they start, what belongs together, and each of them as a row of its own."""
+"""Packed documents: their boundaries and positions, and conversion to rows of their own."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_cumulative_lengths_are_documents(dtype):
 
 
 def test_a_document_ends_with_its_row():
-    """As it does where boundaries count on through the rows of a batch."""
+    """Even if a cumulative length spans several rows of the batch."""
     documents = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)
     assert documents.starts[:, 0].all() and not documents.starts[:, 1:].any()
 
@@ -66,7 +66,7 @@ def test_each_document_becomes_a_row_and_comes_back_to_its_place(documents):
     found, copy = [], torch.full_like(x, -1.0)
     for rows in documents.rows:
         taken = rows.take(x, fill=torch.inf)
-        assert taken.shape[1] < 2 * min(rows.lengths)  # as much padding as there are tokens, at most
+        assert taken.shape[1] < 2 * min(rows.lengths)  # fewer padding positions than tokens
         found += [row[row.isfinite()].tolist() for row in taken]
         copy = rows.put(copy, taken)
     assert sorted(found) == sorted(expected)

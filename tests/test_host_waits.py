@@ -1,7 +1,7 @@
-"""The host never waits for an accelerator, in training, prefill and decoding of every type.
+"""No host synchronization in training, prefill and decoding of every type.
 
-The tests need no GPU: on meta tensors, which have no values, every read of a value raises. Control flow is the same as
-on an accelerator, since the code reads values of CPU tensors only.
+The tests need no GPU: reading a value of a meta tensor, which has no data, raises an error where the host would wait
+for an accelerator. Control flow is that of an accelerator, since only the values of CPU tensors are read.
 """
 
 import pytest
@@ -67,7 +67,7 @@ def test_a_training_step_waits_for_nothing(aft_type, options, implementation, ma
 @needs_triton
 @variants
 def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options, monkeypatch):
-    """Triton kernels process packed documents directly. Other backends have to read their lengths once per step."""
+    """With kernels that support packed documents. Other backends have to read the lengths, once per step."""
     monkeypatch.setattr(Documents, "can_be_unpacked", True)  # as on an accelerator
     model, ids = language_model(aft_type, options, "triton").train(), meta(2, LENGTH)
     model(ids, labels=ids, position_ids=meta(2, LENGTH)).loss.backward()

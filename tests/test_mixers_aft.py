@@ -1,8 +1,8 @@
-"""The mixers: each against Eq. 2 in float64 with its own projections and position biases, and all of their options.
+"""The mixers and all their options: each mixer against Eq. 2 in float64 with its own projections and position biases.
 
-`eq_2` below is the whole of what a mixer means, written once. The position biases that it takes from
-`mixer.position_bias` are compared with the paper's definitions by themselves. What every backend promises beyond Eq. 2
-is in `test_backend_contract_aft.py`.
+`eq_2` below is the complete definition of a mixer. It uses the position biases of `mixer.position_bias`, which
+separate tests compare with the paper's definitions. Further guarantees of the backends are tested in
+`test_backend_contract_aft.py`.
 """
 
 import copy
@@ -20,7 +20,7 @@ from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.documents_aft import Documents
 
 
-WIDTH = 8  # of the mixers of the fixtures
+WIDTH = 8  # width of the mixers in the fixtures
 LENGTHS = (1, 3, 33, 130)
 GRIDS = {1: (1, 1), 3: (1, 3), 12: (3, 4), 33: (11, 3), 35: (5, 7), 36: (6, 6), 130: (10, 13)}
 
@@ -37,7 +37,7 @@ def grid_of(mixer, length):
 
 
 def position_bias(mixer, length):
-    """The mixer's own w, causal or not as the mixer is: (1, h, T, T) in float64."""
+    """Return the mixer's own w, with -inf for later positions if the mixer is causal: (1, h, T, T) in float64."""
     w = mixer.position_bias(length, **grid_of(mixer, length)).double().unsqueeze(0)
     return w + torch.full_like(w[0, 0], -torch.inf).triu(1) if mixer.causal else w
 
@@ -61,7 +61,7 @@ def gated_average(mixer, w, query, key=None, value=None):
 
 
 def eq_2(mixer, w, query, key=None, value=None):
-    """What a mixer gives, from position biases w (1 or B, h, T, T') that are -inf where a query must not look."""
+    """Return the output of a mixer for position biases w (1 or B, h, T, T'), which are -inf for hidden keys."""
     output = gated_average(mixer, w, query, key, value)
     if isinstance(mixer.o_proj, torch.nn.Identity):
         return output
@@ -69,13 +69,13 @@ def eq_2(mixer, w, query, key=None, value=None):
 
 
 def assert_near(actual, expected, tolerance=1e-5):
-    """To `tolerance` relative to the largest entry."""
+    """Check all entries to `tolerance` relative to the largest entry."""
     scale = expected.abs().max().item()
     torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=0, atol=tolerance * scale)
 
 
 def gradients(output, mixer, *inputs):
-    """Of a fixed weighted sum of the outputs, with respect to inputs and parameters, by name."""
+    """Return the gradients of a fixed weighted sum of the output, for inputs and parameters, by name."""
     weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
     named = {f"input {i}": x for i, x in enumerate(inputs)} | dict(mixer.named_parameters())
     found = torch.autograd.grad((weight * output).sum(), list(named.values()), materialize_grads=True)
@@ -83,7 +83,7 @@ def gradients(output, mixer, *inputs):
 
 
 def assert_gradients_near(actual, expected, tolerance=1e-5):
-    """To `tolerance` relative to each one's largest entry, or to a tenth of the largest of all if that is more."""
+    """Check each gradient to `tolerance` relative to its largest entry, or a tenth of the largest of all if larger."""
     largest = max(x.abs().max().item() for x in expected.values())
     for name, gradient in expected.items():
         scale = max(gradient.abs().max().item(), 0.1 * largest)
@@ -134,7 +134,7 @@ def test_an_aft_conv_begins_to_learn_its_kernels_by_scale_and_shift():
 
 
 def padding_mask(side, length=35):
-    """(2, T): the first row is padded, the second one not."""
+    """Return a mask (2, T) in which only the first row has padding."""
     mask = torch.ones(2, length, dtype=torch.bool)
     if side == "left":
         mask[0, :7] = False
@@ -249,7 +249,7 @@ def test_position_bias_of_an_unfactorized_aft_full_is_its_table():
 @pytest.mark.parametrize("window", (1, 3, 9))
 @pytest.mark.parametrize("causal", (False, True))
 def test_position_bias_of_aft_local_is_that_of_aft_full_within_the_window(connected, outside, window, causal):
-    """Eq. 4, on both sides: what is causal comes from the mask."""
+    """Eq. 4, on both sides of the query: the causal mask is not part of w."""
     options = {"position_bias_dim": 3, "num_heads": 2, "causal": causal}
     mixer = AFTLocal(WIDTH, 7, window, global_connectivity=connected, **options)
     w, learned = mixer.position_bias(), AFTFull.position_bias(mixer)
@@ -336,8 +336,8 @@ def test_a_new_layer_has_the_same_w_for_every_multiplier(build):
         mixer = build(position_bias_multiplier=multiplier).eval()
         if isinstance(mixer, AFTConv) and mixer.kernel_scale is not None:
             assert mixer.kernel_scale.eq(0).all() and mixer.kernel_shift.eq(0).all()
-            torch.nn.init.constant_(mixer.kernel_scale, 1 / multiplier)  # a new one has w = 0 anyway
-            # The standardized kernel does not show its size, which is what Adam's steps are measured by.
+            torch.nn.init.constant_(mixer.kernel_scale, 1 / multiplier)  # with the initial gamma = 0, w is 0
+            # Standardization hides the size of the kernel, which determines the relative size of Adam's steps.
             assert mixer.kernel.std().item() == pytest.approx(0.1 / multiplier, rel=0.5)
         biases.append(mixer.position_bias(6, **({"grid_size": (2, 3)} if is_grid(mixer) else {})))
     torch.testing.assert_close(*biases)
@@ -376,7 +376,7 @@ def test_a_constant_kernel_stays_finite_when_it_is_standardized():
 
 @pytest.mark.parametrize("heads", (8, 16))
 def test_position_bias_of_aft_alibi_falls_by_the_slopes_of_alibi(heads):
-    """1/2, 1/4 .. 1/256 for 8 heads, and the geometric mean of neighbours between them for 16."""
+    """The slopes are 1/2, 1/4 .. 1/256 for 8 heads; 16 heads add the geometric means of neighbouring slopes."""
     step = 2 ** (-8 / heads)
     mixer = AFTAlibi(16, heads)
     w = mixer.position_bias(7)
@@ -598,7 +598,7 @@ BUILDERS = {
 
 
 def build_mixer(name):
-    """One of them in evaluation mode, with position biases that matter."""
+    """Build a mixer of `BUILDERS` in evaluation mode, with random position biases."""
     mixer = BUILDERS[name]().eval()
     for parameter_name, parameter in mixer.named_parameters():
         if parameter_name.startswith(("position_bias", "kernel")):

@@ -1,4 +1,4 @@
-"""The operation: the reference against loops over Eq. 2, what a problem means, and the choice of a backend."""
+"""The AFT operation: the reference against loops over Eq. 2, the fields of a problem, and the choice of a backend."""
 
 import math
 from itertools import product
@@ -28,7 +28,7 @@ key_widths = pytest.mark.parametrize("key_width", (1, FEATURES), ids=("one key p
 
 
 def brute_force(key, value, bias, visible):
-    """Eq. 2 number by number, from keys (B, h, T', k), values (B, h, T', c), and (B, h, T, T') of both others."""
+    """Eq. 2 number by number, from keys (B, h, T', k), values (B, h, T', c), and bias and visible (B, h, T, T')."""
     output = torch.zeros(*bias.shape[:3], value.shape[-1], dtype=torch.float64)
     for b, i, t, f in product(*map(range, output.shape)):
         numerator = denominator = 0.0
@@ -54,7 +54,7 @@ PAIRS[0, 3] = False
 STARTS = torch.tensor([[1, 0, 1, 1, 0, 0], [1, 0, 0, 0, 1, 0]]).bool()
 OTHER = torch.tensor([[8, 1, 3, 2, 5, 0]])
 ONE = torch.ones(2, 6, 6, dtype=torch.bool)
-# Fields of a problem, what each query then sees, and the positions of its tokens.
+# Fields of a problem, the resulting visibility mask, and the positions of the tokens.
 FIELDS = {
     "everything": ({}, ONE, None),
     "causal": ({"causal": True}, ONE & ~LATER, None),
@@ -133,7 +133,7 @@ def test_padding_is_hidden_whatever_it_is():
 
 
 def recorder(name, supported=True):
-    """A backend that notes what it is asked and gives 0."""
+    """Return a backend that counts its calls and returns zeros."""
 
     class Recorder(Backend):
         calls = 0
@@ -158,7 +158,7 @@ def recorder(name, supported=True):
 
 @pytest.fixture
 def table(monkeypatch):
-    """Three backends, of which the first supports nothing."""
+    """Three backends, of which the first one supports no problem."""
     table = recorder("first", supported=False), recorder("second"), recorder("third")
     monkeypatch.setitem(mixing_aft.BACKENDS, "cpu", table)
     return table
@@ -181,7 +181,7 @@ def test_the_reference_asks_no_backend(table):
 
 
 def test_a_named_backend_is_not_passed_over_for_the_layer_of_another_one(table):
-    """Or else what is measured and tested under its name is another backend."""
+    """Otherwise, measurements and tests that name a backend would run another one."""
     table[1].layer = classmethod(lambda cls, *args: None)
     mixer = AFTSimple(4, use_query=False, use_output_projection=False)
     mixer.implementation = "second"

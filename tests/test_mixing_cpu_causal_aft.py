@@ -1,4 +1,4 @@
-"""The causal sums on a CPU: equal to Eq. 2 in float64 for keys and biases of any size, with all their gradients."""
+"""The causal sums on a CPU against Eq. 2 in float64, in values and gradients, for keys and biases of any size."""
 
 import math
 from functools import partial
@@ -13,7 +13,7 @@ from aft_hf.mixing_cpu_causal_aft import causal_mixing
 
 FEATURES, CHUNK = 12, 8
 
-# name: (heads, keys per head or None for one per feature, tables, slopes, global connectivity)
+# name: (heads, whether there is one key per head, kind of biases, global connectivity)
 STRUCTURES = {
     "simple": (1, False, None, True),
     "alibi": (3, False, "slopes", True),
@@ -24,7 +24,7 @@ STRUCTURES = {
     "conv, window only": (3, True, "shared", False),
 }
 
-# (T) -> (T, 1), added to keys that are standard normal times a size.
+# Functions of the positions (T, 1), whose result is added to random keys.
 KEYS = {
     "of size 1": lambda t: 0 * t,
     "times 30": lambda t: torch.randn(len(t), FEATURES, generator=torch.Generator().manual_seed(1)).double() * 30,
@@ -49,7 +49,7 @@ def reference(key, value, tables=None, *, slopes=None, heads, size, window_only)
         w = -slopes.double()[:, None, None] * lag
     if tables is not None:
         chunk = position // size
-        place = position - (chunk[:, None] - 1) * size  # of each key in the two chunks of each query
+        place = position - (chunk[:, None] - 1) * size  # the index of each key within the two chunks of each query
         near = (place >= 0) & visible
         table = tables.double().expand(-1, -(-length // size), -1, -1)
         near_w = table[:, chunk[:, None], (position % size)[:, None], place.clamp(0, 2 * size - 1)]
@@ -59,12 +59,12 @@ def reference(key, value, tables=None, *, slopes=None, heads, size, window_only)
     nothing = (logits == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
     values = value.permute(0, 2, 3, 1).unsqueeze(-2)  # (B, h, c, 1, T')
-    values = values.masked_fill(weights == 0, 0.0)  # what has no weight has no influence, NaN included
+    values = values.masked_fill(weights == 0, 0.0)  # values with weight 0, including NaN, have no influence
     return (weights * values).sum(-1).permute(0, 3, 1, 2).flatten(2)
 
 
 def make(structure, length, batch=2, seed=0):
-    """(key, value, tables) in float64, and the functions to test with all other arguments."""
+    """Return (key, value, tables) in float64, and the tested function and its reference with all other arguments."""
     heads, per_head, kind, connected = STRUCTURES[structure]
     torch.manual_seed(seed)
     key = torch.randn(batch, length, heads if per_head else FEATURES, dtype=torch.float64)
@@ -90,7 +90,7 @@ def make(structure, length, batch=2, seed=0):
 
 
 def results(function, inputs):
-    """The context and the gradients of the inputs, in float64."""
+    """Return the context and the gradients of the inputs, in float64."""
     inputs = [None if x is None else x.clone().requires_grad_() for x in inputs]
     context = function(inputs[0], inputs[1], inputs[2])
     weight = torch.randn(context.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -100,17 +100,18 @@ def results(function, inputs):
 
 
 def assert_near(actual, expected, dtype, terms=64, values=1.0):
-    """Within what `terms` roundings make of numbers of the size of the values, or of the largest one.
-    References add up to 64 units in the last place to an exponent.
+    """Check results to the error of `terms` roundings of numbers as large as the values, or as the largest result.
+
+    Subtracting the references of chunks adds an error of up to 64 units in the last place to an exponent.
     """
-    sizes = (values, values, 1.0, values)  # of context and gradients
+    sizes = (values, values, 1.0, values)  # sizes of the context and of the gradients of key, value and tables
     for a, b, size in zip(actual, expected, sizes[: len(expected)], strict=True):
         bound = terms * torch.finfo(dtype).eps * max(float(b.abs().max()), size)
         torch.testing.assert_close(a, b, rtol=0, atol=bound)
 
 
 def to(inputs, dtype):
-    """The inputs in a dtype, and the same numbers in float64."""
+    """Return the inputs rounded to a dtype, and the rounded numbers in float64."""
     rounded = [None if x is None else x.to(dtype) for x in inputs]
     return rounded, [None if x is None else x.double() for x in rounded]
 
@@ -215,7 +216,7 @@ def test_gradients_of_keys_survive_an_offset_of_values_in_half_precision(structu
     (key, value, tables), actual, expected = make(structure, 53)
     inputs, exact = to((key, value + offset, tables), dtype)
     gradients, expected_gradients = results(actual, inputs)[1:], results(expected, exact)[1:]
-    # The incoming gradient and the result are rounded; float32 loses what the offset takes.
+    # The upstream gradient and the result are rounded to `dtype`; sums in float32 lose digits to the offset.
     tolerance = 2 * torch.finfo(dtype).eps + 64 * offset * torch.finfo(torch.float32).eps
     error = (gradients[0] - expected_gradients[0]).norm() / expected_gradients[0].norm()
     assert error < tolerance
@@ -259,7 +260,7 @@ def test_gradients_of_huge_values_are_finite_and_exact(structure, key, value):
 @pytest.mark.parametrize("step", [10.0, 100.0])
 @pytest.mark.parametrize("slope", [1.0, 0.25])
 def test_steep_slopes_over_long_chunks(slope, step, value):
-    """A token counts up to exp(31) times as much at the end of its chunk."""
+    """Relative to the start of a chunk, the last token weighs up to exp(31) times as much as the first one."""
     torch.manual_seed(0)
     key = torch.randn(2, 96, FEATURES) + step * torch.arange(96.0)[:, None]
     key[:, 40:] = -math.inf
@@ -290,7 +291,7 @@ def test_a_huge_key_counts_by_any_bias(structure):
 
 
 def test_huge_keys_of_all_tokens(structure):
-    """Each query sees one that is infinitely larger than the others."""
+    """Each query sees a key that is infinitely larger than the others after the exponential."""
     inputs, actual, expected = make(structure, 53)
     inputs[0] *= 1e28
     inputs, exact = to(inputs, torch.float32)

@@ -1,4 +1,4 @@
-"""The CPU core by tables of exp(w) against Eq. 2 in float64: keys, values and biases of any size, masks, gradients."""
+"""Tables of exp(w) on a CPU against Eq. 2 in float64: keys, values and biases of any size, masks, gradients."""
 
 import copy
 import math
@@ -18,12 +18,12 @@ from aft_hf.position_biases_aft import Dense, GridKernel, grid_table
 
 BATCH, LENGTH, WIDTH, GRID = 2, 72, 12, (6, 12)
 TABLES = {"dense": DenseTables(), "causal": DenseTables(causal=True), "grid": GridTables(grid_size=GRID)}
-# Heads and features of the keys: a key per feature in one head or more, a key per head, a head per feature.
+# (heads, key features): one key per feature with one or more heads, one key per head, and one head per feature.
 SIZES = [(1, WIDTH), (3, WIDTH), (3, 3), (WIDTH, WIDTH)]
 
 
 def reference(key, value, bias, tables, heads):
-    """Eq. 2 in the type of the inputs, (B, T, d)."""
+    """Eq. 2 in the dtype of the inputs, (B, T, d)."""
     length = value.shape[1]
     if isinstance(tables, GridTables):
         bias = grid_table(bias, tables.grid_size)
@@ -49,15 +49,17 @@ def draw(tables, heads, key_features, dtype=torch.float32, key_size=1.0, bias_si
 
 
 def tolerance(dtype, span):
-    """Exponents are rounded relative to their size, which is a relative error of the terms; then T terms are added,
-    and the result is rounded.
+    """Return the allowed relative error.
+
+    Exponents are rounded relative to their size, which is a relative error of the terms; then T terms are added, and
+    the result is rounded.
     """
     work = torch.float64 if dtype == torch.float64 else torch.float32
     return 2 * torch.finfo(dtype).eps + (4 * span + LENGTH) * torch.finfo(work).eps
 
 
 def compare(key, value, bias, tables, heads, bound, gradient_size=1.0):
-    """Values and gradients; those are errors relative to the size of a gradient's terms."""
+    """Compare averages and gradients with the reference; gradient errors are relative to the size of their terms."""
     inputs = [x.detach().clone().requires_grad_() for x in (key, value, bias)]
     exact = [x.detach().double().requires_grad_() for x in (key, value, bias)]
     context, expected = mix(*inputs, tables, heads), reference(*exact, tables, heads)
@@ -68,7 +70,7 @@ def compare(key, value, bias, tables, heads, bound, gradient_size=1.0):
     terms = LENGTH * BATCH * float(gradient.abs().max()) * max(1.0, 2 * float(value.abs().max()))
     for given, wanted in zip(inputs, exact):
         torch.testing.assert_close(given.grad.double(), wanted.grad, rtol=2 * bound, atol=bound * terms)
-    with torch.no_grad():  # in half precision products are made of rounded factors
+    with torch.no_grad():  # in half precision, the factors of products are rounded
         half = 4 * torch.finfo(value.dtype).eps if value.dtype == torch.bfloat16 else bound
         torch.testing.assert_close(
             mix(key, value, bias, tables, heads).double(), expected, rtol=half, atol=half * float(value.abs().max())
@@ -107,7 +109,7 @@ def test_lost_queries_are_found_in_pieces_of_any_size(first, monkeypatch):
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("part", [0, 1 / 32, 1e3])
 def test_rows_with_lost_queries_are_summed_again(rounds, part, monkeypatch):
-    """In one piece of all queries, in many, and with queries that are left for a softmax."""
+    """With one piece for all queries, with many pieces, and with queries that are left for a softmax."""
     monkeypatch.setattr(sums, "ROUNDS", rounds)
     monkeypatch.setattr(sums, "SUMMED_AGAIN", part)
     for heads, key_features in SIZES:
@@ -141,7 +143,7 @@ def test_gradients_of_huge_values_are_finite_and_exact(name, key_size):
 
 @pytest.mark.parametrize("keys", ["random", "growing"])
 def test_sums_of_several_parts_are_rounded_once(keys):
-    """Values that are all alike make gradients of keys and biases that are 0."""
+    """If all values are equal, the gradients of keys and biases are 0."""
     for heads, key_features in SIZES:
         key, value, bias = draw(TABLES["causal"], heads, key_features, torch.bfloat16, 90)
         if keys == "growing":
@@ -160,7 +162,7 @@ def test_sums_of_several_parts_are_rounded_once(keys):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_keys_below_all_others(name):
-    """A row of the lowest numbers is not one of hidden keys."""
+    """A row of very low finite keys is not taken for a row of hidden keys."""
     key, value, bias = draw(TABLES[name], 3, 3)
     key[0] = -3e38
     with torch.no_grad():
@@ -228,7 +230,7 @@ def test_gradients_in_half_precision_do_not_lose_to_an_offset_of_the_values(name
     gradient = torch.randn(value.shape).to(torch.bfloat16)
     mix(*inputs, TABLES[name], 3).backward(gradient)
     reference(*exact, TABLES[name], 3).backward(gradient.double())
-    for given, wanted in zip(inputs, exact):  # half an eps where the gradient itself is rounded to bfloat16
+    for given, wanted in zip(inputs, exact):  # half an eps, since the gradient itself is rounded to bfloat16
         error = (given.grad.double() - wanted.grad).norm() / wanted.grad.norm()
         assert error <= torch.finfo(torch.bfloat16).eps / 2 + offset * LENGTH * torch.finfo(torch.float32).eps
 
@@ -289,12 +291,12 @@ def test_a_layer_is_eq_2_with_its_projections(name, options, scale):
     output.backward(given)
     expected.backward(gradient.double())
     assert torch.equal(given, gradient)
-    # Keys of size 5 x scale are sums of d products, rounded relative to their size, which is an error of the weights.
+    # Keys up to 5 x scale are sums of d products. Their absolute rounding error is a relative error of the weights.
     bound = 5 * scale * WIDTH * torch.finfo(torch.float32).eps
     torch.testing.assert_close(
         output.double(), expected, rtol=bound, atol=bound * float(expected.detach().abs().max())
     )
-    terms = BATCH * LENGTH * WIDTH * scale  # of a gradient
+    terms = BATCH * LENGTH * WIDTH * scale  # size of the terms of a gradient
     for mine, wanted in [(x, wide), *zip(mixer.parameters(), exact.parameters())]:
         torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=bound, atol=bound * terms)
     with torch.no_grad():

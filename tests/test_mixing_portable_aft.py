@@ -1,4 +1,4 @@
-"""The forms of the portable backend that only large problems take, on small ones."""
+"""The algorithms of the portable backend for large problems, tested on small problems."""
 
 import copy
 
@@ -13,7 +13,7 @@ WIDTH, GRID = 6, (9, 8)
 
 
 def results(mixer, x, **options):
-    """The output and the gradients of input and position biases, in float64."""
+    """Return the output and the gradients of the input and of the parameters of w, in float64."""
     x = x.clone().requires_grad_()
     output = mixer(x, **options)
     weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
@@ -22,7 +22,7 @@ def results(mixer, x, **options):
 
 
 def assert_equal_to_the_reference(mixer, x, largest_bias=1.0, **options):
-    """Within the rounding of K + w and of sqrt(T) terms, relative to the largest entries."""
+    """Compare with the reference, to the rounding of K + w and of sqrt(T) terms, relative to the largest entry."""
     reference = copy.deepcopy(mixer).double()
     reference.implementation = "reference"
     exact = results(reference, x.double(), **options)
@@ -34,14 +34,14 @@ def assert_equal_to_the_reference(mixer, x, largest_bias=1.0, **options):
 
 @pytest.fixture
 def convolved(monkeypatch):
-    """Grids have no room for a table."""
+    """Make the backend use convolutions: no table fits."""
     monkeypatch.setattr(portable, "LARGEST_GRID_TABLE", 0)
 
 
 def on_grid(size, dtype=torch.float32, heads=2):
     mixer = AFTConv(WIDTH, heads, size, reparameterized=False, implementation="portable").to(dtype)
     torch.nn.init.normal_(mixer.kernel)
-    mixer.q_proj.register_forward_hook(lambda *args: None)  # which is seen, so that no backend takes the whole layer
+    mixer.q_proj.register_forward_hook(lambda *args: None)  # so no backend computes the whole layer
     return mixer
 
 
@@ -61,7 +61,7 @@ def test_a_convolution_serves_any_grid(grid_size, convolved):
 @pytest.mark.parametrize("lowest", (-1.0, -20.0))
 @pytest.mark.parametrize("size", (3, 25), ids=("smaller than the grid", "larger than the grid"))
 def test_a_convolution_is_exact_where_biases_are_very_negative(lowest, size, convolved):
-    """exp(w) - 1, as the paper prints Eq. 6, would lose exp(w) to the 1 beside it."""
+    """exp(w) - 1, as the paper prints Eq. 6, would round away a small exp(w)."""
     mixer = on_grid(size)
     torch.nn.init.uniform_(mixer.kernel, lowest, 0.0)
     assert_equal_to_the_reference(mixer, torch.randn(2, 72, WIDTH), -lowest, grid_size=GRID)

@@ -1,4 +1,4 @@
-"""The structures of w: each against loops over its definition, whichever way it is asked for."""
+"""The structures of w: every method of each against loops over its definition."""
 
 import math
 from itertools import product
@@ -68,7 +68,7 @@ each = pytest.mark.parametrize("name", BIASES)
 
 
 def by_definition(biases, head: int, query: int, key: int) -> float:
-    """w between two positions."""
+    """Return w between two positions by its definition."""
     if isinstance(biases, SelectedPosition):
         return by_definition(biases.kernel, head, query, key)
     if isinstance(biases, NoBias):
@@ -138,7 +138,7 @@ def test_w_of_chunks_has_the_gradients_of_w_between_their_positions(factorized, 
     biases, results = Window(*learned, size=window, multiplier=multiplier), []
     for of_chunks in (biases.of_chunks, super(Window, biases).of_chunks):
         bias = of_chunks(-(-length // size), size)
-        # Of each query, its own chunk's keys up to itself, and the chunk before it, which the first one has not.
+        # For each query, the keys of its own chunk up to itself, and of the chunk before it if there is one.
         seen = [(t // size, t % size, slice(size if t < size else 0, size + t % size + 1)) for t in range(length)]
         flat = torch.cat([bias[:, chunk, place, keys] for chunk, place, keys in seen], 1)
         weight = torch.linspace(-1, 1, flat.numel(), dtype=flat.dtype).view_as(flat)
@@ -155,7 +155,7 @@ def test_w_of_the_next_token_is_that_of_its_window_and_of_itself(name):
     for row, position in enumerate(positions.tolist()):
         alone = biases.next_token(position)
         assert alone.shape == (1, HEADS, reach + 1)
-        known = min(position, reach) + 1  # nothing is promised for positions before the start
+        known = min(position, reach) + 1  # w is undefined for positions before the start
         expected = dense[:, position, position + 1 - known : position + 1]
         torch.testing.assert_close(alone[0, :, -known:], expected)
         torch.testing.assert_close(batched[row if len(batched) > 1 else 0][:, -known:], expected)

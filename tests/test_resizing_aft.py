@@ -1,4 +1,4 @@
-"""Image models for another size: kernels stretch with the grid of patches."""
+"""Resizing image models: kernels are resampled to the new grid of patches."""
 
 import math
 
@@ -14,7 +14,7 @@ def classifier(**changes):
     fields |= {"modality": "image", "aft_type": "conv", "conv_kernel_size": 5, "num_labels": 3}
     torch.manual_seed(0)
     model = AFTForImageClassification(AFTConfig(**fields | changes)).eval()
-    for layer in model.aft.layers:  # as training leaves them
+    for layer in model.aft.layers:  # nonzero kernels, gamma and beta, as after training
         for name, parameter in layer.mixer.named_parameters():
             if name.startswith("kernel"):
                 torch.nn.init.normal_(parameter, std=1.0 / layer.mixer.position_bias_multiplier)
@@ -28,7 +28,7 @@ def kernels(size=5, heads=3, spread=2.0):
 @pytest.mark.parametrize("outside", [0.0, -math.inf])
 @pytest.mark.parametrize("ratio", [0.3, 0.75, 1.25, 1.5, 12 / 7, 2.0, 5.0])
 def test_a_kernel_keeps_its_part_of_the_image(ratio, outside):
-    """What its weights exp(w) are more than the outside counts grows with the area."""
+    """The sum of exp(w) minus the weight outside grows with the area of the image."""
     kernel, beyond = kernels(), math.exp(outside)
     large = stretched(kernel, (ratio, ratio), longest=1000, outside=outside)
     before, after = ((torch.exp(x) - beyond).sum((1, 2)) for x in (kernel, large))
@@ -42,7 +42,7 @@ def test_a_weight_is_the_mean_over_its_area(ratios):
     half, reach, fine = kernel.shape[-1] // 2, large.shape[-1] // 2, 1200
 
     def covered(new, ratio):
-        """The old positions at many points of a new one."""
+        """Return the old positions at many points of a new position."""
         points = (new + (torch.arange(fine) + 0.5) / fine - 0.5) / ratio
         return points.round().long()
 
@@ -96,7 +96,7 @@ def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
     assert model.config.image_size == 48 and model.config.conv_kernel_size == expected.shape[-1] == 9
     torch.testing.assert_close(mixer.kernel_bias(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()))
     assert mixer.kernel.requires_grad
-    if reparameterized:  # an optimizer moves the shape of the kernel as fast as before
+    if reparameterized:  # an optimizer changes the kernel at the same rate as before
         torch.testing.assert_close(mixer.kernel.std((1, 2), correction=0).detach(), pace)
 
 
@@ -161,7 +161,7 @@ def test_kernels_in_half_precision_are_stretched_as_in_float32(dtype):
         each.resize_position_biases(48)
     for layer, other in zip(model.aft.layers, half.aft.layers):
         expected, found = layer.mixer.kernel_bias(), other.mixer.kernel_bias()
-        # Both the old and the new parameters are rounded: kernel, gamma and beta.
+        # Kernel, gamma and beta are rounded before and after resizing.
         bound = 6 * torch.finfo(dtype).eps * max(1.0, float(expected.detach().abs().amax()))
         torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
 

@@ -1,4 +1,4 @@
-"""Partial sums of Eq. 2 with a log-sum-exp shift: each against a loop, whatever the size of keys and biases."""
+"""Partial sums of Eq. 2 with a log-sum-exp shift: each function against a loop, for keys and biases of any size."""
 
 import math
 
@@ -28,12 +28,12 @@ key_widths = pytest.mark.parametrize("key_width", (1, FEATURES), ids=("one key p
 
 
 def keys_and_values(length: int, key_width: int = FEATURES) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h, T, B, k) and (h, T, B, c)."""
+    """Return random keys (h, T, B, k) and values (h, T, B, c)."""
     return torch.randn(HEADS, length, ROWS, key_width, **double), torch.randn(HEADS, length, ROWS, FEATURES, **double)
 
 
 def average(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Eq. 2 with w (h, T, T') that is -inf where a query does not look; 0 where it sees nothing."""
+    """Eq. 2 with w (h, T, T'), which is -inf for hidden keys; 0 for a query that sees no key."""
     logits = key.unsqueeze(1) + bias[..., None, None]
     logits = logits.masked_fill((bias == -math.inf)[..., None, None], -math.inf)
     nothing = (logits == -math.inf).all(2, keepdim=True)
@@ -42,7 +42,7 @@ def average(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch
 
 
 def of(sums: ScaledSums) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums themselves."""
+    """Return numerator and denominator without the shift."""
     scale = sums.maximum.exp()
     return sums.numerator * scale, sums.denominator * scale
 
@@ -102,7 +102,7 @@ def test_triangle_sums_see_what_is_not_later(key_width, length):
     torch.testing.assert_close(reversed_triangle_sums(key, value, bias).average(), expected)
 
 
-# What is added to keys (T', 1, 1) and biases (T, T').
+# Numbers that are added to keys (T',) and biases (T, T').
 HOSTILE = {
     "moderate": lambda: (torch.zeros(9), torch.zeros(6, 9)),
     "large keys": lambda: (90 * torch.randn(9), torch.zeros(6, 9)),
@@ -123,7 +123,7 @@ def test_block_sums_are_eq_2_in_value_and_gradient_for_keys_and_biases_of_any_si
     key, bias = key + of_keys.double()[:, None, None], bias + of_biases.double()
     key, value, bias = (x.to(dtype) for x in (key, value, bias))
     hidden = torch.rand(HEADS, 6, 9) < 0.4 if masked else torch.zeros(HEADS, 6, 9, dtype=torch.bool)
-    hidden[:, 2] = masked  # a query that sees nothing
+    hidden[:, 2] = masked  # a query that sees no key
     results = []
     for mix in (lambda *x: block_sums(*x, masked=masked).average(), average):
         inputs = [x.clone().requires_grad_() for x in (key, value, bias)]
@@ -132,7 +132,7 @@ def test_block_sums_are_eq_2_in_value_and_gradient_for_keys_and_biases_of_any_si
         output = mix(*inputs[:2], inputs[2].masked_fill(hidden, -math.inf))
         weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
         results.append([output, *torch.autograd.grad(output, inputs, weight)])
-    # K + w is rounded to eps of its size, which is a relative error of its exponential.
+    # K + w is rounded to eps |K + w|, which is a relative error of its exponential.
     error = 8 * (9 + key.abs().max() + bias.abs().max()) * torch.finfo(dtype).eps
     for found, exact in zip(*results):
         allowed = float(error * max(exact.detach().abs().max(), 1.0))

@@ -1,7 +1,7 @@
-"""The same numbers with less memory: activations that are overwritten, made again for the backward pass, or never
-written without what follows them.
+"""Activations with less memory and the same results: computed in place, recomputed in the backward pass, or fused with
+a linear layer.
 
-Only where modules do what their classes say: those with hooks, of other classes or with another `forward` are called.
+These functions bypass plain modules only. Modules with hooks, of other classes or with another `forward` are called.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,14 +15,15 @@ from torch.nn.modules import module as module_hooks
 from transformers.activations import GELUActivation
 
 
-# Numbers in a tensor below which starting oneDNN takes longer than GELU itself.
+# Number of elements below which starting oneDNN takes longer than GELU itself.
 FEW_NUMBERS = 2**14
 
 
 def runs_as_written(*tensors: torch.Tensor) -> bool:
-    """Whether operations on these tensors are what they say, and nothing but gradients is taken of them: no program is
-    traced, and there are no tensors of torch.func, of batched gradients, of forward-mode differentiation and of other
-    modes.
+    """Whether tensors are plain: operations on them run eagerly, and only reverse-mode gradients are computed.
+
+    False if a program is traced or compiled, for tensor subclasses, and for tensors of torch.func, of batched
+    gradients, and of forward-mode differentiation.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
@@ -36,14 +37,14 @@ def runs_as_written(*tensors: torch.Tensor) -> bool:
 def differentiable_gradients(
     output: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], needed: tuple[bool, ...], gradient: torch.Tensor
 ) -> Iterator[torch.Tensor | None]:
-    """The gradients of the inputs that are needed, to be differentiated once more; None for the others."""
+    """Return differentiable gradients of the inputs that are needed, and None for the others."""
     wanted = [x for x, need in zip(inputs, needed) if need and x is not None]
     found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
     return (next(found) if need else None for need in needed)
 
 
 def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """second(activation(first(x))). With GELU one of the two wide tensors between the layers is kept, not both."""
+    """second(activation(first(x))). With GELU, only one of the two wide tensors between the layers is kept."""
     with_gradients, gelu = torch.is_grad_enabled(), _is_gelu(activation)
     if not with_gradients and gelu and _takes_activations(first, x):
         return second(torch.ops.mkldnn._linear_pointwise(x, first.weight, first.bias, "gelu", [], "none"))
@@ -64,20 +65,20 @@ def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.M
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a call is its weight, its bias and nothing else."""
+    """Whether calling the module only applies its weight and bias: an `nn.Linear` without hooks or other changes."""
     plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
     return plain and module.weight.layout == torch.strided
 
 
 def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linear]:
-    """Whether oneDNN can add the bias and apply a function while it multiplies, without gradients.
+    """Whether oneDNN can compute the product, the bias and an activation in one pass, without gradients.
 
-    For bfloat16, where two passes over the result take as long as the product; not for float32, where products of
-    other libraries are as fast.
+    Only for bfloat16, where two passes over the result take as long as the product; not for float32, where the
+    products of other libraries are as fast.
     """
     if not is_linear(module) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
-    if x.dim() == 0 or x.shape[-1] != module.weight.shape[1]:  # whose error speaks of shapes
+    if x.dim() == 0 or x.shape[-1] != module.weight.shape[1]:  # the error of `nn.Linear` names the shapes
         return False
     tensors = [y for y in (x, module.weight, module.bias) if y is not None]
     if any(y.dtype != torch.bfloat16 or not y.is_contiguous() for y in tensors) or not runs_as_written(*tensors):
@@ -88,7 +89,7 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linea
 
 
 def _gelu_in_place(x: torch.Tensor) -> torch.Tensor:
-    # PyTorch gives what is contiguous to oneDNN, and a transposed view of the same memory to a kernel of its own.
+    # PyTorch calls oneDNN for contiguous tensors, and its own kernel for a transposed view of the same memory.
     few = x.is_cpu and x.numel() < FEW_NUMBERS and x.numel() % 2 == 0 and x.is_contiguous()
     torch._C._nn.gelu_(x.view(-1, 2).mT if few else x)  # type: ignore[attr-defined]  # torch does not declare it
     return x
@@ -99,34 +100,37 @@ def _is_gelu(module: nn.Module) -> bool:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether nothing but the `forward` of its class runs when it is called."""
+    """Whether calling the module runs only the `forward` of its class, without hooks or a replaced `forward`."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return not any(hooks) and "forward" not in vars(module) and not module_hooks._has_any_global_hook()
 
 
-# Cheap functions, and their gradients from that of the result.
+# Cheap functions, each with its backward function, which takes the gradient of the result and the arguments.
 Function = tuple[Callable[..., torch.Tensor], Callable[..., tuple[torch.Tensor, ...]]]
 GELU: Function = nn.functional.gelu, lambda gradient, x: (torch.ops.aten.gelu_backward(gradient, x),)
 PRODUCT: Function = torch.mul, lambda gradient, a, b: (gradient * b, gradient * a)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast makes of float32 on a device; None where there is no autocast."""
+    """Return the dtype to which autocast converts float32 on a device; None if autocast is not enabled."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def full_precision(device_type: str) -> AbstractContextManager[object]:
-    """Without autocast. Where there is none, nothing is entered: a step of decoding is little more than its calls."""
+    """Return a context that disables autocast.
+
+    It is a null context if autocast is not enabled, since the overhead of calls dominates a decoding step.
+    """
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def _project(linear: nn.Linear, function: Function, *arguments: torch.Tensor) -> torch.Tensor:
-    """linear(function(*arguments)), for whose gradients the arguments are kept."""
+    """linear(function(*arguments)); the backward pass recomputes the function from its arguments."""
     device, tensors = arguments[0].device.type, [linear.weight, linear.bias, *arguments]
     dtype = autocast_dtype(device)
-    if dtype is not None:  # autocast leaves float64 as it is
+    if dtype is not None:  # autocast does not convert float64
         tensors = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
     with full_precision(device):
         return _LinearOfFunction.apply(function, *tensors)
@@ -140,7 +144,7 @@ class _LinearOfFunction(torch.autograd.Function):
         ctx.function = function
         ctx.save_for_backward(weight, bias, *arguments)
         x = function[0](*arguments)
-        # Not a view, as `linear` returns it: outputs may be changed in place.
+        # Not a view, unlike the result of `linear`, since outputs may be modified in place.
         output = x.new_empty(*x.shape[:-1], len(weight))
         rows, columns = x.reshape(-1, x.shape[-1]), weight.mT
         if bias is None:
@@ -154,7 +158,7 @@ class _LinearOfFunction(torch.autograd.Function):
         weight, bias, *arguments = ctx.saved_tensors
         call, call_backward = ctx.function
         needed = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():  # the gradient of this gradient is wanted
+        if torch.is_grad_enabled():  # the gradients will be differentiated again
             output = nn.functional.linear(call(*arguments), weight, bias)
             return None, *differentiable_gradients(output, (weight, bias, *arguments), needed, gradient)
         rows = gradient.reshape(-1, gradient.shape[-1])

@@ -1,8 +1,9 @@
-"""Documents that are packed into one row: where they start, and each of them as a row of its own.
+"""Packed documents: the boundaries of documents in a row, and conversion of documents to rows of their own.
 
-A document never sees another one. So a packed row is computed as the batch of its documents, those of about the same
-length together; with at most twice the tokens this is exact for every type and as fast as the type is. A traced
-program, which cannot depend on their number, computes a table of all pairs of tokens instead.
+A document never sees another document. So packed rows are computed as a batch of documents, with documents of about
+the same length in one batch. This is exact for every type, keeps the type's complexity, and computes at most twice the
+tokens. A traced program, which cannot depend on the number of documents, computes a table of all pairs of tokens
+instead.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch import nn
 from .scaled_sums_aft import may_look_at, power_of_two_from
 
 
-# What models take about packed documents. Attention kernels need all of it, and an AFT the first or the second.
+# The model inputs that describe packed documents. Attention kernels need all of them; AFT needs `position_ids` or
+# `cu_seq_lens_q`.
 PACKING_INPUTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -23,8 +25,9 @@ class Documents:
     """The documents of a batch.
 
     Args:
-        starts: (B, T) boolean, True at the first token of each document; the first token of a row always is one.
-        offsets: (B,), the position of the first token of each row where it continues a document; None for 0.
+        starts: (B, T) boolean, True at the first token of each document, and at the first token of each row.
+        offsets: (B,), the position of the first token of each row in its document, for rows that continue a document;
+            None for 0.
     """
 
     starts: torch.Tensor
@@ -32,36 +35,36 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor, batch_size: int) -> "Documents":
-        """From positions (B or 1, T) that start again at 0 with each document."""
+        """Return the documents for positions (B or 1, T), which start again at 0 with each document."""
         starts = position_ids == 0
         starts = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1)
         return cls(starts.expand(batch_size, -1))
 
     @classmethod
     def from_cumulative_lengths(cls, cu_seq_lens: torch.Tensor, batch_size: int, length: int) -> "Documents":
-        """From the boundaries of the documents in all rows one after the other: (N + 1,), from 0 to B T."""
+        """Return the documents for cumulative lengths (N + 1,) over all rows concatenated, from 0 to B T."""
         starts = torch.arange(length, device=cu_seq_lens.device).eq(0).repeat(batch_size)
-        # The last boundary is the end of the last document. As a start it falls on an entry that is dropped.
+        # The last boundary is the end of the last document. It marks an extra entry, which is dropped.
         starts = torch.cat([starts, starts[:1]]).index_fill(0, cu_seq_lens.long(), True)[:-1]
         return cls(starts.view(batch_size, length))
 
     @property
     def can_be_unpacked(self) -> bool:
-        """Whether the number and the lengths of documents may be read by the host, which a traced program cannot."""
+        """Whether the host can read the number and lengths of documents; False in a traced program and on meta."""
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         return not traced and self.starts.device.type != "meta"
 
     def are_rows(self) -> bool:
-        """Whether each row is one document; False where the host may not know."""
+        """Whether each row is one document; False if the host cannot read the documents."""
         return self.can_be_unpacked and not self.starts[:, 1:].any()
 
     def longest(self) -> int | None:
-        """The length of the longest document; None where the host may not know, or would have to wait for it."""
+        """Return the length of the longest document; None if the host cannot read it, or would have to wait for it."""
         known = may_look_at(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
         return max((rows.longest for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
-        """The same documents on another device, for the hooks of models that lie on several."""
+        """Return the documents on another device, as hooks of models that are dispatched to several devices need."""
         if self.starts.device == torch.device(device):
             return self
         first = self.offsets
@@ -69,12 +72,12 @@ class Documents:
         return Documents(self.starts.to(device, non_blocking=non_blocking), first)
 
     def pairs(self) -> torch.Tensor:
-        """(B, T, T), whether two tokens are of one document."""
+        """Return whether two tokens belong to the same document, (B, T, T)."""
         document = self.starts.cumsum(1)
         return document[:, :, None] == document[:, None, :]
 
     def positions(self, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, T), the position of each token in its document, where padding does not count."""
+        """Return the position of each token in its document, not counting padding, (B, T)."""
         counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
         before = counted.cumsum(1) - counted.long()
         positions = before - torch.where(self.starts, before, 0).cummax(1).values
@@ -85,21 +88,21 @@ class Documents:
         return positions + torch.where(continues, self.offsets[:, None], 0)
 
     def first_positions(self) -> torch.Tensor:
-        """(B, T), for each token the place in its row where its document starts."""
+        """Return for each token the index in its row at which its document starts, (B, T)."""
         places = torch.arange(self.starts.shape[1], device=self.starts.device)
         return torch.where(self.starts, places, 0).cummax(1).values
 
     def moved(self, order: torch.Tensor) -> "Documents":
-        """The documents after tokens moved to places order[b, t], which keeps those of a document side by side."""
+        """Return the documents after tokens move to places order[b, t], where each document stays contiguous."""
         document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
         return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
 
     @cached_property
     def rows(self) -> list["DocumentRows"]:
-        """All documents as rows, in batches of those that start at the same position and whose lengths have the same
-        next power of two.
+        """All documents as rows, in batches of documents with the same first position whose lengths have the same next
+        power of two.
 
-        Made once for all layers: the host has to know the lengths.
+        Computed once for all layers, since the host has to read the lengths.
         """
         first = self.starts.flatten().nonzero().squeeze(1)
         lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
@@ -118,12 +121,12 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Some documents as rows that are padded on the right.
+    """A batch of documents as rows that are padded on the right.
 
     Args:
-        first: (N,), the place of the first token of each document in all rows of the batch one after the other.
-        lengths: (N,).
-        position: of the first tokens in their documents, 0 unless these began elsewhere.
+        first: (N,), the index of the first token of each document in the concatenated rows of the batch.
+        lengths: (N,), the lengths of the documents.
+        position: the position of the first tokens in their documents, which is not 0 if the rows continue documents.
     """
 
     first: torch.Tensor
@@ -136,13 +139,13 @@ class DocumentRows:
         return int(self.lengths.max())
 
     def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
-        """(B, T, c) -> (N, longest, c), with `fill` behind each document."""
+        """Copy the documents from x: (B, T, c) -> (N, longest, c), with `fill` after each document."""
         index, inside = self._places
         taken = x.flatten(0, 1)[index]
         return taken if inside is None else taken.masked_fill(~inside.unsqueeze(-1), fill)
 
     def put(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """A copy of (B, T, c) with (N, longest, c) in the places of these documents."""
+        """Return a copy of x (B, T, c) with the documents replaced by `rows` (N, longest, c)."""
         index, inside = self._places
         if inside is not None:
             index, rows = index[inside], rows[inside]
@@ -150,7 +153,7 @@ class DocumentRows:
 
     @cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The place of each token of each row, (N, longest), and whether it belongs to the document."""
+        """The index of each token of each row, (N, longest), and whether it is in the document; None if all are."""
         steps = torch.arange(self.longest, device=self.first.device)
         inside = steps < self.lengths[:, None]
         index = torch.where(inside, self.first[:, None] + steps, self.first[:, None])
@@ -165,18 +168,20 @@ def packed_documents(
     *,
     may_wait: bool = True,
 ) -> Documents | None:
-    """The documents that `position_ids` or `cu_seq_lens_q` give.
+    """Return the documents that `position_ids` or `cu_seq_lens_q` describe.
 
     Args:
-        inputs: those of a model in `PACKING_INPUTS`.
+        inputs: the inputs of the model that are named in `PACKING_INPUTS`.
         mask: the attention mask of the model, if any.
-        may_wait: whether the host may wait for an accelerator to know whether each row is one document.
+        batch_size: B.
+        length: T.
+        may_wait: whether the host may wait for an accelerator to find out whether each row is one document.
 
     Returns:
-        The documents; None where each row is one, and that may be known.
+        The documents; None if neither input is given, or if each row is known to be one document.
 
     Raises:
-        ValueError: positions that are not those of documents, or a 3-D mask beside them.
+        ValueError: the positions do not describe documents, or packed documents are combined with a 3-D mask.
     """
     position_ids, boundaries = inputs["position_ids"], inputs["cu_seq_lens_q"]
     if boundaries is not None:
@@ -188,7 +193,7 @@ def packed_documents(
     if (may_wait or may_look_at(documents.starts)) and documents.are_rows():
         return None
     if mask is not None and mask.dim() == 3:
-        raise ValueError("give packed documents either as position_ids or as a 3-D attention_mask, and not both")
+        raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
     return documents
 
 
@@ -201,10 +206,10 @@ def _documents_of_positions(
     if may_look_at(position_ids):
         wrong = documents.positions() != position_ids
         if mask is not None and mask.shape == wrong.shape:
-            wrong &= mask.bool()  # those of padding do not matter
+            wrong &= mask.bool()  # positions of padding are ignored
         if wrong.any():
             raise ValueError(
-                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document: other positions "
-                "follow from the attention_mask alone"
+                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
+                "rows, omit position_ids and pass attention_mask"
             )
     return documents

@@ -1,4 +1,4 @@
-"""What the five AFT mixers share: projections, the gate of the query, and the problem that goes to a backend."""
+"""The base class of the five AFT mixers: projections, input checks, the query's gate, and the call of a backend."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,25 +25,26 @@ logger = logging.get_logger(__name__)
 
 
 class AFTMixer(nn.Module):
-    """What the five types share: Y = act(Q) * average of V with weights exp(K + w) (Eq. 2), then a projection.
+    """Base class of the AFT mixers: Y = act(Q) * average of V with weights exp(K + w) (Eq. 2), then a projection.
 
     Args:
         hidden_size: width d of input and output.
         num_heads: position-bias heads h; each owns d / h features.
         causal: whether position t sees only t' <= t.
-        key_per_head: whether K is one number per head, as in AFT-conv, or one per feature.
+        key_per_head: whether K is one number per head, as in AFT-conv; otherwise K is one number per feature.
         qkv_bias: whether query, key and value projections have biases.
         use_query: whether the output is gated by the query.
-        query_activation: activation of the query, a name known to transformers.
+        query_activation: name of the activation of the query in `transformers.activations.ACT2FN`.
         use_output_projection: whether to project the result.
-        global_connectivity: whether positions outside the window of the type count with w = 0, or not at all.
-        implementation: "auto", "reference", or the name of the backend that is asked first.
+        global_connectivity: whether positions outside the window of the type are visible with w = 0; otherwise they
+            are hidden.
+        implementation: "auto", "reference", or the name of the backend that is tried first.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an implementation that is unknown or not installed.
+        ValueError: `num_heads` does not divide `hidden_size`, or `query_activation` or `implementation` is unknown.
     """
 
-    # The longest sequence that learned tables cover; None where there are none.
+    # The length of the longest sequence that learned tables cover; None without learned tables.
     max_positions: int | None = None
 
     def __init__(
@@ -70,8 +71,8 @@ class AFTMixer(nn.Module):
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
         if implementation == "triton" and not triton_is_installed():
             logger.warning_once(
-                "mixing_implementation='triton' needs the package triton, which is not installed (it is in the extra "
-                "`kernels`): the portable backend computes in its place"
+                "mixing_implementation='triton' needs the package triton, which is not installed (install the extra "
+                "`kernels`); the portable backend, or on a CPU the cpu backend, is used instead"
             )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity
@@ -83,26 +84,26 @@ class AFTMixer(nn.Module):
         self.query_activation = ACT2FN[query_activation]
 
     def reset_position_bias(self) -> None:
-        """Initialize the parameters of w; nothing to do where w has none."""
+        """Initialize the parameters of w, if there are any."""
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        """w as it follows from the parameters.
+        """Compute the position biases w from the parameters.
 
         Args:
-            like: where w has no parameters, it is computed on the device and in the working dtype of this tensor.
+            like: a tensor whose device and working dtype are used for w without parameters.
             grid_size: (rows, columns), for mixers on a grid.
         """
         raise NotImplementedError
 
     def position_bias(self, seq_len: int | None = None, grid_size: tuple[int, int] | None = None) -> torch.Tensor:
-        """The dense w of Eq. 2 before any causal mask: (h, T, T), w[i, t, t'] for head i, in float32
-        (float64 where the parameters are).
+        """Return the dense w of Eq. 2 before any causal mask: (h, T, T), w[i, t, t'] for head i, in float32
+        (float64 if the parameters are float64).
 
         Args:
-            seq_len: T; by default all positions that a learned table covers.
+            seq_len: T. Default: all positions that a learned table covers.
             grid_size: (rows, columns) with T = rows * columns, for mixers on a grid.
 
-        Example, the biases of an image's patches, and those of head 2 from the patch in row 3, column 4:
+        Example: the biases between the patches of an image, and those of head 2 for the query in row 3, column 4:
 
         ```python
         >>> from aft_hf import AFTConv
@@ -122,17 +123,17 @@ class AFTMixer(nn.Module):
 
     @property
     def state_window(self) -> int | None:
-        """How many of the last keys and values the cache of generation keeps; None for all."""
+        """The number of most recent keys and values that the generation cache keeps; None for all."""
         raise NotImplementedError
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
-        """The length and grid to compute w for.
+        """Return the length and the grid size for which w is computed.
 
         Raises:
-            ValueError: a length that is missing, longer than a learned table, or not that of the grid.
+            ValueError: the length is missing, exceeds a learned table, or does not match the grid.
         """
         if length is None:
-            raise ValueError(f"{type(self).__name__} has no length of its own: position_bias needs seq_len")
+            raise ValueError(f"{type(self).__name__} has no fixed length: position_bias needs seq_len")
         return length, None
 
     def forward(
@@ -149,40 +150,41 @@ class AFTMixer(nn.Module):
         state: AFTLayerState | None = None,
         output_attentions: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Eq. 2 with the query's gate and the output projection.
+        """Compute Eq. 2 with the query's gate and the output projection.
 
         Args:
             query: (B, T, d).
-            key, value: (B, T', d); `query` by default.
-            attention_mask: (B, T') with 0 for padding, or boolean (B or 1, T, T') with False where a query must not
-                look. The positions of keys count from the first real token of a row, those of queries too where
-                there is one for each key: a padded row equals the row alone.
-            position_ids: (B or 1, T), positions other than 0, 1, 2 ... of the real tokens. Each row then has a
+            key, value: (B, T', d). Default: `query`.
+            attention_mask: (B, T') with 0 for padding, or boolean (B or 1, T, T') with False where a key is hidden
+                from a query. With a padding mask, positions of keys count from the first real token of a row, and so
+                do positions of queries if T = T': a padded row gives the same result as the row alone.
+            position_ids: (B or 1, T), positions other than 0, 1, 2, ... of the real tokens. Each row then has a
                 T x T table of its own.
-            documents: the documents that are packed into the rows; none of them sees another one.
-            shard: where `query`, `key` and `value` are one input that is a piece of longer rows: which piece, with its
-                padding and documents, in place of `attention_mask` and `documents`.
-            grid_size: (rows, columns) of a mixer on a grid, those of a piece; by default a square.
-            state: the cache of a causal mixer, updated in place; `query` then continues what it has seen.
-            output_attentions: also return the implicit attention (Eq. 3), (B, d, T, T').
+            documents: the documents that are packed into the rows; a document sees no other document.
+            shard: which part of longer rows the input holds, if the rows are split over several processes. `query`,
+                `key` and `value` are then one input, and the padding and documents of the shard replace
+                `attention_mask` and `documents`.
+            grid_size: (rows, columns) of the input, for a mixer on a grid. Default: a square.
+            state: the cache of a causal mixer, updated in place; `query` then continues the cached tokens.
+            output_attentions: whether to also return the implicit attention (Eq. 3), (B, d, T, T').
 
         Returns:
-            (B, T, d), and the attention if asked for. A query that sees nothing, or is padding of a
-            causal mixer, averages to 0.
+            (B, T, d), and the attention if requested. The average of a query that sees no key, or that is padding of a
+            causal mixer, is 0.
 
         Raises:
-            ValueError: shapes that do not fit each other, or a sequence longer than a learned table.
-            NotImplementedError: under `torch.jit.trace`.
+            ValueError: shapes do not match, or a sequence is longer than a learned table.
+            NotImplementedError: the mixer is called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():
-            raise NotImplementedError("torch.jit.trace fixes all sizes: use torch.compile or torch.export for an AFT")
+            raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, documents)
         if shard is not None:
             self._check_shard(shard, query, key, value, (attention_mask, position_ids, documents), output_attentions)
             if state is not None and (state.is_initialized or shard.documents is not None):
-                raise ValueError("pieces of a sequence make a state of one text in each row, and do not continue one")
+                raise ValueError("shards can start a state, with one document per row, but do not continue one")
             attention_mask = shard.padding_mask
             _, grid_size = self._check_size(shard.longest if self.causal else query.shape[1], grid_size)
         elif state is None:
@@ -224,25 +226,25 @@ class AFTMixer(nn.Module):
             if state is not None:
                 context = state.mix(problem, self.implementation)
             elif output_attentions:
-                # The output comes from the attention, gate and all, so that gradients reach it.
+                # The output is computed from the attention, gate included, so that gradients reach the attention.
                 context, gate = torch.einsum("bdts,bsd->btd", attentions, widen(problem.visible_values())), None
             else:
                 context = mix(problem, self.implementation)
         if context.dtype != problem.value.dtype:
             context = context.to(problem.value.dtype)
         if self.causal and problem.padding_mask is not None and context.shape[:2] == problem.padding_mask.shape:
-            # A query of padding has no place in the order of the tokens, and must not see the future of the row.
+            # A padding query has no position in the order of the tokens, and must not see later tokens of the row.
             context = context.masked_fill(~problem.padding_mask.unsqueeze(-1), 0.0)
         if gate is not None:
             output = gated_projection(gate, context, self.o_proj)
         elif type(self.o_proj) is nn.Identity and context.requires_grad:
-            output = self.o_proj(context.clone())  # the backward pass needs the context, and outputs may be changed
+            output = self.o_proj(context.clone())  # the output may be modified; the backward pass needs the context
         else:
             output = self.o_proj(context)
         return output if attentions is None else (output, attentions.to(problem.value.dtype))
 
     def _gate_is_fused(self, problem: Mixing, output_attentions: bool) -> bool:
-        """Whether the backend that takes a problem multiplies by the gate as well."""
+        """Whether the backend that computes a problem also applies the gate."""
         if output_attentions or type(self.query_activation) is not nn.Sigmoid:
             return False
         return is_untouched(self.query_activation) and fuses_gate(problem, self.implementation)
@@ -268,8 +270,8 @@ class AFTMixer(nn.Module):
                 raise ValueError(f"{name} must be (batch, length, {self.hidden_size}), got {tuple(x.shape)}")
         if not alone and (key.shape[:2] != value.shape[:2] or key.shape[0] != query.shape[0]):
             raise ValueError(
-                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: "
-                "one batch size for all, one length for key and value"
+                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not match: "
+                "all must have one batch size, and key and value one length"
             )
         if attention_mask is not None:
             batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
@@ -280,21 +282,21 @@ class AFTMixer(nn.Module):
                 )
             if attention_mask.is_floating_point() and attention_mask.dim() == 3:
                 raise ValueError(
-                    "attention_mask of pairs must be boolean, True where a query may look; "
-                    f"got {attention_mask.dtype}, as of masks that are added to logits"
+                    "a 3-D attention_mask must be boolean, True where a query sees a key; additive masks are not "
+                    f"supported, got {attention_mask.dtype}"
                 )
         if documents is not None and (position_ids is not None or query.shape[1] != key.shape[1]):
-            raise ValueError("packed documents have positions of their own, and one length for queries and keys")
+            raise ValueError("packed documents need inputs without position_ids, and one length for queries and keys")
         if position_ids is not None:
             self._check_positions(position_ids, query.shape[0], query.shape[1], key.shape[1])
 
     def _check_positions(self, position_ids: torch.Tensor, batch: int, queries: int, keys: int) -> None:
         if queries != keys or position_ids.shape not in ((batch, keys), (1, keys)):
             raise ValueError(
-                f"position_ids {tuple(position_ids.shape)} do not fit {keys} keys and {queries} queries: "
-                f"they must be ({batch} or 1, length), with one length for both"
+                f"position_ids {tuple(position_ids.shape)} do not match {keys} keys and {queries} queries: "
+                f"they must be ({batch} or 1, length), with one length for queries and keys"
             )
-        if may_look_at(position_ids) and position_ids.numel() > 0:  # an accelerator would make the host wait
+        if may_look_at(position_ids) and position_ids.numel() > 0:  # on an accelerator, the host would have to wait
             if int(position_ids.min()) < 0:
                 raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
             self._check_size(int(position_ids.max()) + 1, None)
@@ -311,15 +313,15 @@ class AFTMixer(nn.Module):
         if self.state_window is None or not (self.causal or self.max_positions is None):
             kind = "causal" if self.causal else "bidirectional"
             raise ValueError(
-                f"a {kind} {type(self).__name__} cannot take a sequence that is cut into pieces: use a causal "
-                "AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
+                f"a {kind} {type(self).__name__} cannot take a shard of a sequence (context parallelism): use a "
+                "causal AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
             )
         if not self.causal and (shard.padding_mask is not None or shard.documents is not None):
-            raise ValueError(f"a piece for a bidirectional {type(self).__name__} has no padding and no documents")
+            raise ValueError(f"a shard for a bidirectional {type(self).__name__} has no padding and no documents")
         if key is not query or value is not query or output_attentions or any(x is not None for x in others):
             raise ValueError(
-                "a piece of a sequence is one input without attention_mask, position_ids, documents and "
-                "output_attentions: padding and documents are those of the shard"
+                "a shard needs one input for query, key and value, without attention_mask, position_ids, documents "
+                "and output_attentions: pass padding and documents in the SequenceShard"
             )
 
     def _check_state(
@@ -332,9 +334,12 @@ class AFTMixer(nn.Module):
         state: AFTLayerState,
     ) -> None:
         if not self.causal or key is not query or position_ids is not None or documents is not None:
-            raise ValueError("a state goes with a causal mixer, and with query, key and value from one input in order")
+            raise ValueError(
+                "a state needs a causal mixer, and one input for query, key and value without position_ids and "
+                "documents"
+            )
         if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(f"with a state, attention_mask must be 2-D padding, got {tuple(attention_mask.shape)}")
+            raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
         state.check_batch_size(query.shape[0])
 
     def extra_repr(self) -> str:
@@ -342,7 +347,7 @@ class AFTMixer(nn.Module):
 
 
 def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The padding mask, None where there is no padding, and the pair mask."""
+    """Split an attention mask into the padding mask, None without padding, and the pair mask."""
     if attention_mask is None:
         return None, None
     mask = attention_mask.bool()
@@ -352,7 +357,7 @@ def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, to
 
 
 def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> torch.Tensor:
-    """Eq. 3 for the last queries, (B, d, T, T'): the weight of each value in each feature, the gate included."""
+    """Eq. 3 for the last queries, (B, d, T, T'): the weight of each value in each feature, including the gate."""
     bias, visible = (x if x is None else x[..., -queries:, :] for x in problem.table())
     weights = mixing_weights(problem.by_head()[0], bias, visible)  # (B, h, k, T, T')
     weights = weights.expand(-1, -1, problem.value.shape[-1] // problem.num_heads, -1, -1).flatten(1, 2)

@@ -1,7 +1,7 @@
-"""The five AFT mixers as ordinary modules, to use alone or in the models of this package.
+"""The five AFT mixers as ordinary modules, for use on their own or in the models of this package.
 
-Each takes (B, T, d) and gives (B, T, d), and can stand wherever a self-attention layer stands. What differs between
-the types is the w of Eq. 2 that they make from their parameters; what a mixer computes is Eq. 2 with exactly that w.
+Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer. The types differ in the position biases
+w of Eq. 2 that they compute from their parameters; AFT-conv also has one key per head instead of one per feature.
 """
 
 import math
@@ -26,7 +26,7 @@ from .scaled_sums_aft import widen, working_dtype
 
 
 class AFTSimple(AFTMixer):
-    """AFT-simple (Eq. 5): w = 0, linear time, nothing learned but the projections.
+    """AFT-simple (Eq. 5): w = 0, linear time, no learned parameters except the projections.
 
     Args:
         hidden_size: width d.
@@ -43,7 +43,7 @@ class AFTSimple(AFTMixer):
 class AFTAlibi(AFTMixer):
     """AFT with ALiBi biases: w = -m_i (t - t'), m_i = 2^(-8 i / h) for head i = 1 .. h, causal.
 
-    exp(w) decays with the distance, so the sums are a linear recurrence: linear time, nothing learned but the
+    exp(w) decays with the distance, so the sums are a linear recurrence: linear time, no learned parameters except the
     projections, no limit on the length. The slopes are those of Press et al. (2022, arXiv 2108.12409).
 
     Args:
@@ -57,7 +57,7 @@ class AFTAlibi(AFTMixer):
 
     def __init__(self, hidden_size: int, num_heads: int, *, causal: bool = True, **options: Any):
         if not causal:
-            raise ValueError("AFTAlibi is causal: its biases fall with the distance into the past; got causal=False")
+            raise ValueError("AFTAlibi must be causal: its biases decay with distance into the past; got causal=False")
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, **options)
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
@@ -71,11 +71,12 @@ class AFTFull(AFTMixer):
 
     Args:
         hidden_size: width d.
-        max_positions: the longest sequence that the biases cover.
+        max_positions: the length of the longest sequence that the biases cover.
         position_bias_dim: rank d' of the factors; None for one table of max_positions x max_positions.
         num_heads: position-bias heads h.
-        position_bias_init_std: standard deviation of new factors, or of a new table, the multiplier included.
-        position_bias_multiplier: m, the constant that w is multiplied by: a factor of sqrt(m) for u and v each.
+        position_bias_init_std: standard deviation of newly initialized factors, or of a new table, including the
+            multiplier.
+        position_bias_multiplier: constant m by which w is multiplied, equivalent to sqrt(m) for u and v each.
         **options: the other arguments of `AFTMixer`.
     """
 
@@ -109,7 +110,7 @@ class AFTFull(AFTMixer):
         return None
 
     def reset_position_bias(self) -> None:
-        # Whatever the multiplier, w of a new layer has the same distribution.
+        # w of a new layer has the same distribution for every multiplier.
         share = 0.5 if self.factorized else 1.0
         std = self.position_bias_init_std / self.position_bias_multiplier**share
         for parameter in self._learned():
@@ -120,7 +121,7 @@ class AFTFull(AFTMixer):
         return Dense(*self._learned(), self.position_bias_multiplier)
 
     def _learned(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """u and v, or the table and None."""
+        """Return u and v, or the table and None."""
         return (
             (self.position_bias_query, self.position_bias_key) if self.factorized else (self.position_bias_table, None)
         )
@@ -130,8 +131,8 @@ class AFTFull(AFTMixer):
         length = self.max_positions if length is None else length
         if length > self.max_positions:
             raise ValueError(
-                f"a sequence of {length} positions is longer than the {self.max_positions} that the position biases "
-                f"of {type(self).__name__} cover (max_position_embeddings for text, image_size for images)"
+                f"a sequence of {length} positions is longer than the {self.max_positions} positions covered by the "
+                f"biases of {type(self).__name__} (max_position_embeddings for text, image_size for images)"
             )
         return length, None
 
@@ -140,12 +141,12 @@ class AFTFull(AFTMixer):
 
 
 class AFTLocal(AFTFull):
-    """AFT-local (Eq. 4): learned position biases within a window, |t - t'| < s; beyond it tokens count with w = 0.
+    """AFT-local (Eq. 4): learned position biases within a window, |t - t'| < s; tokens outside it have w = 0.
 
     Args:
         hidden_size: width d.
-        max_positions: the longest sequence that the biases cover.
-        window_size: s.
+        max_positions: the length of the longest sequence that the biases cover.
+        window_size: window size s.
         **options: the other arguments of `AFTFull` and `AFTMixer`.
     """
 
@@ -167,7 +168,7 @@ class AFTLocal(AFTFull):
 
 
 class AFTConv(AFTMixer):
-    """AFT-conv (Eq. 6): relative position biases, a kernel for each head, and one key per head.
+    """AFT-conv (Eq. 6): relative position biases, with one kernel and one key per head.
 
     The kernels are re-parameterized (Eq. 8): w = m (gamma (k - mean(k)) / std(k) + beta) for each head, with gamma =
     beta = 0 at the start, so a new layer begins as AFT-simple. m is 1 in the paper.
@@ -175,19 +176,20 @@ class AFTConv(AFTMixer):
     Args:
         hidden_size: width d.
         num_heads: heads h; the key projection is d -> h.
-        kernel_size: s, odd unless causal; `conv_kernel_size` of a config, whose names say which type a size is of.
+        kernel_size: kernel size s, odd unless causal (`conv_kernel_size` in a config).
         spatial_dims: 2 for s x s kernels on a grid of rows and columns, 1 for a sequence.
-        causal: one dimension only: the kernel then covers the lags 0 .. s - 1.
-        reparameterized: False for the kernels themselves as w.
-        selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a sample of the Gumbel
-            softmax over itself in training, and by the one-hot of its maximum at inference.
+        causal: whether position t sees only t' <= t, for `spatial_dims=1` only. The kernel then covers the lags
+            0 .. s - 1.
+        reparameterized: whether to apply Eq. 8; False to use the kernels themselves as w.
+        selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a Gumbel-softmax sample
+            of itself in training, and by the one-hot vector of its maximum at inference.
         gumbel_temperature: temperature of the Gumbel softmax.
-        position_bias_init_std: standard deviation of new kernels, the multiplier included.
-        position_bias_multiplier: m, the constant that w is multiplied by.
+        position_bias_init_std: standard deviation of newly initialized kernels, including the multiplier.
+        position_bias_multiplier: constant m by which w is multiplied.
         **options: the other arguments of `AFTMixer`.
     """
 
-    # Copies of the parameters at the last call without gradients, and the kernels made from them.
+    # Copies of the parameters at the last call without gradients, and the kernels computed from them.
     _last_kernels = None
 
     def __init__(
@@ -228,46 +230,46 @@ class AFTConv(AFTMixer):
         return self.window - 1
 
     def reset_position_bias(self) -> None:
-        # Adam then changes a kernel that is standardized at the pace of gamma and beta.
+        # With this standard deviation, Adam changes a standardized kernel as fast as gamma and beta.
         init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier)
         if self.kernel_scale is not None and self.kernel_shift is not None:
             init.zeros_(self.kernel_scale)
             init.zeros_(self.kernel_shift)
 
     def kernel_bias(self) -> torch.Tensor:
-        """w as kernels, (h, s, s) or (h, s) in float32 at least: Eq. 8, then Eq. 10 where a position is selected."""
+        """Return w as kernels, (h, s, s) or (h, s), in float32 at least: Eq. 8, then Eq. 10 with `selection`."""
         return self._kernel_bias().clone()
 
     def _kernel_bias(self) -> torch.Tensor:
-        """The same, which may be the tensor that is kept for the next call."""
+        """Return `kernel_bias` without a copy; the result may be the tensor that is cached for the next call."""
         kernels = self._kernels()
         return kernels if self.selection is None else kernels * self._selection(kernels)
 
     def _selection(self, kernels: torch.Tensor) -> torch.Tensor:
-        """What Eq. 10 multiplies w by, shaped as the kernels."""
+        """Return the factor of w in Eq. 10, in the shape of the kernels."""
         flat = kernels.flatten(1)
         if self.training:
             return nn.functional.gumbel_softmax(flat, tau=self.gumbel_temperature).view_as(kernels)
         return nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(flat.dtype).view_as(kernels)
 
     def _kernels(self) -> torch.Tensor:
-        """Eq. 8, or the kernels as they are, times the multiplier."""
+        """Return the kernels times the multiplier, after Eq. 8 if they are re-parameterized."""
         multiplier = self.position_bias_multiplier
         if self.kernel_scale is None or self.kernel_shift is None:
             return widen(self.kernel) if multiplier == 1.0 else widen(self.kernel) * multiplier
         parameters = self.kernel, self.kernel_scale, self.kernel_shift
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.kernel.is_cpu:
             return _reparameterized(*parameters, multiplier)
-        # To compare the parameters takes less time than to make the same kernels for every token that is generated.
+        # Comparing the parameters is faster than computing the same kernels for every generated token.
         if self._last_kernels is None or not all(map(_equal, parameters, self._last_kernels[0])):
             kernels = _reparameterized(*parameters, multiplier)
-            if any(type(x) is not nn.Parameter for x in parameters):  # but, say, tensors of torch.func
+            if any(type(x) is not nn.Parameter for x in parameters):  # for example, tensors of torch.func
                 return kernels
             self._last_kernels = [x.detach().clone() for x in parameters], kernels
         return self._last_kernels[1]
 
     def position_bias_entropy(self) -> torch.Tensor:
-        """Eq. 9: the entropy (nats) of softmax(w) over each head's kernel, summed over the heads."""
+        """Return the entropy (nats) of softmax(w) over each head's kernel, summed over the heads (Eq. 9)."""
         log_p = torch.log_softmax(self._kernels().flatten(1), -1)
         return -(log_p.exp() * log_p).sum()
 
@@ -276,7 +278,7 @@ class AFTConv(AFTMixer):
         biases: GridKernel | LagKernel
         if self.spatial_dims == 2:
             if grid_size is None:
-                raise ValueError("the biases of a kernel on a grid need grid_size, (rows, columns)")
+                raise ValueError("AFTConv on a grid needs grid_size=(rows, columns) to compute its biases, got None")
             biases = GridKernel(kernels, grid_size, hides_outside)
         else:
             biases = LagKernel(kernels, self.causal, hides_outside)
@@ -291,17 +293,17 @@ class AFTConv(AFTMixer):
             return super()._check_size(length, None)
         if grid_size is None:
             if length is None:
-                raise ValueError("AFTConv on a grid has no size of its own: position_bias needs grid_size")
+                raise ValueError("AFTConv on a grid has no fixed size: position_bias needs grid_size=(rows, columns)")
             side = round(length**0.5)
             grid_size = (side, side)
         rows, columns = grid_size
         if length is not None and rows * columns != length:
-            raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: give grid_size")
+            raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: pass a matching grid_size")
         return rows * columns, grid_size
 
     def _check_positions(self, position_ids: torch.Tensor, batch: int, queries: int, keys: int) -> None:
         if self.spatial_dims == 2:
-            raise ValueError("position_ids are for sequences; an AFTConv on a grid takes its places from grid_size")
+            raise ValueError("position_ids are for sequences; an AFTConv on a grid takes positions from grid_size")
         super()._check_positions(position_ids, batch, queries, keys)
 
     def extra_repr(self) -> str:
@@ -320,7 +322,7 @@ def _reparameterized(
     """Eq. 8 for each head, times the multiplier, in the working dtype."""
     flat = widen(kernel).flatten(1)
     variance, mean = torch.var_mean(flat, -1, correction=0, keepdim=True)
-    # New kernels are smaller by the multiplier, so that what keeps the quotient finite is, too.
+    # New kernels are smaller by the multiplier, so the constant that keeps the quotient finite is scaled with them.
     standard = (flat - mean) * torch.rsqrt(variance + 1e-12 / multiplier**2)
     scale, shift = (widen(x)[:, None] * multiplier for x in (scale, shift))
     return (scale * standard + shift).view_as(kernel)

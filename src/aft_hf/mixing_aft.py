@@ -1,10 +1,10 @@
-"""The AFT operation: what is asked, its reference form (Eq. 2 as printed), and the table of backends.
+"""The AFT operation: its inputs (`Mixing`), its reference implementation (Eq. 2 as printed), and the backend table.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103) mix positions by
 
     Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt')        (Eq. 2, before the query's gate)
 
-element-wise in the features. A `Mixing` holds one such problem, and `mix` hands it to the first backend of `BACKENDS`
+element-wise in the features. A `Mixing` holds one such problem, and `mix` passes it to the first backend of `BACKENDS`
 that supports it.
 """
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .caching_aft import AFTLayerState
 
 
-# By type of device, the backends in the order in which they are asked; `None` stands for every other type. Those that
-# are `only_by_name` are asked where the user names them.
+# For each device type, the backends in the order in which `mix` tries them; `None` stands for every other type. A
+# backend with `only_by_name` is tried only if the user names it.
 BACKENDS = {
     "cpu": (TritonBackend, CpuBackend, PortableBackend),
     None: (TritonBackend, PortableBackend),
@@ -41,7 +41,7 @@ BACKENDS = {
 
 @dataclass(frozen=True, eq=False)
 class Mixing:
-    """One problem: keys, values, position biases, and what each query sees.
+    """One mixing problem: keys, values, position biases, and the positions that are visible to each query.
 
     Attributes:
         key: (B, T', h k) for h position-bias heads; k is d / h (a key per feature) or 1 (a key per head, as in
@@ -50,15 +50,15 @@ class Mixing:
         num_heads: h.
         biases: w.
         causal: whether position t sees only t' <= t.
-        num_queries: T where there are more or fewer queries than keys; None for T = T'.
-        padding_mask: (B, T') boolean, False for padding. Where w depends on the order of tokens, positions count from
-            the first real token of a row. What queries of padding give has no meaning.
-        pair_mask: (B or 1, T, T') boolean, False where a query must not look.
+        num_queries: T if the number of queries differs from the number of keys; None for T = T'.
+        padding_mask: (B, T') boolean, False for padding. If w depends on the order of tokens, positions count from
+            the first real token of a row. The outputs of padding queries are undefined.
+        pair_mask: (B or 1, T, T') boolean, False where a key is hidden from a query.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
-        documents: the documents that are packed into the rows; None where each row is one sequence.
-        shard: where the rows are pieces of longer ones, the others of which are in other processes; its padding and
-            its documents are then those of the problem.
-        query: (B, T, d), where the averages are to be multiplied by sigmoid(query); None for the averages alone.
+        documents: the documents that are packed into the rows; None if each row is one sequence.
+        shard: which part of longer rows this process holds, if the rows are split over several processes. The padding
+            and the documents of the problem are then those of the shard.
+        query: (B, T, d); the averages are multiplied by sigmoid(query). None for the averages alone.
     """
 
     key: torch.Tensor
@@ -81,22 +81,22 @@ class Mixing:
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether visibility or positions are those of pairs, so that only a table of all pairs describes them."""
+        """Whether the problem needs a table of all pairs, because of a pair mask, positions, or T != T'."""
         cross = self.num_queries is not None and self.num_queries != self.length
         return cross or self.pair_mask is not None or self.positions is not None
 
     def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value as (B, h, T', k) and (B, h, T', c)."""
+        """Return key and value as (B, h, T', k) and (B, h, T', c)."""
         return split_heads(self.key, self.num_heads), split_heads(self.value, self.num_heads)
 
     def visible_values(self) -> torch.Tensor:
-        """The values, those of padding replaced by 0."""
+        """Return the values, with 0 for padding."""
         if self.padding_mask is None:
             return self.value
         return self.value.masked_fill(~self.padding_mask.unsqueeze(-1), 0.0)
 
     def table(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The dense w, (B or 1, h, T, T'), and what each query sees, (B or 1, 1, T, T') or None for everything."""
+        """Return the dense w, (B or 1, h, T, T'), and the visibility mask, (B or 1, 1, T, T'); None hides nothing."""
         device, count = self.key.device, self.length if self.num_queries is None else self.num_queries
         queries = torch.arange(count, device=device).unsqueeze(0)
         keys = torch.arange(self.length, device=device).unsqueeze(0)
@@ -125,14 +125,16 @@ class Mixing:
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
-    """Eq. 2, times sigmoid(query) where a query is given: (B, T, d) in the dtype of the values; 0 where a query sees
-    nothing.
+    """Compute Eq. 2, times sigmoid(query) if the problem has a query.
 
-    The backward pass may need the result, so it should not be changed in place where gradients are computed.
+    The backward pass may need the result, so do not modify it in place if gradients are computed.
 
     Args:
-        problem: what to compute.
-        implementation: one of `MIXING_IMPLEMENTATIONS`. A backend that does not support the problem is passed over.
+        problem: the mixing problem.
+        implementation: one of `MIXING_IMPLEMENTATIONS`. A backend that does not support the problem is skipped.
+
+    Returns:
+        (B, T, d) in the dtype of the values; 0 for a query that sees no key.
     """
     if problem.length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
@@ -154,7 +156,7 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
 
 
 def fuses_gate(problem: Mixing, implementation: str = "auto") -> bool:
-    """Whether the backend that `mix` takes for a problem multiplies by the gate while it computes the averages."""
+    """Whether the backend that `mix` chooses for a problem also applies the gate (a fused gate)."""
     if not any(backend.applies_gate for backend in _backends(problem.key.device, implementation)):
         return False
     backend = _choose(replace(problem, padding_mask=None), implementation)[0]
@@ -162,10 +164,11 @@ def fuses_gate(problem: Mixing, implementation: str = "auto") -> bool:
 
 
 def _choose(problem: Mixing, implementation: str) -> tuple[type[Backend] | None, torch.Tensor | None, Mixing]:
-    """The backend that computes a problem, None where each document is to be a row of its own.
+    """Choose the backend for a problem, and remove the padding from the problem.
 
     Returns:
-        The backend, and what it is asked: where each token went (None for nowhere), and the problem without padding.
+        The backend, None if each document has to become a row of its own; the new place of each token, (B, T), None if
+        tokens are not moved; and the problem without a padding mask.
     """
     backends, order = _backends(problem.key.device, implementation), None
     if problem.documents is not None:
@@ -179,10 +182,10 @@ def _choose(problem: Mixing, implementation: str) -> tuple[type[Backend] | None,
 def mix_layer(
     x: torch.Tensor, projections: Projections, biases: PositionBias, *, causal: bool, implementation: str = "auto"
 ) -> torch.Tensor | None:
-    """A whole mixer, projections and gate included, where a backend has a way to compute them together, else None.
+    """Compute a whole mixer, projections and gate included, if a backend can compute them together; else return None.
 
     Args:
-        x: (B, T, d), query, key and value in one, without padding.
+        x: (B, T, d), the input of the query, key and value projections, without padding.
     """
     for backend in _backends(x.device, implementation):
         output = backend.layer(x, projections, biases, causal)
@@ -192,7 +195,10 @@ def mix_layer(
 
 
 def mix_next(state: "AFTLayerState", problem: Mixing, implementation: str) -> torch.Tensor | None:
-    """Eq. 2 of the next token of every row, times the gate, if a backend also takes it into the state, else None."""
+    """Compute Eq. 2 for the next token of every row, times the gate, and add the token to the state (decoding step).
+
+    Returns None, and leaves the state unchanged, if no backend supports the step.
+    """
     for backend in _backends(problem.key.device, implementation):
         context = backend.step(state, problem)
         if context is not None:
@@ -203,11 +209,15 @@ def mix_next(state: "AFTLayerState", problem: Mixing, implementation: str) -> to
 def mix_prompt(
     state: "AFTLayerState", problem: Mixing, counts: torch.Tensor | None, implementation: str
 ) -> torch.Tensor | None:
-    """Eq. 2 of more tokens, times the gate, if a backend also takes them into the state, else None.
+    """Compute Eq. 2 for several tokens, times the gate, and add the tokens to the state (prefill).
+
+    Returns None, and leaves the state unchanged, if no backend supports the problem.
 
     Args:
-        problem: without padding mask.
-        counts: (B,), how many of the tokens of each row are real: these stand first. None for all of them.
+        state: the state of the layer.
+        problem: the mixing problem, without a padding mask.
+        counts: (B,), the number of real tokens in each row, which come first; None if all tokens are real.
+        implementation: one of `MIXING_IMPLEMENTATIONS`.
     """
     for backend in _backends(problem.key.device, implementation):
         context = backend.prefill(state, problem, counts)
@@ -217,7 +227,7 @@ def mix_prompt(
 
 
 def _backends(device: torch.device, implementation: str) -> list[Any]:
-    """Those of the device that may be taken, the named one first."""
+    """Return the backends that may be used on the device, the named backend first."""
     if implementation == "reference":
         return []
     backends = BACKENDS.get(device.type, BACKENDS[None])
@@ -226,9 +236,9 @@ def _backends(device: torch.device, implementation: str) -> list[Any]:
 
 
 def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
-    """Each document as a row of its own; those of about the same length together.
+    """Compute packed documents as rows of their own, documents of about the same length in one batch.
 
-    Where their number may not be known to the host, a table of all pairs describes them.
+    If the host may not read the number of documents, as in a traced program, a table of all pairs is used instead.
     """
     documents = problem.documents
     if documents is None or problem.is_pairwise or not documents.can_be_unpacked:
@@ -251,7 +261,7 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
 
 
 def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
-    """A piece of longer rows: what comes before it is put in front, and then it is a problem like any other."""
+    """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
     shard, biases, order = problem.shard, problem.biases, None
     if problem.padding_mask is not None:
         problem, order = without_padding(problem, moved=True)
@@ -287,8 +297,8 @@ def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
 
 
 def _mix_shard_of_rows(problem: Mixing, implementation: str) -> torch.Tensor:
-    """A piece of images, or of sequences seen from both sides: the rows that its kernels reach and one sum for all
-    farther rows are put before and behind it. Then it is a problem like any other, of an image with more rows.
+    """Compute a bidirectional shard, of images or of sequences: prepend and append the grid rows within reach of the
+    kernels and one sum for all rows farther away, and mix the result as an image with more rows.
     """
     shard, biases = problem.shard, problem.biases
     assert shard is not None and biases.reach_of_rows is not None
@@ -309,24 +319,25 @@ def _mix_shard_of_rows(problem: Mixing, implementation: str) -> torch.Tensor:
 
 
 def _with_tokens_in_front(shard: SequenceShard, count: int, positions: torch.Tensor | None) -> Documents:
-    """The documents of a piece when `count` tokens are put in front of each row."""
+    """Return the documents of a shard after `count` tokens were prepended to each row."""
     starts = torch.zeros(shard.batch_size, count + shard.length, dtype=torch.bool, device=shard.device)
     if shard.real_documents is not None:
         starts[:, count:] = shard.real_documents.starts
-        # A document that starts with the piece has nothing before it: what is put in front of it is hidden.
+        # A document that starts with the shard has no earlier tokens: the tokens in front of it are hidden.
         starts[:, count] = False
     starts[:, 0] = True
     return Documents(starts, positions if positions is None else positions.to(shard.device))
 
 
 def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
-    """The problem with padding hidden: its keys at -inf and its values at 0, whatever they are.
+    """Remove the padding mask from a problem: hide padding by keys of -inf and values of 0.
 
     Args:
-        moved: whether padding also goes behind the real tokens of its row, documents and queries with it.
+        problem: a problem with a padding mask.
+        moved: whether to also move padding behind the real tokens of its row, in keys, values, queries and documents.
 
     Returns:
-        The problem, and where each token went, (B, T); None where padding is not moved.
+        The problem, and the new place of each token, (B, T); None if padding is not moved.
     """
     mask = problem.padding_mask
     assert mask is not None
@@ -343,13 +354,16 @@ def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tens
 
 
 def hide_padding(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`key` at -inf and `value` at 0 where the mask (B, T) is False; NaN and infinities go with them."""
+    """Return `key` with -inf and `value` with 0 where the mask (B, T) is False; NaN in padding does not leak."""
     padding = ~mask.unsqueeze(-1)
     return {"key": key.masked_fill(padding, -math.inf), "value": value.masked_fill(padding, 0.0)}
 
 
 def real_tokens_first(mask: torch.Tensor) -> torch.Tensor:
-    """Where each token of (B, T) goes when padding is moved behind the real tokens: for these, their position."""
+    """Return the new place of each token, (B, T), when padding moves behind the real tokens.
+
+    The new place of a real token is its position in the sequence.
+    """
     real = mask.cumsum(-1)
     return torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(-1) - 1)
 
@@ -368,10 +382,10 @@ def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def reference_mixing(problem: Mixing) -> torch.Tensor:
-    """Eq. 2 as printed, one query after the other: what every backend is compared with.
+    """Compute Eq. 2 as printed, query by query. Every backend is tested against this function.
 
-    Computed in float64 for float64 inputs and in float32 otherwise, times sigmoid(query) where a query is given. A
-    query that sees nothing gives 0.
+    It computes in float64 for float64 inputs and in float32 otherwise, and multiplies by sigmoid(query) if the problem
+    has a query. A query that sees no key gives 0.
     """
     bias, visible = problem.table()
     key, value = (widen(x) for x in problem.by_head())
@@ -391,16 +405,16 @@ def reference_mixing(problem: Mixing) -> torch.Tensor:
 
 
 def _average(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """What one query sees: (B, h, c) from biases and a mask (.., T')."""
+    """Compute the average of one query, (B, h, c), from biases and a visibility mask (..., T')."""
     logits = key + bias.unsqueeze(-1).to(key.dtype)
-    if visible is not None:  # what is hidden is replaced, not multiplied by 0: it may be NaN
+    if visible is not None:  # hidden values may be NaN, so they are replaced instead of multiplied by 0
         logits = logits.masked_fill(~visible.unsqueeze(-1), -math.inf)
         value = value.masked_fill(~visible.unsqueeze(-1), 0.0)
     return (_softmax(logits, -2) * value).sum(-2)
 
 
 def _softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
-    """Softmax that gives 0, in value and gradient, where all of `dim` is hidden (-inf)."""
+    """Softmax whose value and gradient are 0 where all logits along `dim` are -inf."""
     nothing = (logits == -math.inf).all(dim, keepdim=True)
     return torch.softmax(logits.masked_fill(nothing, 0.0), dim).masked_fill(nothing, 0.0)
 
@@ -408,9 +422,9 @@ def _softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
 def mixing_weights(
     key: torch.Tensor, position_bias: torch.Tensor | None = None, visible: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The implicit attention of Eq. 3 without the query's gate: (B, h, k, T, T'), each row summing to 1.
+    """Return the implicit attention of Eq. 3 without the query's gate: (B, h, k, T, T'), where each row sums to 1.
 
-    This is the one function that builds a T x T' x d tensor; it serves `output_attentions` and pictures only.
+    No other function builds a T x T' x d tensor; only `output_attentions` and visualization use it.
 
     Args:
         key: (B, h, T', k).

@@ -1,4 +1,4 @@
-"""What a backend is: the base class of all of them, with the questions that `mixing_aft.py` asks."""
+"""The base class of all backends, with the methods that `mixing_aft.py` calls."""
 
 import re
 from typing import TYPE_CHECKING
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from .projections_aft import Projections
 
 
-# The namespace of custom operators. Those of a copy of these files that came with a checkpoint are not those of the
-# installed package.
+# The namespace of custom operators. A copy of these files that is loaded with a checkpoint has a namespace of its own,
+# so its operators do not collide with those of the installed package.
 OPERATORS = re.sub(r"\W", "_", __package__ or "aft_hf")
 
 
 class Backend:
-    """One way to compute Eq. 2.
+    """One implementation of Eq. 2.
 
     Attributes:
-        name: under which a user asks for it, `mixing_implementation`.
-        only_by_name: whether it is taken where it is named and nowhere else.
-        applies_gate: whether `mix` multiplies by sigmoid(query) where a problem has one; else the caller does.
-            `step` and `prefill` always do.
-        takes_documents: whether `mix` takes packed documents as they are; else each becomes a row of its own.
+        name: the name of the backend as a value of `mixing_implementation`.
+        only_by_name: whether the backend is used only if `mixing_implementation` names it.
+        applies_gate: whether `mix` multiplies by sigmoid(query) if the problem has a query; otherwise the caller does.
+            `step` and `prefill` always apply the gate.
+        takes_documents: whether `mix` supports packed documents; otherwise each document becomes a row of its own.
     """
 
     name: str
@@ -36,30 +36,32 @@ class Backend:
 
     @staticmethod
     def supports(problem: "Mixing") -> bool:
-        """Whether `mix` computes this problem."""
+        """Whether `mix` can compute this problem."""
         raise NotImplementedError
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
-        """(B, T, d) in the dtype of the values."""
+        """Compute Eq. 2: (B, T, d) in the dtype of the values."""
         raise NotImplementedError
 
     @staticmethod
     def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor | None:
-        """Eq. 2 of the next token of every row, times the gate: (B, 1, d); adds the token to the state. None if this
-        backend does not compute it: then the state does.
+        """Compute Eq. 2 for the next token of every row, times the gate, (B, 1, d), and add the token to the state.
+
+        Returns None if this backend does not support the step; the state then computes it.
         """
         return None
 
     @staticmethod
     def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | None) -> torch.Tensor | None:
-        """Eq. 2 of more tokens, times the gate: (B, T, d); adds them to the state. None if this backend does not
-        compute it: then the state does.
+        """Compute Eq. 2 for several tokens, times the gate, (B, T, d), and add the tokens to the state.
+
+        Returns None if this backend does not support the problem; the state then computes it.
 
         Args:
-            state: not initialized before the first tokens.
-            problem: has no padding mask: real tokens stand first.
-            counts: (B,), how many tokens of each row are real; None for all.
+            state: the state of the layer, which is not initialized before the first tokens.
+            problem: the mixing problem, without a padding mask: the real tokens of a row come first.
+            counts: (B,), the number of real tokens in each row; None if all tokens are real.
         """
         return None
 
@@ -67,5 +69,5 @@ class Backend:
     def layer(
         x: torch.Tensor, projections: "Projections", biases: "PositionBias", causal: bool
     ) -> torch.Tensor | None:
-        """A mixer of (B, T, d), its projections included; None where these are computed apart."""
+        """Compute a mixer with its projections for x (B, T, d); None if the projections have to be computed apart."""
         return None

@@ -1,8 +1,9 @@
-"""The CPU backend: which hand-written way computes which problem, for eager tensors on a CPU.
+"""The CPU backend: hand-written forward and backward passes for eager tensors on a CPU.
 
-There are two ways. Causal problems whose position biases reach a fixed distance, or fall with the distance, run chunk
-by chunk in linear time (`mixing_cpu_causal_aft.py`). Others run as products with a table of exp(w), where there is
-room for one (`mixing_cpu_table_aft.py`); that way can take in the projections of a mixer.
+This module chooses between two algorithms. Causal problems whose position biases reach a fixed distance, or decay with
+the distance, run chunk by chunk in linear time (`mixing_cpu_causal_aft.py`). Other problems run as products with a
+table of exp(w), if the table fits into memory (`mixing_cpu_table_aft.py`); this algorithm can also compute the
+projections of a mixer.
 """
 
 from collections.abc import Callable
@@ -33,41 +34,41 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
 
 
-# Position biases that differ within a window of a sequence.
+# Position biases that vary within a window of a sequence.
 WITHIN_A_WINDOW = (Window, LagKernel, SelectedPosition)
 
 
 class CpuBackend(Backend):
-    """Forward and backward passes by hand for plain tensors on a CPU."""
+    """The backend with hand-written forward and backward passes for plain tensors on a CPU."""
 
     name = "cpu"
 
     @staticmethod
     def supports(problem: "Mixing") -> bool:
-        """Whether the rows are sequences in order, and nothing but gradients is taken of the tensors."""
+        """Whether rows are unpadded sequences in order, tensors are plain, and one of the two algorithms applies."""
         if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
             return False
         if not _is_plain(problem.key, problem.value, *problem.biases.tensors()):
             return False
         if problem.causal and problem.biases.reach is not None:
-            # Without tables, all features of a chunk are one product, which takes a key for each of them.
+            # Without tables, all features of a chunk are computed in one product, which needs a key for each feature.
             return isinstance(problem.biases, WITHIN_A_WINDOW) or problem.key.shape == problem.value.shape
         return _tables(problem.biases, problem.causal, *problem.value.shape) is not None
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
-        """(B, T, d) in the dtype of the values."""
+        """Compute Eq. 2: (B, T, d) in the dtype of the values."""
         if problem.causal and problem.biases.reach is not None:
             return _mix_causal(problem)
         tables = _tables(problem.biases, problem.causal, *problem.value.shape)
-        assert tables is not None  # as `supports` has found
+        assert tables is not None  # `supports` has checked it
         bias, heads = _bias(problem.biases, tables, problem.length), problem.num_heads
         differentiable = _differentiable(tables, heads)
         return table_mixing(problem.key, problem.value, bias, tables, num_heads=heads, differentiable=differentiable)
 
     @staticmethod
     def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> torch.Tensor | None:
-        """A mixer of (B, T, d) by products with tables, its projections included; None for any other mixer."""
+        """Compute a mixer with its projections for x (B, T, d) by products with tables; None for any other mixer."""
         if causal and biases.reach is not None:
             return None
         if not (_is_plain(x, *biases.tensors()) and projections.can_be_replaced(x)):
@@ -90,7 +91,7 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
 
 
 def _mix_causal(problem: "Mixing") -> torch.Tensor:
-    """A causal problem whose biases reach a fixed distance, or fall with the distance."""
+    """Compute a causal problem whose biases reach a fixed distance, or decay with the distance."""
     biases, length, heads = problem.biases, problem.length, problem.num_heads
     size, tables = CHUNK_SIZE, None
     if isinstance(biases, WITHIN_A_WINDOW):
@@ -119,8 +120,8 @@ def _mix_causal(problem: "Mixing") -> torch.Tensor:
 
 
 def _tables(biases: PositionBias, causal: bool, batch: int, length: int, width: int) -> Tables | None:
-    """How these biases become tables; None where they need none, or none that has room."""
-    if biases.hides_outside:  # what is hidden from some queries only may be NaN
+    """Choose the tables for these biases; None if another algorithm computes them, or if no table fits."""
+    if biases.hides_outside:  # values that are hidden from some queries only may be NaN
         return None
     if isinstance(biases, GridKernel):
         heads, window = len(biases.kernels), biases.kernels.shape[-1]
@@ -132,14 +133,14 @@ def _tables(biases: PositionBias, causal: bool, batch: int, length: int, width: 
 
 
 def _bias(biases: PositionBias, tables: Tables, length: int) -> torch.Tensor:
-    """The position biases as `tables` takes them."""
+    """Return the position biases in the form that `tables` requires."""
     if isinstance(biases, GridKernel):
         return biases.kernels if isinstance(tables, BandTables) else biases.by_offset()
     return biases.dense(length)
 
 
 def _differentiable(tables: Tables, heads: int) -> Differentiable:
-    """Eq. 2 from what `_bias` gives, by differentiable operations: (B, T, d)."""
+    """Return a function that computes Eq. 2, (B, T, d), from key, value and `_bias` by differentiable operations."""
 
     def mix(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if isinstance(tables, GridTables):
@@ -161,6 +162,6 @@ def _by_head(
     *arguments: torch.Tensor | None,
     **options: int,
 ) -> torch.Tensor:
-    """A function of (h, T, B, c) from the portable backend, for (B, T, d)."""
+    """Apply a function of the portable backend, which takes (h, T, B, c), to key and value (B, T, d)."""
     by_head = (widen(split_heads(x, heads)).permute(1, 2, 0, 3) for x in (key, value))
     return join_heads(mixing(*by_head, *arguments, **options).permute(2, 0, 1, 3)).to(value.dtype)

@@ -1,12 +1,12 @@
-"""Position biases as tables of exp(w) on a CPU: how a table is made, multiplied and differentiated.
+"""Tables of exp(w) for the CPU backend: construction, products and gradients.
 
 Both sums of Eq. 2 are products of exp(K) V and exp(K) with a table of exp(w). Three classes make such tables from the
 position biases of a layer: `DenseTables` from one bias per pair of positions, `GridTables` from one bias per offset on
 a grid, and `BandTables` from the kernels of an AFT-conv, for the rows of the grid that a kernel reaches.
-`choose_tables` picks one for a kernel on a grid.
+`choose_tables` chooses the class for kernels on a grid.
 
-A factor exp(-r) common to all terms of a query cancels in Eq. 2. Exponents are therefore taken as they are while they
-are moderate, and relative to their maximum where they are not (`relative_exp`).
+A factor exp(-r) that is common to all terms of a query cancels in Eq. 2. Moderate exponents therefore need no shift,
+and larger ones are shifted by their maximum (`relative_exp`).
 """
 
 import math
@@ -20,81 +20,86 @@ from .position_biases_aft import collect_grid_table, grid_table
 from .scaled_sums_aft import EMPTY, largest_size
 
 
-# Exponents of at most this size need no reference: the product of two exponentials is far from float32's limits.
+# Exponents up to this absolute value need no shift: the product of two exponentials is far from float32's limits.
 MODERATE = 20.0
 
-# The largest exponent of a table relative to a maximum, to use the range of float32 on both sides of 1.
+# The exponent to which the maximum of a shifted table is mapped, to use the range of float32 on both sides of 1.
 TOP = 20.0
 
-# Lower exponents count as exp(-inf) = 0. They stay clear of denormal numbers, with which CPUs calculate 100 times
+# Exponentials of lower exponents are set to 0. The bound avoids denormal numbers, with which CPUs calculate 100 times
 # slower.
 FLOOR = {torch.float32: -85.0, torch.float64: -700.0}
 
-# More entries than this a table of all pairs of positions on a grid shall not have.
+# Maximum number of entries of a table of all pairs of positions on a grid.
 LARGEST_TABLE = 2**24
 
-# Rows of queries in one product with a band: more make fewer copies of keys, and a larger table.
+# Rows of queries in one product with a band. More rows mean fewer copies of keys, but a larger table.
 QUERY_ROWS = 4
 
-# What making one entry of a table takes, and what copying one number for another product with a band takes, in
-# multiplications of a product. Measured on CPUs.
+# The cost of one table entry, and of one number that is copied for a further product with a band, in multiplications
+# of a product. Measured on CPUs.
 TABLE_COST = 200
 COPY_COST = 600
 
 
 def is_moderate(x: torch.Tensor) -> bool:
-    """Whether all of x are exponents that need no reference; never with NaN."""
+    """Whether no exponent in x exceeds `MODERATE` in absolute value; False if x contains NaN."""
     return largest_size(x) <= MODERATE
 
 
 def relative_exp(x: torch.Tensor, maximum: torch.Tensor, top: float = TOP) -> torch.Tensor:
-    """exp(x - maximum + top) in the dtype of the maximum, and 0 where x is too far below."""
+    """exp(x - maximum + top) in the dtype of the maximum, and 0 where this exponent is below `FLOOR`."""
     floor = FLOOR[maximum.dtype]
     weights = (x - (maximum.clamp_min(EMPTY) - top)).clamp_min_(floor).exp_()
     return torch.threshold_(weights, math.exp(floor + 0.01), 0.0)
 
 
 class Table(NamedTuple):
-    """exp(w), up to a factor for each query."""
+    """exp(w), up to a factor per query."""
 
     entries: torch.Tensor
     top: float  # no entry is larger than exp(top)
-    outside: torch.Tensor | None = None  # of `BandTables`: exp(0) by the same factor, (h, 1, 1)
+    outside: torch.Tensor | None = None  # `BandTables` only: the entry for w = 0, with the same factor, (h, 1, 1)
 
     def part(self, start: int, end: int) -> "Table":
-        """What the queries from start to end see in a causal table."""
+        """Return the part of a causal table for the queries from start to end, and the keys that these see."""
         return self._replace(entries=self.entries[:, start:end, :end])
 
 
 class Tables(Protocol):
-    """How position biases become tables; T positions, W features, h heads or those of a block.
+    """The interface of the classes that make tables, for T positions, W features, and the h heads of a layer or block.
 
     Attributes:
-        causal: whether t' <= t only.
+        causal: whether a query sees only t' <= t.
     """
 
     @property
     def causal(self) -> bool: ...
 
     def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
-        """exp(w) as `product` takes it."""
+        """Return exp(w) in the form that `product` requires."""
 
     def product(self, summands: torch.Tensor, table: Table) -> torch.Tensor:
-        """The sums of (h, W, B, T) that each query sees."""
+        """Return the sums of the summands (h, W, B, T) that each query sees, weighted by the table: (h, W, B, T)."""
 
     def visible(self, bias: torch.Tensor) -> torch.Tensor:
-        """The biases, -inf where a query must not look."""
+        """Return the biases, with -inf for keys that are hidden from a query."""
 
     def rows(self, visible: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, end: int) -> torch.Tensor:
-        """w of N queries for the keys before `end`, (N, end)."""
+        """Return w from N queries to the keys before `end`: (N, end)."""
 
     def size(self, features: int, length: int) -> int:
-        """Numbers in the product for one head with so many features of all rows of a batch, and in its table."""
+        """Return how many numbers the product and the table of one head have.
+
+        Args:
+            features: features of the head in all rows of a batch together.
+            length: T.
+        """
 
 
 @dataclass(frozen=True)
 class DenseTables:
-    """Biases (h, T, T)."""
+    """Tables from one bias per pair of positions: biases (h, T, T)."""
 
     causal: bool = False
 
@@ -110,9 +115,9 @@ class DenseTables:
         return torch.bmm(summands.flatten(1, 2), table.entries.mT).unflatten(1, summands.shape[1:3])
 
     def bias_gradient(self, of_table: torch.Tensor, table: Table, bias: torch.Tensor) -> torch.Tensor:
-        """The gradient of the biases from that of the table; `of_table` is overwritten."""
+        """Return the gradient of the biases from the gradient of the table; overwrites `of_table`."""
         of_bias = of_table.mul_(table.entries)
-        return of_bias.tril_() if self.causal else of_bias  # a later key may be infinitely larger
+        return of_bias.tril_() if self.causal else of_bias  # 0 times infinity, if a later key is large
 
     def visible(self, bias: torch.Tensor) -> torch.Tensor:
         if not self.causal:
@@ -123,7 +128,7 @@ class DenseTables:
         return visible[..., :end][heads, queries]
 
     def add_rows(self, sums: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add what (N, T) gives each position bias, the transpose of `rows`."""
+        """Add `rows` (N, T) to the `sums` of the position biases, the transpose of the method `rows`."""
         sums[..., : rows.shape[1]].index_put_((heads, queries), rows.to(sums.dtype), accumulate=True)
 
     @staticmethod
@@ -133,7 +138,7 @@ class DenseTables:
 
 @dataclass(frozen=True)
 class GridTables(DenseTables):
-    """Biases by the offset from query to key, (h, 2 rows - 1, 2 columns - 1), no offset in the middle."""
+    """Tables from one bias per offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle."""
 
     grid_size: tuple[int, int] = (1, 1)
 
@@ -161,11 +166,11 @@ class GridTables(DenseTables):
 
 @dataclass(frozen=True)
 class BandTables:
-    """Kernels (h, s, s) on a large grid, s odd: O(T d s columns) time, without gradients.
+    """Tables from kernels (h, s, s), s odd, on a large grid: O(T d s columns) time, without gradients.
 
-    Beyond the rows that a kernel reaches all biases are 0. So a few rows of queries at a time are multiplied with the
-    rows of keys around them, by a table that serves all of them, and the rows before and after these are added up.
-    Unlike in a convolution with exp(w) - 1 and the sum of all, nothing cancels.
+    All biases are 0 beyond the rows that a kernel reaches. So a few rows of queries at a time are multiplied with the
+    band of key rows around them, by one table that serves all such blocks, and all rows outside the band are summed.
+    Unlike in a convolution with exp(w) - 1 plus the sum over all keys, no terms cancel.
     """
 
     grid_size: tuple[int, int]
@@ -173,9 +178,9 @@ class BandTables:
     causal = False
 
     def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
-        """From some rows of queries to those around them, (h, QUERY_ROWS columns, band columns)."""
+        """Return the table from a block of query rows to its band: (h, QUERY_ROWS columns, band columns)."""
         rows, columns = QUERY_ROWS, self.grid_size[1]
-        side = columns - 1 - self._reach  # where negative, the kernel is wider than the grid
+        side = columns - 1 - self._reach  # negative if the kernel is wider than the grid
         by_offset, outside = nn.functional.pad(bias, (side, side, rows - 1, rows - 1)), bias.new_zeros(len(bias), 1, 1)
         if is_moderate(bias):
             top, by_offset, outside = _top(bias), torch.exp(by_offset), torch.exp(outside)
@@ -209,10 +214,10 @@ class BandTables:
         return (features * self._blocks + queries) * keys
 
     def _beyond(self, by_row: torch.Tensor) -> torch.Tensor:
-        """The sum of all rows outside the band of each block of queries: (h, W B, blocks) in float32 at least."""
+        """Return the sum of all rows outside the band of each block of queries: (h, W B, blocks), at least float32."""
         dtype = torch.promote_types(by_row.dtype, torch.float32)
         of_rows = nn.functional.pad(by_row.sum(-1, dtype=dtype), (1, 1))
-        before, after = of_rows.cumsum(-1), of_rows.flip(-1).cumsum(-1).flip(-1)  # of the first i rows, from i - 1 on
+        before, after = of_rows.cumsum(-1), of_rows.flip(-1).cumsum(-1).flip(-1)  # rows < i; rows >= i - 1
         first = torch.arange(self._blocks, device=by_row.device) * QUERY_ROWS - self._reach
         rows = by_row.shape[2]
         return before[..., first.clamp_min(0)] + after[..., (first + self._band).clamp_max(rows) + 1]
@@ -233,16 +238,16 @@ class BandTables:
 def choose_tables(
     grid_size: tuple[int, int], window: int, num_heads: int, features: int, *, with_gradients: bool
 ) -> GridTables | BandTables | None:
-    """What takes the least time for kernels (h, s, s) on a grid, or None where no table fits.
+    """Choose the faster tables for kernels (h, s, s) on a grid; None if no table fits.
 
-    Times are multiplications for each query and head; the constants were measured on CPUs.
+    Times are estimated in multiplications per query and head; the constants were measured on CPUs.
 
     Args:
         grid_size: (rows, columns).
         window: s, the size of the kernels.
         num_heads: h.
-        features: values and keys of one head in all rows of a batch, B (c + 1).
-        with_gradients: whether gradients are needed, which `BandTables` has not.
+        features: the number of values and keys of one head in all rows of a batch, B (c + 1).
+        with_gradients: whether gradients are needed, which `BandTables` does not support.
     """
     (rows, columns), length = grid_size, grid_size[0] * grid_size[1]
     grid, band = GridTables(grid_size=grid_size), BandTables(grid_size, window)
@@ -255,12 +260,12 @@ def choose_tables(
 
 
 def _top(bias: torch.Tensor) -> float:
-    """The largest exponent of a table of moderate biases, and at least that of a bias of 0."""
+    """Return the largest exponent of a table of moderate biases, at least 0, the exponent of w = 0."""
     return max(float(bias.amax()), 0.0)
 
 
 def _offsets(queries: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many rows below and columns right of N queries all keys lie: (N, T) each."""
+    """Return the offsets from N queries to all keys, in rows (down) and columns (right): (N, T) each."""
     rows, columns = grid_size
     keys, queries = torch.arange(rows * columns, device=queries.device), queries[:, None]
     return keys // columns - queries // columns, keys % columns - queries % columns

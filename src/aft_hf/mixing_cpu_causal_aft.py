@@ -1,10 +1,11 @@
 """Causal mixing on a CPU in linear time, forward and backward, for keys and position biases of any size.
 
-The sequence is cut into chunks. Each query sums over its own chunk and the chunk before by products with tables of
-exp(w), and over everything further back by a running sum. Exponentials are relative to a reference: 0 where keys are
-moderate, otherwise the largest key so far, for each chunk and feature (`mixing_cpu_chunks_aft.py`). Queries that see
-only keys far below their reference are found by their denominators and computed again, all of a window at once or
-each by a softmax (`mixing_cpu_lost_aft.py`), so no query depends on what comes after it.
+The sequence is cut into chunks. Each query sums over its own chunk and the chunk before it by products with tables of
+exp(w), and over everything further back by a running sum. Exponentials are relative to a reference, the log-sum-exp
+shift of a chunk and feature: 0 for moderate keys, otherwise a fixed distance below the largest key so far
+(`mixing_cpu_chunks_aft.py`). Queries that see only keys far below their reference are detected by their denominators
+and computed again, all queries of a window at once or each by a softmax (`mixing_cpu_lost_aft.py`), so no query
+depends on later tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from .mixing_cpu_chunks_aft import (
 from .mixing_cpu_lost_aft import Far, Lost, LostQueries
 
 
-# The same function of key, value and tables, made of differentiable operations.
+# The same function of key, value and tables, composed of differentiable operations.
 Differentiable = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -41,19 +42,19 @@ def causal_mixing(
     differentiable: Differentiable,
     global_connectivity: bool = True,
 ) -> torch.Tensor:
-    """Causal Eq. 2: sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt') over t' <= t; 0 for a query that sees
-    nothing.
+    """Causal Eq. 2: sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt') over t' <= t; 0 for a query that sees no
+    key.
 
     Args:
         key: (B, T, h k) with k = c, or k = 1 for one key per head; -inf where a token is hidden from all queries.
         value: (B, T, h c).
-        tables: w as (h, n or 1, C, 2 C) from each of n chunks to the chunk before it and to itself, and 0 further
-            back. None for w = 0, or with `slopes`. Entries for t' > t and for t' < 0 are not used.
+        tables: w as (h, n or 1, C, 2 C) from each of n chunks to the chunk before it and to itself; further back w
+            is 0. None for w = 0, or with `slopes`. Entries for t' > t and for t' < 0 are not used.
         slopes: (h,), for w = -slope (t - t'); None otherwise.
         num_heads: h.
         chunk_size: C.
-        differentiable: for gradients of gradients and batched gradients.
-        global_connectivity: False if a query sees nothing beyond the two chunks.
+        differentiable: computes the same function for gradients of gradients and batched gradients.
+        global_connectivity: False to hide everything beyond the two chunks.
 
     Returns:
         (B, T, h c) in the dtype of `value`.
@@ -65,7 +66,7 @@ def causal_mixing(
 
 
 class _CausalMixing(torch.autograd.Function):
-    """`CausalSums` to autograd."""
+    """The autograd function of `CausalSums`."""
 
     @staticmethod
     def forward(
@@ -96,9 +97,9 @@ class _CausalMixing(torch.autograd.Function):
 
 
 class _Result(NamedTuple):
-    """The context, and what the backward pass needs of the forward pass."""
+    """The context, and the results of the forward pass that the backward pass needs."""
 
-    context: torch.Tensor  # (B, T, d), in float32 at least where there is a backward pass
+    context: torch.Tensor  # (B, T, d), in float32 at least if there is a backward pass
     inverse: torch.Tensor | None  # (B, T, h k), reciprocals of the denominators, 0 for lost queries
     lost: Lost
 
@@ -120,7 +121,7 @@ class CausalSums(Chunks):
     # --------------------------------------------------------------------------------------------------- forward
 
     def forward(self, for_backward: bool) -> _Result:
-        # What the backward pass subtracts is not rounded.
+        # The backward pass subtracts the context, so it is not rounded to half precision.
         context = torch.empty_like(self.value, dtype=self.dtype if for_backward else None)
         inverse = torch.empty_like(self.key, dtype=self.dtype) if for_backward else None
         found: list[tuple[torch.Tensor, Far | None]] = []
@@ -132,8 +133,8 @@ class CausalSums(Chunks):
     def _forward_rows(
         self, rows: Rows, segments: list[Segment], context: torch.Tensor, inverse: torch.Tensor | None
     ) -> Iterator[tuple[torch.Tensor, Far | None]]:
-        """Compute some rows from left to right, and yield what `LostQueries.find` finds in each segment."""
-        carry = None  # the running sum at the last chunk that lies further back than those of a segment
+        """Compute some rows from left to right, and yield the lost queries of each segment (`LostQueries.find`)."""
+        carry = None  # the running sum over all chunks that the tables of a segment do not reach
         for segment in segments:
             here = segment.positions
             features = self.features(rows, segment)
@@ -154,7 +155,7 @@ class CausalSums(Chunks):
                 context[:, :, here] = exact
 
     def _sums(self, rows: Rows, segment: Segment, features: torch.Tensor, far: torch.Tensor | None) -> torch.Tensor:
-        """What each query of a segment sums over, relative to the references of `seen`: (G, h, R, n, C, W / G).
+        """Return the sums of each query of a segment, relative to `rows.seen`: (G, h, R, n, C, W / G).
 
         The features are overwritten.
         """
@@ -164,7 +165,7 @@ class CausalSums(Chunks):
             far = scaled(far, self.decay(rows.seen, start, segment.start, segment.chunks))
         if self.tables is None:
             assert far is not None  # a window has tables
-            # Without position biases the first token counts for all of its chunk: what is far is added to it.
+            # Without tables, all queries of a chunk see its first token, so the running sum is added to that token.
             features[..., 0, :] += far
             return products(self.biases.own, features)
         start, chunks = segment.start, segment.chunks
@@ -183,11 +184,11 @@ class CausalSums(Chunks):
     def backward(
         self, result: _Result, gradient: torch.Tensor, tables_needed: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The gradients of key, value and tables (None unless needed)."""
-        assert result.inverse is not None  # of a forward pass `for_backward`
+        """Return the gradients of key, value and tables (None unless needed)."""
+        assert result.inverse is not None  # the forward pass ran with `for_backward`
         gradient = gradient.contiguous()
         any_lost = len(result.lost.index) > 0
-        # What is added for lost queries is not rounded after each of them.
+        # Lost queries are added in the dtype of the sums, so that gradients are rounded once.
         key_gradient, value_gradient = (
             torch.empty_like(x, dtype=self.dtype if any_lost else x.dtype) for x in (self.key, self.value)
         )
@@ -221,16 +222,16 @@ class CausalSums(Chunks):
         of_tables: list[torch.Tensor] | None,
         of_far: torch.Tensor | None,
     ) -> None:
-        """Some rows from right to left, since a key counts for the queries after it."""
+        """Compute the gradients of some rows from right to left, since a key contributes to the queries after it."""
         carry = None
-        # Gradients of the sums of the next chunk, and their totals for all that see a chunk.
+        # Gradients of the sums of the chunk after a segment, and the totals of the first chunks after it.
         following: torch.Tensor | float = 0.0
         ahead: torch.Tensor | float = 0.0
         for segment in reversed(segments):
             here = segment.positions
             count = here.stop - here.start
             features = self.features(rows, segment)
-            of_sums = torch.empty_like(features)  # of the chunks, then of the one that follows
+            of_sums = torch.empty_like(features)  # of the chunks, then of the chunk that follows
             tokens = tokens_of(of_sums)
             tokens[:, :, :, count:] = 0
             of_sums[:, :, :, segment.chunks :] = following
@@ -257,7 +258,7 @@ class CausalSums(Chunks):
         features: torch.Tensor,
         of_tables: list[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """The transpose of `_sums`; adds to the gradients of the tables. `of_sums` is overwritten."""
+        """Apply the transpose of `_sums`, and add to the gradients of the tables. `of_sums` is overwritten."""
         start, chunks = segment.start, segment.chunks
         if self.tables is None:
             assert later is not None
@@ -283,8 +284,8 @@ class CausalSums(Chunks):
         carry: torch.Tensor | None,
         extra: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of the running sums at each chunk of a segment, (G, h, R, n, W / G), and the totals of the
-        first chunks, which the segment before needs.
+        """Return the gradients of the running sums at each chunk of a segment, (G, h, R, n, W / G), and the totals of
+        the first chunks, which the segment before needs.
         """
         reach, chunks = 1 + self.before, segment.chunks
         totals = of_sums.new_empty(*of_sums.shape[:3], chunks + reach, of_sums.shape[-1])
@@ -304,7 +305,7 @@ class CausalSums(Chunks):
     def _gradient_of_sums(
         self, gradient: torch.Tensor, context: torch.Tensor, inverse: torch.Tensor, of_sums: torch.Tensor
     ) -> None:
-        """From the gradient of the quotients to those of both sums."""
+        """Write the gradients of both sums into `of_sums`, from the gradient of their quotients."""
         of_numerator, of_denominator = self.parts(of_sums)
         torch.mul(gradient, inverse, out=of_numerator)
         if self.groups == 2:
@@ -320,7 +321,7 @@ class CausalSums(Chunks):
         key_gradient: torch.Tensor,
         value_gradient: torch.Tensor,
     ) -> None:
-        """From the gradients of exp(K) V and exp(K), which are overwritten, to those of K and V."""
+        """Write the gradients of K and V, from the gradients of exp(K) V and exp(K), which are overwritten."""
         (of_weighted, of_weights), (weighted, weights) = self.parts(of_features), self.parts(features)
         torch.mul(of_weighted, weights, out=value_gradient)
         from_values = of_weighted.mul_(weighted)

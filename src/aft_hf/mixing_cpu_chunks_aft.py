@@ -1,7 +1,8 @@
-"""How the chunked causal mixing on a CPU lays out its data: chunks, references, features, biases and running sums.
+"""The data layout of the chunked causal mixing on a CPU: chunks, references, features, biases and running sums.
 
-`mixing_cpu_causal_aft.py` computes the sums and gradients with it; `mixing_cpu_lost_aft.py` computes the few queries
-for which these sums are not precise.
+The reference of a chunk and feature is its log-sum-exp shift, which is subtracted from keys before the exponential.
+`mixing_cpu_causal_aft.py` computes sums and gradients in this layout; `mixing_cpu_lost_aft.py` computes the few
+queries for which these sums are not precise.
 """
 
 import math
@@ -15,39 +16,42 @@ from .mixing_cpu_bias_aft import MODERATE, is_moderate
 from .scaled_sums_aft import EMPTY, largest_size, working_dtype
 
 
-# exp(x) is taken for x from here on, and as if x were this below: subnormal results take several times longer.
+# Exponents are clamped to at least this before the exponential: subnormal results take several times longer.
 SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
-# Bytes of the features in a block: what stays in a processor's cache, and is worth starting all passes over it.
+# Bytes of the features in a block: small enough for a processor's cache, and large enough to amortize the start of all
+# passes over it.
 BLOCK_SIZE = 2**22
 
-# Chunks in a block.
+# Maximum number of chunks in a block.
 MOST_CHUNKS = 128
 
-# A reference lies this far below the largest key. What is left of float32's range above it, exp(88 - 60), is for sums
-# over tokens, biases and values; the range below it for keys that are smaller than the largest.
+# A reference lies this far below the largest key. The range of float32 above the largest key, exp(88 - 60), is left
+# for sums over tokens, biases and values; the range below it is used by smaller keys.
 HEADROOM = 60.0
 
-# In denominators from exp(x) on, that is nothing: 64 terms of exp(-87) add less than float32 resolves.
+# Clamped exponents are negligible in denominators from exp(LOST_EXPONENT) on: 64 terms of exp(-87) add less than
+# float32 resolves.
 LOST_EXPONENT = -65.0
 
-# Terms that are smaller than a denominator by exp(this) are nothing to it.
+# Terms that are smaller than a denominator by a factor of exp(NOTHING) are negligible.
 NOTHING = 22.0
 
-# Position biases above this are taken relative to the largest one of their query.
+# If the largest bias of any query exceeds this in absolute value, the biases are relative to these largest biases.
 LARGEST_BIAS = 20.0
 
-# Sums over a window alone have few terms, so references lie this much lower there, and biases are this much smaller.
+# Sums over a window alone have few terms, so references lie lower by this margin, and the limit for biases is lower by
+# the same margin.
 WINDOW_MARGIN = 10.0
 
-# The log of the largest number that sums of exp(K) V may come to.
+# The log of the largest permitted sum of exp(K) V.
 LARGEST_SUM = {torch.float32: 84.0, torch.float64: 700.0}
 
-# The log of the largest upstream gradient for which there is room beside values.
+# The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 8.0
 
-# exp(w) is 0 for biases that are less than this above the smallest exponent, relative to the largest of the query. The
-# bound on denominators is then higher.
+# exp(w) is set to 0 for biases that are less than this margin above the smallest exponent, relative to the largest
+# bias of the query. The bound on denominators is then higher.
 BIAS_MARGIN = 7.0
 
 
@@ -59,36 +63,37 @@ class Options(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of the batch. Tensors are as (h, R, ...), and h is 1 where one table serves all heads."""
+    """R rows of the batch. Tensors have the shape (h, R, ...); h is 1 if one table serves all heads."""
 
     slice: slice
     key: torch.Tensor  # (h, R, T, k)
     value: torch.Tensor  # (h, R, T, c)
-    own: torch.Tensor | None  # (h, R, n, k), the references of chunks; None for 0
-    seen: torch.Tensor | None  # (h, R, n, k), of what each chunk of queries sees, >= those of all these chunks
+    own: torch.Tensor | None  # (h, R, n, k), the reference of each chunk of keys; None for 0
+    # (h, R, n, k), the reference of the sums of each chunk of queries, at least that of all chunks which it sees
+    seen: torch.Tensor | None
 
     def first_visible(self) -> torch.Tensor | None:
-        """The first token that is not hidden, T where all are: (h, R, 1, k). None where no token is hidden."""
+        """Return the first visible token, T if all are hidden: (h, R, 1, k). None if no token is hidden."""
         if float(self.key.amin()) > -math.inf:
             return None
         visible = self.key != -math.inf
         return visible.byte().argmax(2, keepdim=True).masked_fill_(~visible.any(2, keepdim=True), self.key.shape[2])
 
     def difference(self, start: int, seen_start: int, count: int) -> torch.Tensor | None:
-        """The log of what features of chunks from `start` on count in sums of chunks from `seen_start` on:
-        (h, R, count, 1, k), at most 0. None for 0.
+        """Return the log of the factor that carries features of the chunks at `start` into sums of the chunks at
+        `seen_start`: (h, R, count, 1, k), at most 0. None for 0.
         """
         if self.own is None or self.seen is None or (self.own is self.seen and start == seen_start):
             return None
         return difference(self.own, start, self.seen, seen_start, count).unsqueeze(-2)
 
     def references_of_far(self, segment: "Segment", before: int) -> torch.Tensor | None:
-        """What the running sums that chunks of a segment see are relative to: (h, R, n, k), None for 0."""
+        """Return the references of the running sums that the chunks of a segment see: (h, R, n, k), None for 0."""
         return None if self.seen is None else at_chunks(self.seen, segment.start - 1 - before, segment.chunks)
 
 
 class Segment(NamedTuple):
-    """Consecutive chunks of C positions in a sequence, of which the last one may be cut short."""
+    """Consecutive chunks of C positions in a sequence; the last one may be shorter."""
 
     start: int
     chunks: int
@@ -104,15 +109,15 @@ class Segment(NamedTuple):
         return slice(self.start * self.size, min(self.length, self.stop * self.size))
 
     def of(self, tables: torch.Tensor) -> torch.Tensor:
-        """The part of (h, n, ...) for these chunks; all have one where n is 1."""
+        """Return the part of (h, n, ...) for these chunks; if n is 1, all chunks share it."""
         return tables[:, self.start : self.stop] if tables.shape[1] > 1 else tables
 
 
 class Chunks:
     """Keys and values cut into chunks.
 
-    Features, exp(K) V and exp(K), lie apart in G = 2 groups where they are equally wide, and side by side (G = 1)
-    where the features of a head share a key: (G, h, R, chunks, C, W / G).
+    The features are exp(K) V and exp(K), (G, h, R, chunks, C, W / G). They are stored in G = 2 groups if both are
+    equally wide, and side by side (G = 1) if the features of a head share a key.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor | None, options: Options):
@@ -126,7 +131,7 @@ class Chunks:
             self.room = self._room_for_values()
             self.headroom = min(self.headroom, self.room)
         per_feature = key.shape == value.shape
-        # One product serves all heads where they have no tables of their own.
+        # One product serves all heads if heads have no tables of their own.
         self.heads = 1 if tables is None and per_feature else self.num_heads
         self.groups, self.width = 2 if per_feature else 1, value.shape[-1] // self.heads
         self.before = 0 if tables is None else 1  # chunks before its own that a table reaches
@@ -134,18 +139,18 @@ class Chunks:
         self.fall = None if self.slopes is None else self.slope_of_features() * self.chunk_size  # (k,), per chunk
 
     def _room_for_values(self) -> float:
-        """The log of what the largest key may count, for sums over values like these to be finite."""
+        """Return the log of the largest permitted exp(K - reference), for which sums over the values are finite."""
         largest = largest_size(self.value)
-        if not math.isfinite(largest):  # found by its results
+        if not math.isfinite(largest):  # NaN and infinities are detected by the results
             largest = float(self.value.nan_to_num(0.0, 0.0, 0.0).abs().amax())
         return LARGEST_SUM[self.dtype] - math.log(max(largest, 1.0) * self.length)
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, h c) as (h, B, T, c)."""
+        """View (B, T, h c) as (h, B, T, c)."""
         return x.view(*x.shape[:2], self.heads, -1).permute(2, 0, 1, 3)
 
     def blocks(self) -> Iterator[tuple[Rows, list[Segment]]]:
-        """Rows that are taken at once, and the segments into which they are cut."""
+        """Yield the rows that are computed together, and the segments into which they are cut."""
         batch, size = self.value.shape[0], self.chunk_size
         position_size = (self.key.shape[-1] + self.value.shape[-1]) * self.dtype.itemsize
         at_once = min(batch, max(1, BLOCK_SIZE // max(1, self.length * position_size)))
@@ -162,7 +167,10 @@ class Chunks:
     def _references(
         self, own: torch.Tensor, seen: torch.Tensor, rows: slice
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """The references of some rows from the largest keys of all: None for 0; one tensor where these are one."""
+        """Return the references `own` and `seen` of some rows from the largest keys of all rows; None for 0.
+
+        Both are the same tensor if the largest keys are.
+        """
         highest = seen[:, rows]
         if self.room >= MODERATE and ((highest.abs() <= MODERATE) | (highest == EMPTY)).all():
             return None, None
@@ -170,24 +178,25 @@ class Chunks:
         return reference if own is seen else own[:, rows] - self.headroom, reference
 
     def _largest_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest keys of each chunk, and of all that its queries see: (h, B, n, k). EMPTY where all is hidden.
+        """Return the largest keys of each chunk, and of all keys that its queries see: (h, B, n, k). EMPTY if all are
+        hidden.
 
-        Whole numbers, so that differences of keys and references are not rounded. Under global connectivity a chunk
-        takes the second for the first.
+        They are rounded to integers, so that differences of keys and references are exact. With global connectivity,
+        the second tensor is used for both.
         """
         size = self.chunk_size
         whole = self.length // size * size
         parts = [self.key[:, :whole].unflatten(1, (-1, size)).amax(2)]
         if whole < self.length:
             parts.append(self.key[:, whole:].amax(1, keepdim=True))
-        # What is not finite is found by its results.
+        # NaN and infinities are detected by the results.
         highest = torch.cat(parts, 1).to(self.dtype).nan_to_num_(EMPTY, EMPTY, EMPTY)
         own = self.by_head(highest).contiguous()
         if not self.global_connectivity:
             own = own.round_()
             return own, torch.cat([own[:, :, :1], torch.maximum(own[:, :, 1:], own[:, :, :-1])], 2)
         if self.fall is not None:
-            # In units of the start of a chunk, where its last key counts more by up to a chunk's fall.
+            # Relative to the start of each chunk. The last key of a chunk weighs more by up to the decay over a chunk.
             fallen = torch.arange(own.shape[2], dtype=self.dtype, device=own.device)[:, None] * self.fall  # (n, k)
             own += fallen + self.fall
         seen = own.cummax(2).values
@@ -197,15 +206,15 @@ class Chunks:
         return seen, seen
 
     def features(self, rows: Rows, segment: Segment) -> torch.Tensor:
-        """exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach there, relative to the
-        references of their chunks, 0 where there is no token: (G, h, R, chunks, C, W / G).
+        """Return exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach it: (G, h, R, chunks, C,
+        W / G). They are relative to the references of their chunks, and 0 outside the sequence.
         """
         size, here = self.chunk_size, segment.positions
         slots = segment.chunks + self.before
         shape = *rows.key.shape[:2], slots, size
         width = rows.value.shape[-1] + (2 - self.groups) * rows.key.shape[-1]
         features = rows.value.new_empty(self.groups, *shape, width, dtype=self.dtype)
-        # exp is several times slower on rows that are apart
+        # exp is several times slower on rows that are not contiguous
         weights = features[1] if self.groups == 2 else features.new_empty(*shape, rows.key.shape[-1])
         first, start = here.start - self.before * size, max(here.start - self.before * size, 0)
         tokens, filled = slice(start, here.stop), slice(start - first, here.stop - first)
@@ -214,7 +223,7 @@ class Chunks:
         if rows.own is not None:
             weights -= at_chunks(rows.own, segment.start - self.before, slots).unsqueeze(-2)
         if self.slopes is not None:
-            # In units of a weight at the start of its chunk: what a later token counts more than an earlier one.
+            # Weights are relative to the start of their chunk: with a decay, later tokens weigh more than earlier ones
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
             weights += place[:, None] * self.slope_of_features()  # (C, k)
         if rows.own is not None:
@@ -230,20 +239,20 @@ class Chunks:
         return features
 
     def parts(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(G, ..., W / G) as the part of the numerators (..., c) and that of the denominators (..., k)."""
+        """Split (G, ..., W / G) into the numerators (..., c) and the denominators (..., k)."""
         first, second = features.unbind() if self.groups == 2 else features[0].tensor_split((self.width,), -1)
         return first, second
 
     def far_parts(self, far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Running sums as numerators (h, R, n, k, c / k) and denominators (h, R, n, k)."""
+        """Split running sums into numerators (h, R, n, k, c / k) and denominators (h, R, n, k)."""
         numerator, denominator = self.parts(far)
         return numerator.unflatten(-1, (denominator.shape[-1], -1)), denominator
 
     def running_sums(
         self, rows: Rows, segment: Segment, features: torch.Tensor, carry: torch.Tensor | None
     ) -> torch.Tensor:
-        """The sums over all that lies further back than a segment's first chunk, then each of the other chunks, and
-        than the chunk that follows: (G, h, R, n + 1, W / G), relative to the last chunk that is summed.
+        """Return, for each chunk of a segment and the chunk that follows, the running sum over all earlier chunks that
+        its tables do not reach: (G, h, R, n + 1, W / G). Each sum is relative to the last chunk that it includes.
         """
         totals = features.new_empty(*features.shape[:3], segment.chunks + 1, features.shape[-1])
         totals[:, :, :, 0] = 0 if carry is None else carry
@@ -252,9 +261,9 @@ class Chunks:
         return totals
 
     def accumulate(self, totals: torch.Tensor, seen: torch.Tensor | None, start: int, reverse: bool = False) -> None:
-        """Running sums along the chunks, (G, h, R, n, W / G), in place: from the first one, which is `start`, to the
-        last, or from the last to the first in `reverse`. They are accumulated in float64, so that errors do not grow
-        with the length.
+        """Compute running sums along the chunks (G, h, R, n, W / G) in place, from the first chunk, which is `start`,
+        to the last, or from the last to the first if `reverse`. They are accumulated in float64, so that errors do
+        not grow with the length.
         """
         count = totals.shape[3] - 1
         decay = self.decay(seen, start, start + 1, count)
@@ -276,8 +285,8 @@ class Chunks:
             target.copy_(total)
 
     def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
-        """The log of what the running sums at chunks from `start` on count at those from `later_start` on:
-        (h, R, count, k), None for 0.
+        """Return the log of the factor that carries running sums from the chunks at `start` to those at `later_start`:
+        (h, R, count, k). None for 0.
         """
         exponent = None if seen is None else difference(seen, start, seen, later_start, count)
         if self.fall is None:
@@ -286,13 +295,16 @@ class Chunks:
         return fallen.view(1, 1, 1, -1) if exponent is None else exponent.add_(fallen)
 
     def slope_of_features(self) -> torch.Tensor:
-        """(k,); only where there are slopes."""
+        """Return the slope of each key feature, (k,); only for biases with slopes."""
         assert self.slopes is not None
         return self.slopes.to(self.dtype).repeat_interleave(self.key.shape[-1] // self.num_heads)
 
 
 class Biases:
-    """exp(w), 0 where a key comes after the query: (h, n or 1, C, C) for a chunk itself and for the chunk before."""
+    """exp(w) from a chunk to itself (`own`) and to the chunk before it (`previous`), 0 for later keys.
+
+    Each is (h, n or 1, C, C).
+    """
 
     def __init__(self, sums: Chunks):
         size, dtype, tables = sums.chunk_size, sums.dtype, sums.tables
@@ -304,7 +316,7 @@ class Biases:
         bias = tables.detach().to(dtype).masked_fill(hidden, -math.inf)
         if bias.shape[1] > 1:
             bias[:, 0, :, :size] = -math.inf
-        # For smaller ones the gradient of exp(w), that of w divided by it, may not be representable.
+        # For smaller biases the gradient of exp(w), which is that of w divided by exp(w), may not be representable.
         self.smallest = max(SMALLEST_EXPONENT[dtype] + BIAS_MARGIN, GRADIENT_MARGIN - self.room)
         largest = bias.amax(-1, keepdim=True)  # (h, n or 1, C, 1)
         if sums.global_connectivity:
@@ -326,25 +338,25 @@ class Biases:
 
     @cached_property
     def of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The transposed tables, for the backward pass: of each chunk of keys to itself and to the next."""
+        """The transposed tables, for the backward pass: from each chunk of keys to itself and to the next chunk."""
         following = self.previous
         if following.shape[1] > 1:
             following = torch.cat([following[:, 1:], torch.zeros_like(following[:, :1])], 1)
         return self.own.mT.contiguous(), following.mT.contiguous()
 
     def zeros(self) -> list[torch.Tensor]:
-        """For gradients of exp(w), a pair of (h, n or 1, C', C)."""
+        """Return zeros for the gradients of exp(w), a pair of (h, n or 1, C', C)."""
         return [x.new_zeros(*x.shape[:2], *x.shape[:1:-1]) for x in (self.own, self.previous)]
 
     def gradient(self, of_tables: list[torch.Tensor]) -> torch.Tensor:
-        """From gradients as in `zeros` to that of w."""
-        # A pair of tokens that do not see each other may have overflowed.
+        """Return the gradient of w from the gradients of exp(w), which have the layout of `zeros`."""
+        # The gradient for a pair of tokens that do not see each other may have overflowed.
         own, previous = (torch.where(x > 0, x * of_x.mT, 0.0) for x, of_x in zip((self.own, self.previous), of_tables))
         return torch.cat([previous, own], -1)
 
     def lost_exponent(self, moderate: bool) -> float:
-        """The exponent of the smallest denominator that is precise, in values and gradients."""
-        # Terms that are nothing count up to exp(top) times as much.
+        """Return the exponent of the smallest denominator that is precise, for averages and gradients."""
+        # Biases weigh the clamped terms up to exp(top) times as much.
         smallest = self.top + smallest_exponent(self.room)
         if not self.wide:
             return smallest
@@ -353,19 +365,19 @@ class Biases:
 
 
 def smallest_exponent(room: float) -> float:
-    """The exponent of the smallest denominator by which sums, and gradients of sums over values, may be divided, where
-    these leave a room of exp(room).
+    """Return the exponent of the smallest denominator by which sums, and gradients of sums over values, may be
+    divided, if sums over values can grow by a factor of exp(room) without overflow.
     """
     return max(LOST_EXPONENT, GRADIENT_MARGIN - room)
 
 
 def tokens_of(features: torch.Tensor) -> torch.Tensor:
-    """(G, h, R, chunks, C, w) as (G, h, R, T, w)."""
+    """View (G, h, R, chunks, C, w) as (G, h, R, T, w)."""
     return features.flatten(3, 4)
 
 
 def at_chunks(references: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """`count` chunks from `start` on; beyond the first and the last one, these."""
+    """Return the references of `count` chunks from `start` on; places outside repeat the first or the last chunk."""
     last = references.shape[2] - 1
     if start >= 0 and start + count <= last + 1:
         return references[:, :, start : start + count]
@@ -374,13 +386,15 @@ def at_chunks(references: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: int, count: int) -> torch.Tensor:
-    """The log of what features relative to `own` count in sums relative to `seen`: (h, R, count, k), at most 0."""
+    """Return the log of the factor that carries features relative to `own` into sums relative to `seen`:
+    (h, R, count, k), at most 0.
+    """
     return at_chunks(own, start, count) - at_chunks(seen, seen_start, count)
 
 
 def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x exp(exponent), precise where that is a number though the exponential alone would be too small for one; x
-    itself without an exponent. `out` may be x.
+    """Return x exp(exponent), precise also where the exponential alone underflows but the product does not; x itself
+    without an exponent. `out` may be x.
     """
     if exponent is None:
         return x
@@ -391,10 +405,10 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor 
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-    """Tables (h or 1, n or 1, C, C) with the features of chunks (G, h, R, n, C, w)."""
+    """Return the products of tables (h or 1, n or 1, C, C) with the features of chunks (G, h, R, n, C, w)."""
     rows, chunks, size = features.shape[2:5]
     out = features.new_empty(features.shape) if add_to is None else add_to
-    # Rows may be apart in memory, so there is a batch of products for each row, or for each chunk if these are fewer.
+    # Rows may not be contiguous, so there is a batch of products for each row, or for each chunk if these are fewer.
     dim, others = (0, chunks) if rows <= chunks else (1, rows)
     tables = tables.expand(features.shape[1], chunks, size, size)
     for head, of_chunks in enumerate(tables):
@@ -406,7 +420,7 @@ def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor 
 
 
 def add_products(of_tables: torch.Tensor, features: torch.Tensor, of_sums: torch.Tensor) -> None:
-    """Adds the gradient of each chunk's table, summed over rows, to (h, n or 1, C', C)."""
+    """Add the gradient of each chunk's table, summed over rows, to `of_tables` (h, n or 1, C', C)."""
     chunks, size = features.shape[3:5]
     for head, of_table in enumerate(of_tables):
         products = features.new_zeros(chunks, size, size)

@@ -1,13 +1,13 @@
-"""Queries of the chunked causal mixing whose sums lost their terms: how they are found and computed exactly.
+"""Lost queries of the chunked causal mixing on a CPU: detection and exact computation.
 
 `mixing_cpu_causal_aft.py` sums exp(K) relative to one reference for each chunk and feature. A query that sees only
-keys far below that reference, for instance the first tokens of a chunk in which a much larger key comes later, has a
-denominator near 0: it is lost. Here it is computed again over the keys of its window, with one more term for the
-running sum of everything further back, and so is its part of the backward pass.
+keys far below that reference, for instance one of the first tokens of a chunk in which a much larger key comes later,
+loses its terms to underflow: its denominator is near 0. Such a lost query is computed again over the keys of its
+window, with one more term for the running sum of everything further back, and so is its part of the backward pass.
 
-The lost queries of a chunk and feature share a window of keys, and see none of the largest ones there. So all of them
-are summed at once, relative to the largest of the other keys. A query for which that is not precise either has a
-softmax of its own.
+The lost queries of a chunk and feature share a window of keys, and see none of the largest keys of that window. So all
+of them are summed at once, relative to the largest of the other keys. A query for which this is not precise either is
+computed by a softmax of its own.
 """
 
 import math
@@ -21,29 +21,31 @@ import torch
 from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment, smallest_exponent
 
 
-# Below this size of biases, K + w relative to the largest one is precise in the dtype of the sums.
+# For biases up to this absolute value, K + w relative to the largest key is precise in the dtype of the sums.
 LARGEST_BIAS = 20.0
 
-# Numbers of each tensor that is computed at once: what stays in a processor's cache. Windows take many short calls, so
-# they are computed in larger pieces, whose size is an estimate.
+# Numbers per tensor in one step of the computation, chosen to stay in a processor's cache. Windows need many short
+# calls, so their steps are larger; this size is an estimate.
 PIECE_SIZE = 2**17
 PIECE_OF_WINDOWS = 2**19
 
 # The largest number in float64.
 LARGEST = torch.finfo(torch.float64).max
 
-# Lost queries that a window has where it has any: an estimate.
+# Estimated number of lost queries in a window that has lost queries.
 QUERIES_OF_WINDOW = 8
 
 
 class Lost(NamedTuple):
-    """Lost queries of one feature (or head) each, and their softmax for the backward pass."""
+    """N lost queries, each of one feature (or head), and their softmax statistics for the backward pass."""
 
-    index: torch.Tensor  # type: ignore[assignment]  # in the place of the method of tuples: (N,) in the flat (B, T, h k)
-    # (N,) log of the denominator relative to the largest key of its sum, in float64; inf where there is nothing to see
+    # (N,) indices into the flat (B, T, h k)
+    index: torch.Tensor  # type: ignore[assignment]  # hides the method `index` of tuples
+    # (N,) log of the denominator relative to the largest key of its sum, in float64; inf for a query that sees no key
     log_sum: torch.Tensor
-    far_inverse: torch.Tensor  # (N,) share of the running sum in the weights over its denominator, 0 without one
-    by_window: torch.Tensor  # (N,) whether the queries of a window were summed at once
+    # (N,) weight of the running sum in the average, divided by its denominator; 0 without a running sum
+    far_inverse: torch.Tensor
+    by_window: torch.Tensor  # (N,) whether the query was summed together with its window
 
 
 class Far(NamedTuple):
@@ -54,7 +56,7 @@ class Far(NamedTuple):
     reference: torch.Tensor  # (N,) in float64
 
     def log_relative_to(self, keys: torch.Tensor) -> torch.Tensor:
-        """The log of what they count next to keys (N,), in float64."""
+        """Return the log of their weight relative to exp(keys), for keys (N,), in float64."""
         return self.denominator.double().log().add_(self.reference - keys.double())
 
 
@@ -67,7 +69,7 @@ class Upstream(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients to which lost queries add their part."""
+    """Gradients to which lost queries are added."""
 
     keys: torch.Tensor  # (B, T, h k, 1)
     values: torch.Tensor  # (B, T, h k, c / k)
@@ -75,7 +77,7 @@ class Gradients(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Lost queries by their places in (h, R, T, k) of a segment."""
+    """Indices of lost queries in (h, R, T, k) of a segment."""
 
     head: torch.Tensor
     row: torch.Tensor
@@ -87,10 +89,10 @@ class Places(NamedTuple):
 
 
 class LostQueries:
-    """Lost queries of `sums`. Tensors are indexed in the flat (B, T, h k), where k = c or k = 1 for keys per head."""
+    """Lost queries of `sums`. Indices refer to the flat (B, T, h k), with k = c, or k = 1 for one key per head."""
 
     def __init__(self, sums: Chunks):
-        # The sums own this object: a reference back would keep their tensors until garbage is collected.
+        # The sums own this object. A strong reference back would keep their tensors alive until garbage collection.
         self.sums: Chunks = weakref.proxy(sums)
         self.dtype = sums.dtype
         self.key, self.value = sums.key, sums.value
@@ -100,8 +102,8 @@ class LostQueries:
 
     @cached_property
     def biases(self) -> torch.Tensor:
-        """w from each query of a chunk to its window of S keys, -inf where a key comes after the query:
-        (h or 1, n or 1, C, S), in float64 where sums K + w would lose digits.
+        """w from each query of a chunk to its window of S keys, -inf for keys after the query: (h or 1, n or 1, C, S),
+        in float64 if K + w would lose digits in the dtype of the sums.
         """
         place = torch.arange(self.span, device=self.key.device)
         lag = place[-self.size :, None] - place
@@ -117,7 +119,7 @@ class LostQueries:
 
     @cached_property
     def exp_biases(self) -> torch.Tensor | None:
-        """exp(w) as (h or 1 times n or 1, C, S); None where it may not be representable."""
+        """exp(w) as (h n, C, S), with h or 1 heads and n or 1 chunks; None if it may not be representable."""
         lowest, highest = self._range_of_biases
         if lowest < SMALLEST_EXPONENT[self.dtype] or highest > LARGEST_BIAS or self.near < LARGEST_BIAS:
             return None
@@ -125,12 +127,12 @@ class LostQueries:
 
     @cached_property
     def near(self) -> float:
-        """Lost queries see no keys that are less than this below the largest one of their window."""
+        """Lost queries see no keys that are less than this distance below the largest key of their window."""
         return self.sums.headroom - self.sums.biases.lost_exponent(False) + self._range_of_biases[0] - 1.0
 
     @cached_property
     def smallest_total(self) -> float:
-        """Denominators from here on, relative to the largest key of a window's sum, are precise."""
+        """The smallest precise denominator, relative to the largest key in the sum of a window."""
         return math.exp(max(self._range_of_biases[1], 0.0) + smallest_exponent(self.sums.room))
 
     @cached_property
@@ -149,10 +151,11 @@ class LostQueries:
         far: torch.Tensor | None,
         for_backward: bool,
     ) -> tuple[torch.Tensor, Far | None] | None:
-        """The lost queries of a segment by index, and the running sums that they see. Queries that see nothing are
-        left out, and their context is set to 0. Clears `inverse` for the backward pass.
+        """Return the indices of the lost queries of a segment, and the running sums that they see; None, after one
+        pass over all numbers, if there are no lost queries.
 
-        None, after one look at all numbers, where there are none.
+        Queries that see no key are left out, and their context is set to 0. For the backward pass, the `inverse` of
+        lost queries is set to 0.
         """
         most = math.exp(-self.sums.biases.lost_exponent(rows.seen is None))
         finite = math.isfinite(float(context.sum()))
@@ -161,13 +164,13 @@ class LostQueries:
         places = self._places_above(inverse, most)
         by_feature = context.unflatten(-1, (inverse.shape[-1], -1))  # (h, R, T, k, c / k)
         if not finite:
-            # Most often these are quotients 0 / 0 of the same queries.
+            # Non-finite averages usually are quotients 0 / 0 of the lost queries.
             by_feature[places] = 0.0
             if not math.isfinite(float(context.sum())):
                 lost = (inverse > most) | ~by_feature.isfinite().all(-1)
                 places = Places(*lost.nonzero().unbind(-1))
         if far is not None and not finite:
-            # Where what lies further back is NaN, so is the result.
+            # NaN in the running sum of a query makes its average NaN.
             numerator, denominator = self.sums.far_parts(far)
             here = places.head, places.row, places.token // self.size, places.feature
             unknown = denominator[here].isnan() | numerator[here].isnan().all(-1)
@@ -188,7 +191,7 @@ class LostQueries:
         return index, self._far(rows, segment, places, far)
 
     def _places_above(self, inverse: torch.Tensor, most: float) -> Places:
-        """Where `inverse` (h, R, T, k) is larger: by chunks first, of which few have such queries."""
+        """Return where `inverse` (h, R, T, k) exceeds `most`: first by chunk, since few chunks have such queries."""
         found, whole = [], inverse.shape[2] // self.size * self.size
         for start, tokens in ((0, inverse[:, :, :whole]), (whole, inverse[:, :, whole:])):
             if tokens.shape[2] == 0:
@@ -201,7 +204,7 @@ class LostQueries:
         return Places(*map(torch.cat, zip(*found)))
 
     def _far(self, rows: Rows, segment: Segment, places: Places, far: torch.Tensor | None) -> Far | None:
-        """What lost queries of a segment see of its running sums."""
+        """Return the running sums that the lost queries of a segment see."""
         if far is None:
             return None
         here = places.head, places.row, places.token // self.size, places.feature
@@ -218,7 +221,10 @@ class LostQueries:
     # --------------------------------------------------------------------------------------------------- forward
 
     def restore(self, found: list[tuple[torch.Tensor, Far | None]], context: torch.Tensor) -> Lost:
-        """Write the averages of what `find` found into the context, (B, T, d). Empties the list."""
+        """Compute the lost queries that `find` returned, and write their averages into the context (B, T, d).
+
+        Empties the list `found`.
+        """
         if not found:
             nothing = self.key.new_empty(0, dtype=self.dtype)
             return Lost(nothing.long(), nothing.double(), nothing, nothing.bool())
@@ -231,7 +237,7 @@ class LostQueries:
         return lost
 
     def _compute(self, index: torch.Tensor, far: Far | None) -> tuple[Lost, torch.Tensor]:
-        """The log-sum of each lost query, and the averages (N, c / k)."""
+        """Return the lost queries with their statistics, and their averages (N, c / k)."""
         lost = Lost(
             index,
             index.new_empty(len(index), dtype=torch.float64),
@@ -249,7 +255,7 @@ class LostQueries:
         return lost, average
 
     def _sum_windows(self, index: torch.Tensor, far: Far | None) -> tuple[torch.Tensor, ...]:
-        """By one sum for the queries of a window: averages, log-sums, shares, and for which these are right."""
+        """Sum all queries of a window at once. Returns averages, log-sums, `far_inverse`, and which are precise."""
         tables = self.exp_biases
         assert tables is not None
         window = _Window(self, index)
@@ -264,7 +270,7 @@ class LostQueries:
         return average, log_sum, share, right
 
     def _softmax(self, index: torch.Tensor, far: Far | None) -> tuple[torch.Tensor, ...]:
-        """By a softmax of each query: averages, log-sums and shares."""
+        """Compute a softmax for each query. Returns averages, log-sums and `far_inverse`."""
         window = _Window(self, index)
         keys, largest, biases = window.logits_of_queries()
         top = (keys - largest.unsqueeze(-1)).add_(biases).amax(-1)  # (N,)
@@ -284,7 +290,7 @@ class LostQueries:
     # -------------------------------------------------------------------------------------------------- backward
 
     def gradient_of_far(self, lost: Lost, context: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """What lost queries add to the gradients of the running sums: (G, h, B, n, W / G)."""
+        """Return the gradients of the running sums from lost queries: (G, h, B, n, W / G)."""
         index, share = lost.index, lost.far_inverse.unsqueeze(-1)
         heads, width = self.sums.heads, self.width
         chunks = -(-self.length // self.size)
@@ -310,7 +316,7 @@ class LostQueries:
         value_gradient: torch.Tensor,
         tables_gradient: torch.Tensor | None,
     ) -> None:
-        """What lost queries add to the gradients of the keys, values and biases of their windows."""
+        """Add the gradients from lost queries to those of the keys, values and biases of their windows."""
         downstream = Gradients(
             key_gradient.unsqueeze(-1),
             value_gradient.unflatten(-1, (self.width, -1)),
@@ -323,7 +329,7 @@ class LostQueries:
                 add(_Window(self, index), upstream, downstream)
 
     def _add_window_gradients(self, window: "_Window", upstream: Upstream, downstream: Gradients) -> None:
-        """Of all queries of a window at once."""
+        """Add the gradients from all queries of a window at once."""
         tables = self.exp_biases
         assert tables is not None
         _, weights, _ = window.weights(self.near)
@@ -343,9 +349,9 @@ class LostQueries:
                 downstream.biases[table] += tables[table] * product
 
     def _add_softmax_gradients(self, window: "_Window", upstream: Upstream, downstream: Gradients) -> None:
-        """Of queries one by one."""
+        """Add the gradients from each query on its own."""
         keys, largest, biases = window.logits_of_queries()
-        # A log-sum is rounded to the dtype of the keys, and the rest goes into the gradient.
+        # A log-sum is rounded to the dtype of the biases; the upstream gradient is multiplied by exp(rounding error).
         rounded = upstream.log_sum.to(biases.dtype)
         rest = torch.exp((rounded.double() - upstream.log_sum).nan_to_num_(0.0).clamp_(-1.0, 1.0)).to(self.dtype)
         weights = _weights(keys, largest, biases.sub_(rounded.unsqueeze(-1)), self.dtype)  # (N, S)
@@ -362,18 +368,18 @@ class LostQueries:
     # ---------------------------------------------------------------------------------------------------- shared
 
     def _at_queries(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The features of (B, T, d) that share a place in the flat (B, T, h k): (N, c / k)."""
+        """Return the features of (B, T, d) at indices into the flat (B, T, h k): (N, c / k)."""
         return x.view(self.key.numel(), -1).index_select(0, index)
 
     def _pieces(self, which: torch.Tensor, by_window: bool) -> Iterator[torch.Tensor]:
-        """Lost queries that are computed at once; most windows have several."""
+        """Yield the lost queries that are computed together; most windows have several."""
         size = self.span * self.features_of_key
         at_once = PIECE_OF_WINDOWS * QUERIES_OF_WINDOW // size if by_window else PIECE_SIZE // size
         return iter(which.split(max(1, at_once)) if len(which) else ())
 
 
 class _Window:
-    """The windows of S keys and values that some lost queries see: one for all queries of a chunk and feature."""
+    """M windows of S keys and values that N lost queries see: one window for all queries of a chunk and feature."""
 
     def __init__(self, lost: LostQueries, index: torch.Tensor):
         size, span, width, length = lost.size, lost.span, lost.width, lost.length
@@ -382,11 +388,11 @@ class _Window:
         heads, chunks = lost.biases.shape[:2]
         head = own % width // (width // heads) if heads > 1 else 0
         chunk = own // width % length // size if chunks > 1 else 0
-        # Windows with the same position biases lie side by side.
+        # Windows with the same position biases are sorted next to each other.
         self.table, order = torch.zeros_like(own).add_(head * chunks + chunk).sort()  # (M,)
         own, self.of_query = own[order], order.argsort()[of_query]
         self.place, self.bias_rows = place, self.table[self.of_query] * size + place  # (N,)
-        # Where they begin, and those that reach beyond the sequence, which are read and written token by token.
+        # The starts of the windows, and the windows that exceed the sequence (read and written token by token).
         self.size, self.start = size, own // width % length - (span - size)
         self.row, self.feature = own // width // length, own % width
         self.edge = ((self.start < 0) | (self.start > length - span)).nonzero().squeeze(-1)  # (E,)
@@ -401,7 +407,9 @@ class _Window:
         self.dtype, self.biases = lost.dtype, lost.biases.flatten(0, 2)
 
     def _read(self, x: torch.Tensor) -> torch.Tensor:
-        """The windows of x (B, T, h k, f): (M, f, S). Positions beyond the sequence read its first or last token."""
+        """Return the windows of x (B, T, h k, f): (M, f, S). Positions outside the sequence read its first or last
+        token.
+        """
         span = self.edge_tokens.shape[-1]
         at_edge = x.flatten(0, 1)[self.edge_tokens, self.feature[self.edge].unsqueeze(-1)].mT  # (E, f, S)
         if len(self.edge) == len(self.start):
@@ -412,7 +420,7 @@ class _Window:
         return found
 
     def add_to(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds x (M, f, S), which must be 0 beyond the sequence, to the windows of a gradient (B, T, h k, f)."""
+        """Add x (M, f, S), which must be 0 outside the sequence, to the windows of a gradient (B, T, h k, f)."""
         tokens = gradient.view(-1, gradient.shape[-1])
         target = self.edge_tokens * gradient.shape[2] + self.feature[self.edge].unsqueeze(-1)
         tokens.index_add_(0, target.flatten(), x[self.edge].mT.flatten(0, 1))
@@ -426,8 +434,8 @@ class _Window:
             chunks[row, start + i * self.size, feature] += part
 
     def weights(self, near: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Without the keys that are less than `near` below the largest one of a window: the largest of the others
-        (M,), exp(K) relative to it (M, S), and 1 for a key that is left out (M, S).
+        """Leave out the keys that are less than `near` below the largest key of a window. Return the largest remaining
+        key (M,), exp(K) relative to it (M, S), and a mask that is 1 for keys that are left out (M, S).
         """
         hidden = self.keys > self.keys.amax(-1, keepdim=True) - near
         keys = self.keys.masked_fill(hidden, -math.inf)
@@ -436,25 +444,25 @@ class _Window:
         return top, _weights(keys, top, torch.zeros((), dtype=keys.dtype), self.dtype), hidden.to(self.dtype)
 
     def by_table(self) -> Iterator[tuple[int, slice]]:
-        """The windows that have the same position biases."""
+        """Yield each table of position biases by its index, with the windows that use it."""
         tables, counts = torch.unique_consecutive(self.table, return_counts=True)
         ends = counts.cumsum(0).tolist()
         yield from ((table, slice(*ends)) for table, *ends in zip(tables.tolist(), [0, *ends], ends))
 
     def products(self, x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """Rows (M, F, A) times the table (A, B) of each window: (M, F, B)."""
+        """Multiply rows (M, F, A) by the table (A, B) of each window: (M, F, B)."""
         out = x.new_empty(*x.shape[:2], tables.shape[-1])
         for table, here in self.by_table():
             torch.mm(x[here].flatten(0, 1), tables[table], out=out[here].flatten(0, 1))
         return out
 
     def at_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, F, C) as (N, F)."""
+        """Select the entries of the queries from (M, F, C): (N, F)."""
         return x[self.of_query, :, self.place]
 
     def logits_of_queries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The keys (N, S), -inf where a query does not see one; the largest of them (N,), 0 where there is none; and
-        the biases (N, S). Copies.
+        """Return copies of the keys (N, S), -inf where hidden from the query; the largest key of each query (N,), 0 if
+        it sees no key; and the biases (N, S).
         """
         biases = self.biases.index_select(0, self.bias_rows)
         keys = self.keys.index_select(0, self.of_query).masked_fill_(biases == -math.inf, -math.inf)
@@ -462,25 +470,26 @@ class _Window:
         return keys, largest.masked_fill_(largest == -math.inf, 0.0), biases
 
     def values_of_queries(self) -> torch.Tensor:
-        """(N, c / k, S)"""
+        """Return the values (N, c / k, S), with 0 for hidden values if there is NaN or infinity."""
         values = self.values.index_select(0, self.of_query)
         return values if self.finite else values.masked_fill_(self.hidden().unsqueeze(1), 0.0)
 
     def hidden(self) -> torch.Tensor:
-        """Which keys a query does not see: (N, S)."""
+        """Return the keys that are hidden from each query: (N, S)."""
         return self.logits_of_queries()[0] == -math.inf
 
     def add_of_queries(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds x (N, f, S) to a gradient (B, T, h k, f)."""
+        """Add x (N, f, S) to a gradient (B, T, h k, f)."""
         self.add_to(gradient, x.new_zeros(len(self.start), *x.shape[1:]).index_add_(0, self.of_query, x))
 
 
 def _quotients(
     total: torch.Tensor, sums: torch.Tensor, far: Far | None, log_far: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the sums of windows to those with the running sums, which count exp(log_far): denominators (N,) relative to
-    the larger of both, and their logs; averages (N, c / k); and what one unit of a running sum counts in them. 0 where
-    there is nothing to see.
+    """Add the running sums, whose weight is exp(log_far), to the sums of windows, and divide.
+
+    Returns denominators (N,) relative to the larger of both, and their logs; averages (N, c / k); and the weight of
+    the running sum in them, divided by its denominator. All but the logs are 0 for a query that sees no key.
     """
     exponent = torch.zeros_like(total, dtype=torch.float64)
     if log_far is not None:
@@ -492,7 +501,7 @@ def _quotients(
     average = sums * inverse.unsqueeze(-1)
     if far is None:
         return total, log_sum, average, torch.zeros_like(total)
-    # The weight first: it may be as small as the running sum is large.
+    # The weight is computed first, since it may be as small as the running sum is large.
     weight = of_far * inverse
     nothing = weight == 0
     share = (weight / far.denominator).masked_fill_(nothing, 0.0)
@@ -501,9 +510,9 @@ def _quotients(
 
 
 def _weights(keys: torch.Tensor, reference: torch.Tensor, biases: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """exp(K - reference + w), in place of the keys. The difference comes first: it is exact where it matters."""
+    """exp(K - reference + w); overwrites the keys. K - reference comes first, since it is exact where it matters."""
     exponents = keys.sub_(reference.unsqueeze(-1)).add_(biases)
     smallest = SMALLEST_EXPONENT[dtype]
-    # exp(-inf) takes as long as a subnormal result.
+    # exp(-inf) is as slow as a subnormal result.
     weights = exponents.to(dtype).clamp_(min=smallest).exp_()
     return torch.threshold_(weights, 2 * math.exp(smallest), 0.0)

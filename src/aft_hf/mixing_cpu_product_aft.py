@@ -1,7 +1,7 @@
-"""One product with a table of exp(w) on a CPU: the averages of Eq. 2 for some queries, and their gradients.
+"""The averages of Eq. 2 for some queries by one product with a table of exp(w) on a CPU, and their gradients.
 
-Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. `mixing_cpu_sums_aft.py`
-computes the queries of a block by one such product or by several.
+Keys are (G, k, B, T) and values (G, c, B, T) for G groups of features, with k = c or 1. `mixing_cpu_sums_aft.py`
+computes the queries of a block by one or several such products.
 """
 
 from enum import IntEnum
@@ -13,22 +13,22 @@ from .mixing_cpu_bias_aft import Table, Tables, relative_exp
 from .scaled_sums_aft import largest_size, working_dtype
 
 
-# Values up to this size may be summed with weights of up to exp(LARGEST_EXPONENT), any number of them.
+# Sums of values up to this size with weights up to exp(LARGEST_EXPONENT) do not overflow, whatever their number.
 LARGEST_VALUE = 1e12
 
-# The largest exponent of a sum's terms, K + w. It leaves room for values, and for gradients, which are divided by it.
+# The largest exponent K + w in a sum. It leaves room for the values, and for gradients, which are divided by the sums.
 LARGEST_EXPONENT = 40.0
 
-# Numbers in a block of keys of which the weights are written.
+# Numbers in the blocks of keys in which `write_weights` proceeds.
 WEIGHTS_BLOCK = 2**17
 
 
 class Size(IntEnum):
-    """Of keys and values.
+    """The range of keys and values.
 
-    MODERATE: exponentials can be summed as they are.
-    BOUNDED: they can be summed relative to the maximum of a row.
-    ANY: there may be NaN, infinity, or values beyond LARGEST_VALUE.
+    MODERATE: exponentials can be summed without a shift.
+    BOUNDED: exponentials can be summed relative to the maximum of a row.
+    ANY: keys and values may include NaN, infinity, or values beyond LARGEST_VALUE.
     """
 
     MODERATE = 0
@@ -37,14 +37,14 @@ class Size(IntEnum):
 
 
 class Upstream(NamedTuple):
-    """Where the backward pass of some queries begins; those whose reciprocals are 0 have no part in it."""
+    """Inputs of the backward pass of some queries. Queries whose reciprocals are 0 contribute nothing to it."""
 
     of_context: torch.Tensor  # (G, c, B, T), the gradient of the averages
     context: torch.Tensor  # (G, c, B, T)
     inverse: torch.Tensor  # (G, k, B, T), reciprocals of the denominators
 
     def part(self, start: int, end: int) -> "Upstream":
-        """The queries from start to end."""
+        """Return the inputs of the queries from start to end."""
         return Upstream(*(x[..., start:end] for x in self))
 
 
@@ -58,8 +58,9 @@ def product_average(
     context: torch.Tensor,
     inverse: torch.Tensor,
 ) -> None:
-    """Eq. 2 and the reciprocals of its denominators by one product; both are 0 for queries that are lost, whose
-    denominators are less than `smallest`.
+    """Compute Eq. 2 and the reciprocals of its denominators by one product, written into `context` and `inverse`.
+
+    Both are 0 for lost queries, whose denominators are less than `smallest`.
     """
     sums = tables.product(_summands(keys, values, table, size), table)
     denominator, numerator = sums.tensor_split((keys.shape[1],), 1)
@@ -79,8 +80,8 @@ def product_gradients(
     of_values: torch.Tensor,
     table_needed: bool,
 ) -> torch.Tensor | None:
-    """From the gradient of `product_average` to those of keys and values, written into `of_keys` and `of_values`, and
-    to that of the table, if needed.
+    """Compute the gradients of `product_average` for keys and values, written into `of_keys` and `of_values`, and
+    return the gradient of the table, if needed.
     """
     of_context, context, inverse = upstream
     dtype, count = table.entries.dtype, keys.shape[1]
@@ -93,7 +94,7 @@ def product_gradients(
     else:
         torch.sum(of_numerator * context, 1, keepdim=True, out=of_denominator)
     of_denominator.neg_()
-    if size > Size.MODERATE:  # where there is no average, 0 times it may be NaN
+    if size > Size.MODERATE:  # the context of lost queries may be NaN, and so its product with 0
         of_denominator.masked_fill_(inverse == 0, 0.0)
     of_table = torch.bmm(of_sums.flatten(1, 2).mT, summands.flatten(1, 2)) if table_needed else None
     of_summands = torch.bmm(of_sums.flatten(1, 2), table.entries).view_as(summands)
@@ -108,7 +109,7 @@ def product_gradients(
 
 
 def _summands(keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size) -> torch.Tensor:
-    """exp(K), then exp(K) V, up to a factor for each row: (G, k + c, B, T)."""
+    """Return exp(K) and exp(K) V, up to a factor per row: (G, k + c, B, T)."""
     groups, count, *positions = keys.shape
     dtype = table.entries.dtype
     summands = keys.new_empty(groups, count + values.shape[1], *positions, dtype=dtype)
@@ -124,21 +125,21 @@ def _summands(keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size
 
 
 def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float) -> None:
-    """exp(K) with exp(top) for the largest key of each row, written into `weights`, which may be the keys."""
+    """Write exp(K), scaled to exp(top) for the largest key of each row, into `weights`, which may be the keys."""
     dim = 1 if len(keys) == 1 else 0
     step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
     for some_keys, some_weights in zip(keys.split(step, dim), weights.split(step, dim)):
-        wide = some_keys.to(working_dtype(keys))  # in which a maximum is found faster than in half precision
+        wide = some_keys.to(working_dtype(keys))  # a maximum is computed faster than in half precision
         some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True), top))
 
 
 def _summable(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of which all sums are finite. Whole rows are hidden for that, so that their queries are lost."""
+    """Hide whole rows with NaN, infinity or large values, so that all sums are finite and their queries are lost."""
     small = (values.abs() <= LARGEST_VALUE).unflatten(1, (keys.shape[1], -1)).all(2)
     summable = (small & (keys < torch.inf)).all(-1, keepdim=True)
     return keys.masked_fill(~summable, -torch.inf), values.masked_fill(~summable, 0.0)
 
 
 def are_bounded(values: torch.Tensor) -> bool:
-    """Whether sums of values with weights are finite; never with NaN."""
+    """Whether weighted sums of the values are finite; False if they contain NaN."""
     return largest_size(values) <= LARGEST_VALUE

@@ -1,15 +1,16 @@
-"""Eq. 2 for a block of features on a CPU, by products with a table of exp(w): values and gradients, for keys and
+"""Eq. 2 for a block of features on a CPU, by products with a table of exp(w): averages and gradients, for keys and
 values of any size.
 
-Keys are (G, k, B, T) for G groups of features and values (G, c, B, T), with k = c or 1. Where all of them are
-moderate, exp(K) is summed as it is. Otherwise it is taken relative to the maximum over the positions of a row
-(b, feature). A query that sees none of the largest keys, or sees them at small biases only, may then lose terms.
+Keys are (G, k, B, T) and values (G, c, B, T) for G groups of features, with k = c or 1. If all of them are moderate,
+exp(K) is summed without a shift. Otherwise it is relative to the maximum over the positions of a row (b, feature). A
+query that sees none of the largest keys, or sees them at small biases only, may then lose its terms to underflow: it
+is lost.
 
-- In a causal table few queries do so, because they are done in pieces: the last ones with all keys, the last ones of
-  the others with the keys before the first piece, and so on. A piece holds at least the last third of the queries, and
-  more where few of them would be lost. The first few may have a softmax.
-- The denominators show which queries are lost nonetheless. In a causal table with moderate biases they see none of the
-  largest keys, so their rows are summed again without these. What is left has a softmax for each query.
+- A causal table is computed in pieces, so that few queries are lost: the last queries with all keys, the last of the
+  remaining queries with the keys before the first piece, and so on. A piece holds at least the last third of the
+  queries, and more if few of them would be lost. The first few queries may be computed by a softmax.
+- Lost queries are detected by their denominators. In a causal table with moderate biases they see none of the largest
+  keys, so their rows are summed again without these keys. Queries that are still lost are computed by a softmax each.
 """
 
 import math
@@ -34,40 +35,41 @@ from .mixing_cpu_product_aft import (
 from .scaled_sums_aft import largest_size, working_dtype
 
 
-# Rows by the indices of their groups, features of the keys and rows of the batch; and an index of more dimensions.
+# Indices of rows: their groups, features of the keys, and rows of the batch; and an index with more dimensions.
 Place = tuple[torch.Tensor, ...]
 Index = tuple[torch.Tensor | slice, ...]
 
-# The log of the largest upstream gradient for which there is room beside values.
+# The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 12.0
 
-# The first so many queries of a causal table, where the running maximum of the keys grows fastest, have a softmax; all
-# pieces begin at multiples of this.
+# This many first queries of a causal table, where the running maximum of the keys grows fastest, may be computed by a
+# softmax. All pieces begin at multiples of this number.
 FIRST = 16
 
-# The part of all keys that may be summed again after a piece, because the first queries of their rows are lost.
+# The share of all keys that may be summed again after a piece, because the first queries of their rows are lost.
 SUMMED_AGAIN = 1 / 32
 
-# Rows by which pieces are chosen.
+# Approximate number of rows from which the pieces are chosen.
 SAMPLED_ROWS = 128
 
-# How often the rows with lost queries are summed again, without the keys that these do not see.
+# Maximum number of times that rows with lost queries are summed again, each time without their largest keys.
 ROUNDS = 3
 
-# Numbers in a block of lost queries, each with the keys and values that it sees.
+# Numbers in a block of lost queries, including the keys and values that each of them sees.
 LOST_BLOCK = 2**19
 
 
 @dataclass(frozen=True)
 class Block:
-    """Keys, values and position biases that are taken at once.
+    """Keys, values and position biases that are computed together.
 
     Args:
         keys: (G, k, B, T), -inf where hidden from all queries.
         values: (G, c, B, T).
-        bias: of their heads, as `tables` takes them: one for each group, or one for the only group.
-        table: made of `bias`.
-        moderate: whether keys and values can be summed as they are.
+        bias: position biases of the head of each group, in the form that `tables` requires.
+        tables: the kind of table.
+        table: the table made from `bias`.
+        moderate: whether keys, values and biases are so moderate that sums need no shift.
     """
 
     keys: torch.Tensor
@@ -78,8 +80,9 @@ class Block:
     moderate: bool
 
     def average(self, context: torch.Tensor, inverse: torch.Tensor) -> None:
-        """Eq. 2, written into `context` (G, c, B, T), and the reciprocals of its denominators, into `inverse`
-        (G, k, B, T): these are 0 for queries that were lost or see nothing.
+        """Write Eq. 2 into `context` (G, c, B, T) and the reciprocals of its denominators into `inverse` (G, k, B, T).
+
+        The reciprocals are 0 for queries that were lost or see no key.
         """
         for start, end, table in self._pieces():
             queries = slice(start, end)
@@ -99,12 +102,12 @@ class Block:
     def gradients(
         self, upstream: Upstream, of_keys: torch.Tensor, of_values: torch.Tensor, bias_needed: bool
     ) -> torch.Tensor | None:
-        """From the gradient of `average` to those of keys and values, written into `of_keys` and `of_values`, and to
-        that of the biases, if needed.
+        """Write the gradients of keys and values into `of_keys` and `of_values`, and return that of the biases, if
+        needed.
         """
         of_table = of_first = of_bias = None
         results, dtype = (of_keys, of_values), upstream.context.dtype
-        if not self.moderate and of_keys.dtype != dtype:  # sums of several parts, rounded once
+        if not self.moderate and of_keys.dtype != dtype:  # gradients are sums of several parts and are rounded once
             of_keys, of_values = (torch.empty_like(x, dtype=dtype) for x in results)
         downstream = of_keys, of_values
         for start, end, table in self._pieces():
@@ -146,12 +149,12 @@ class Block:
 
     @cached_property
     def _smallest(self) -> float:
-        """Queries with smaller denominators are lost."""
+        """The smallest precise denominator: queries with smaller denominators are lost."""
         dtype, top = self.table.entries.dtype, self.table.top
-        # Next to larger ones, terms that were left out because of their key are less than a hundredth of a rounding
-        # error each.
+        # In larger denominators, each term that underflowed because of its key is less than a hundredth of a rounding
+        # error.
         precise = FLOOR[working_dtype(self.table.entries)] + 5.0 - math.log(torch.finfo(dtype).eps)
-        # Gradients are sums of products of values, and of a gradient, with what the denominators divide.
+        # Gradients sum products of values with upstream gradients divided by denominators, which must not overflow.
         largest = largest_size(self.values)
         if not math.isfinite(largest):
             largest = float(self.values.abs().nan_to_num_(0.0).amax())
@@ -161,7 +164,7 @@ class Block:
 
     @property
     def _reach(self) -> float:
-        """How far below the largest key the keys of a query with w = 0 may lie for it not to be lost."""
+        """The largest distance below the largest key of its row at which a key with w = 0 keeps a query precise."""
         return LARGEST_EXPONENT - self.table.top - math.log(self._smallest)
 
     @cached_property
@@ -170,8 +173,8 @@ class Block:
         return self.tables.causal and self._size == Size.BOUNDED and is_moderate(self.bias)
 
     def _pieces(self) -> Iterator[tuple[int, int, Table | None]]:
-        """Queries from start to end that see keys up to the end, the last ones first, and their part of the table, or
-        None for a softmax.
+        """Yield pieces, the last one first: queries from start to end, which see the keys before the end, and their
+        part of the table, or None if they are computed by a softmax.
         """
         end = self.keys.shape[-1]
         if not self.tables.causal or self.moderate:
@@ -186,7 +189,7 @@ class Block:
             yield 0, end, None if by_softmax else self.table.part(0, end)
 
     def _start_of_piece(self, end: int) -> int:
-        """The first query of a piece. Where lost rows are summed again, a piece begins as early as these are few."""
+        """Return the first query of a piece: if lost rows are summed again, the earliest one with few such rows."""
         latest = max(2 * end // 3 // FIRST, 1) * FIRST
         if not self._sums_again:
             return latest
@@ -200,7 +203,9 @@ class Block:
 
     @cached_property
     def _peaks(self) -> tuple[list[int], list[torch.Tensor]]:
-        """Multiples of `FIRST`, and the largest key of some rows before each of them and before the end."""
+        """Possible starts of pieces, multiples of `FIRST`, and the largest keys of sampled rows before each start and
+        before the end.
+        """
         length, starts = self.keys.shape[-1], [FIRST]
         while 3 * starts[-1] // 2 < length:
             starts.append(-(-3 * starts[-1] // 2 // FIRST) * FIRST)
@@ -219,7 +224,7 @@ class Block:
     def _add_first_gradients(
         self, end: int, of_context: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, bias_needed: bool
     ) -> torch.Tensor | None:
-        """Add the gradients of the first queries to those of keys and values, and return that of their biases."""
+        """Add the gradients from the first queries to those of keys and values, and return that of their biases."""
         inputs = self.keys[..., :end], self.values[..., :end], self._visible_bias[:, :end, :end]
         seen = [x.detach().to(of_keys.dtype).requires_grad_() for x in inputs]
         with torch.enable_grad():
@@ -253,7 +258,7 @@ class Block:
         of_values: torch.Tensor,
         of_table: torch.Tensor | None,
     ) -> None:
-        """Add the gradients of a part of a causal table, whose queries go from start to end."""
+        """Add the gradients from the queries from start to end of a causal table."""
         of_seen_keys = torch.empty_like(self.keys[..., :end], dtype=of_keys.dtype)
         of_seen_values = torch.empty_like(self.values[..., :end], dtype=of_values.dtype)
         table_needed = of_table is not None
@@ -266,7 +271,7 @@ class Block:
     # ------------------------------------------------------------------------------- rows that are summed once more
 
     def _sum_again(self, start: int, end: int, table: Table, context: torch.Tensor, inverse: torch.Tensor) -> None:
-        """Write the averages of the lost queries from start to end."""
+        """Compute the lost queries from start to end again, and write their averages into `context`."""
         left = []
         for rows in self._rows_with_lost(start, end, table, inverse):
             found = self._of_keys(context)[rows.queries]
@@ -281,12 +286,12 @@ class Block:
     def _add_gradients_again(
         self, upstream: Upstream, of_keys: torch.Tensor, of_values: torch.Tensor, of_table: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Add the part of lost queries to the gradients of keys, values and table; that of the biases, for queries
-        that have a softmax.
+        """Add the gradients from lost queries to those of keys, values and table, and return the gradient of the
+        biases from the queries that are computed by a softmax.
         """
         left, of_context_by_key = [], self._of_keys(upstream.of_context)
         for start, end, table in self._pieces():
-            assert table is not None  # a softmax is only for what is not summed again
+            assert table is not None  # if rows are summed again, no piece is computed by a softmax
             for rows in self._rows_with_lost(start, end, table, upstream.inverse):
                 of_queries = of_context_by_key[rows.queries].to(upstream.context.dtype).transpose(0, 1).unsqueeze(0)
                 for again in self._rounds(rows):
@@ -317,8 +322,8 @@ class Block:
         return self._add_lost_gradients(lost, upstream.of_context, of_keys, of_values, of_table is not None)
 
     def _rows_with_lost(self, start: int, end: int, table: Table, inverse: torch.Tensor) -> Iterator["_Rows"]:
-        """The rows in which queries from start to end are lost, of one group at a time."""
-        part = inverse[..., start:end].to(working_dtype(inverse))  # in which a minimum is found faster
+        """Yield the rows in which queries from start to end are lost, one group at a time."""
+        part = inverse[..., start:end].to(working_dtype(inverse))  # a minimum is computed faster in this dtype
         if self._first_visible is not None:
             query = torch.arange(start, end, device=part.device)
             part = part.masked_fill(query < self._first_visible, 1.0)
@@ -331,10 +336,10 @@ class Block:
             yield _Rows(group, start, place, queries, keys, values, of_group, part[place] == 0)
 
     def _rounds(self, rows: "_Rows") -> Iterator["_Again"]:
-        """Sum rows without their largest keys.
+        """Sum rows again without their largest keys, up to `ROUNDS` times.
 
         A query is lost if all keys that it sees, with their biases, are far below the largest key of its row. So it
-        sees none of those that are near that one, and its sums are the same without them.
+        does not see the keys near the largest one, and its sums are the same without them.
         """
         near, keys = self._reach + float(self.bias.amin()), rows.keys
         values, (count, size) = rows.values.transpose(0, 1).unsqueeze(0), rows.lost.shape
@@ -354,7 +359,7 @@ class Block:
 
     @cached_property
     def _first_visible(self) -> torch.Tensor | None:
-        """The first position of each row that is not hidden, (G, k, B, 1); None where no position is hidden."""
+        """The first visible position of each row, (G, k, B, 1); None if no position is hidden."""
         if self._range_of_keys[0] > -torch.inf:
             return None
         visible = self.keys > -torch.inf
@@ -363,16 +368,16 @@ class Block:
     # ----------------------------------------------------------------------------------------------- lost queries
 
     def _left(self, summed: list["_Rows"], inverse: torch.Tensor) -> torch.Tensor | None:
-        """Which queries are lost still, (G, k, B, T); None where none is."""
+        """Return which queries are still lost, (G, k, B, T); None if no query is."""
         if not any(rows.any_lost for rows in summed):
             return None
         lost = torch.zeros_like(inverse, dtype=torch.bool)
-        for rows in summed:  # those of a piece lie in no other
+        for rows in summed:  # the queries of different pieces do not overlap
             lost[..., rows.start : rows.start + rows.lost.shape[-1]][rows.place] = rows.lost
         return lost
 
     def _restore(self, lost: torch.Tensor, undefined: torch.Tensor | None, context: torch.Tensor) -> None:
-        """Write the averages of lost queries, and NaN where they are undefined."""
+        """Write the averages of lost queries into `context`, and NaN where they are undefined."""
         if undefined is not None:
             context.masked_fill_(undefined, torch.nan)
         for place, query in self._few_at_once(lost):
@@ -388,7 +393,7 @@ class Block:
         of_values: torch.Tensor,
         bias_needed: bool,
     ) -> torch.Tensor | None:
-        """Add the part of lost queries to the gradients of keys and values, and return that of the biases."""
+        """Add the gradients from lost queries to those of keys and values, and return that of the biases."""
         of_bias = torch.zeros_like(self.bias) if bias_needed else None
         for place, query in self._few_at_once(lost):
             seen = [x.detach().requires_grad_() for x in self._seen(place, query)]
@@ -406,8 +411,8 @@ class Block:
         return of_bias
 
     def _lost(self, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Which queries have to be done again, (G, k, B, T), and which of those that were lost see something that is
-        not finite, so that their average is not defined. Those that see nothing are neither.
+        """Return which queries have to be computed again, (G, k, B, T), and which lost queries see NaN or infinity, so
+        that their average is undefined; None if none does. Queries that see no key are neither.
         """
         lost, keys, values = inverse == 0, self.keys, self.values
         if self._size == Size.BOUNDED and self._range_of_keys[0] > -torch.inf:
@@ -421,10 +426,10 @@ class Block:
         return lost & defined & sighted, lost & ~defined
 
     def _few_at_once(self, lost: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
-        """The indices of lost queries: (group, feature of the keys, row of the batch) and query."""
+        """Yield the indices of a few lost queries at a time: (group, feature of the keys, row), and query."""
         size = (self.values.shape[1] // self.keys.shape[1] + 2) * lost.shape[-1]
         indices = lost.nonzero()
-        indices = indices[indices[:, -1].argsort()]  # those that see few keys together
+        indices = indices[indices[:, -1].argsort()]  # queries that see few keys are computed together
         for few in indices.split(max(1, LOST_BLOCK // size)) if len(indices) else ():
             *place, query = few.unbind(1)
             yield tuple(place), query
@@ -434,11 +439,11 @@ class Block:
         return self.tables.visible(self.bias)
 
     def _of_keys(self, values: torch.Tensor) -> torch.Tensor:
-        """(G, c, B, T) as (G, k, B, c / k, T): the values of each key."""
+        """View (G, c, B, T) as (G, k, B, c / k, T): the values of each key."""
         return values.unflatten(1, (self.keys.shape[1], -1)).permute(0, 1, 3, 2, 4)
 
     def _seen(self, place: Place, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The keys (N, T), values (N, c / k, T) and biases (N, T) of N queries, up to the last one if causal."""
+        """Return keys (N, T), values (N, c / k, T) and biases (N, T) of N queries, up to the last query if causal."""
         end = int(query.max()) + 1 if self.tables.causal else self.keys.shape[-1]
         keys, values = self.keys[..., :end][place], self._of_keys(self.values)[..., :end][place]
         bias = self.tables.rows(self._visible_bias, place[0], query, end)
@@ -448,16 +453,16 @@ class Block:
 
 @dataclass
 class _Rows:
-    """Rows in which queries are lost, of one group of features.
+    """N rows of one group of features in which some of the C queries of a piece are lost.
 
     Args:
-        group, start: which group, and the first of the queries.
-        place: the rows in (G, k, B).
-        queries: the same as an index of (G, k, B, c / k, T) for (N, c / k, C).
+        group, start: the index of the group, and the first query.
+        place: the indices of the rows in (G, k, B).
+        queries: the index of the rows and queries in (G, k, B, c / k, T), which selects (N, c / k, C).
         keys: (N, T') for the T' keys before the end of the queries.
         values: (N, c / k, T').
-        table: of that group.
-        lost, any_lost: (N, C), which queries are lost, fewer in each round; and whether there are any.
+        table: the part of the table for that group.
+        lost, any_lost: (N, C), which queries are lost, fewer after each round; and whether any query is lost.
     """
 
     group: int
@@ -472,8 +477,8 @@ class _Rows:
 
 
 class _Again(NamedTuple):
-    """What a round finds: the keys (N, T') that it sums, averages (N, c / k, C) and reciprocals of the denominators
-    (N, C), and for which queries these are right.
+    """The result of a round: the keys (N, T') that it sums, the averages (N, c / k, C) and reciprocals of the
+    denominators (N, C), and the lost queries for which these are precise (N, C).
     """
 
     keys: torch.Tensor
@@ -483,7 +488,7 @@ class _Again(NamedTuple):
 
 
 def _softmax_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Eq. 2 for N queries from keys (N, T), values (N, c, T) and biases (N, T), -inf where they must not look."""
+    """Eq. 2 for N queries from keys (N, T), values (N, c, T) and biases (N, T), which are -inf for hidden keys."""
     logits = keys + bias
     if not math.isfinite(float(values.detach().sum() + keys.detach().sum())):
         hidden = bias == -torch.inf
@@ -492,7 +497,7 @@ def _softmax_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tenso
 
 
 def _first_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Eq. 2 for few queries from keys (G, k, B, T), values (G, c, B, T) and biases (G or 1, T, T)."""
+    """Eq. 2 for a few queries from keys (G, k, B, T), values (G, c, B, T) and biases (G or 1, T, T)."""
     dtype = working_dtype(keys)
     keys, values, bias = keys.to(dtype), values.to(dtype), bias.to(dtype)
     weights = torch.softmax(keys.unsqueeze(-2) + bias[:, None, None], -1)  # (G, k, B, T, T)

@@ -1,13 +1,14 @@
 """Eq. 2 on a CPU by products with a table of exp(w): `table_mixing` for keys and values, and `table_layer` for a whole
 mixer with its projections.
 
-Both run with the positions last in memory. A linear layer usually writes (B, T, d), while the sums over positions are
-products of rows of positions. Computed from the left, W X^T, one product writes key, value and query as
-(features, B T), those of a group of features side by side. Everything else happens where they lie: exp(K), exp(K) V,
-the average and the gate of the query. The gradient of the output comes back in the same way, as W^T G^T.
+Both use a layout with the positions last in memory. A linear layer usually writes (B, T, d), but the sums over
+positions are products of rows of positions. So the projections are computed as W X^T: one product writes key, value
+and query as (features, B T), with the keys, values and queries of a group of features side by side. All further steps
+work in this layout: exp(K), exp(K) V, the average and the gate of the query. The backward pass starts in the same way,
+with W^T G^T for the gradient G of the output.
 
-The backward pass computes exp(K) again rather than keep it. What training keeps beside keys, values and queries is the
-average, in float32 at least, and the reciprocals of its denominators.
+The backward pass recomputes exp(K). Besides keys, values and queries, training keeps the average, in float32 at least,
+and the reciprocals of its denominators.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +25,13 @@ from .projections_aft import Projections
 from .scaled_sums_aft import EMPTY, working_dtype
 
 
-# Bytes of the features and tables in a block, which stays in a processor's cache.
+# Bytes of the features and tables in a block, chosen to stay in a processor's cache.
 BLOCK_SIZE = 3 * 2**22
 
-# Features that a product should have at least, if their number can be divided.
+# Minimum number of features in a product, where the features of a head are split into parts.
 FEWEST_FEATURES = 16
 
-# The same function of key (B, T, h k), value (B, T, d) and biases, made of differentiable operations.
+# The same function of key (B, T, h k), value (B, T, d) and biases, composed of differentiable operations.
 Differentiable = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -43,19 +44,21 @@ def table_layer(
     num_heads: int,
     differentiable: Differentiable,
 ) -> torch.Tensor:
-    """The output of a mixer whose projections can be replaced.
+    """Compute the output of a mixer whose projections can be replaced (`Projections.can_be_replaced`).
 
     Args:
-        x: (B, T, d), query, key and value in one, of the type in which they shall be projected.
-        projections: d -> d, but d -> h for a key per head.
-        bias: position biases as `tables` takes them.
-        differentiable: the context (B, T, d) for gradients of gradients and batched gradients.
+        x: (B, T, d), the input of all projections, in the dtype in which they are computed.
+        projections: d -> d, but d -> h for one key per head.
+        bias: position biases in the form that `tables` requires.
+        tables: the kind of table.
+        num_heads: h.
+        differentiable: computes the context (B, T, d) for gradients of gradients and batched gradients.
 
     Returns:
         (B, T, d).
     """
     batch, length, width = x.shape
-    layers = [layer for layer in projections.of_input() if is_linear(layer)]  # all of them
+    layers = [layer for layer in projections.of_input() if is_linear(layer)]  # all are; this narrows their type
     layout = _choose_layout(num_heads, width, layers[0].weight.shape[0], batch * length * x.element_size())
     of_output = (getattr(projections.output, name, None) for name in ("weight", "bias"))
     weight, weight_bias = (None if y is None else y.to(x.dtype) for y in of_output)
@@ -72,13 +75,15 @@ def table_mixing(
     num_heads: int,
     differentiable: Differentiable,
 ) -> torch.Tensor:
-    """Eq. 2 before the query's gate.
+    """Compute Eq. 2 before the query's gate.
 
     Args:
         key: (B, T, h k) with k = c or 1, -inf where a position is hidden from all queries.
-        value: (B, T, d), finite where hidden.
-        bias: position biases as `tables` takes them.
-        differentiable: the same function, for gradients of gradients and batched gradients.
+        value: (B, T, d), finite at hidden positions.
+        bias: position biases in the form that `tables` requires.
+        tables: the kind of table.
+        num_heads: h.
+        differentiable: computes the same function for gradients of gradients and batched gradients.
 
     Returns:
         (B, T, d) in the dtype of `value`.
@@ -92,17 +97,17 @@ def table_mixing(
 
 
 class _Inputs(NamedTuple):
-    """What the output is a function of."""
+    """The tensors for which gradients are computed."""
 
-    features: torch.Tensor  # of a `_Layout`
+    features: torch.Tensor  # keys, values and queries in a `_Layout`
     bias: torch.Tensor  # position biases
-    weight: torch.Tensor | None = None  # of the output projection; None without one
+    weight: torch.Tensor | None = None  # of the output projection; None without an output projection
     weight_bias: torch.Tensor | None = None
 
 
 class _Layout(NamedTuple):
-    """Features as they lie in memory, (groups, features, B, T): in each group its keys, then its values, then its
-    queries. A group is a head, or a part of one.
+    """The layout of features in memory, (groups, features, B, T): the keys of each group, then its values, then its
+    queries. A group is a head, or a part of a head.
     """
 
     heads: int
@@ -111,21 +116,21 @@ class _Layout(NamedTuple):
     values: int
 
     def split(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The keys, values and queries."""
+        """Return views of the keys, values and queries."""
         keys, values, queries = features.tensor_split((self.keys, self.keys + self.values), 1)
         return keys, values, queries
 
     def by_position(self, features: torch.Tensor) -> torch.Tensor:
-        """(groups, features, B, T) of one kind as (B, T, all features)."""
+        """View keys, values or queries (groups, features, B, T) as (B, T, all features)."""
         return features.flatten(0, 1).permute(1, 2, 0)
 
     def blocks(
         self, tables: Tables, bias: torch.Tensor, features: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[slice, slice, Table]]:
-        """Groups that are taken at once, their heads, and the tables of these.
+        """Yield the groups of each block, their heads, and the table of these heads.
 
-        A part of a head at once, or as many heads as fit into a block with their tables, and one for each thread: a
-        product is not split well.
+        A block is one part of a head, or as many heads as fit into `BLOCK_SIZE` with their tables, but at least one
+        head per thread, since threads do not divide a single product well.
         """
         batch, length = features.shape[2:]
         parts, table_heads = self.groups // self.heads, None
@@ -140,20 +145,22 @@ class _Layout(NamedTuple):
             yield block, heads, table
 
     def are_moderate(self, features: torch.Tensor, bias: torch.Tensor) -> bool:
-        """Whether exponentials can be summed as they are; never with NaN."""
+        """Whether exponentials can be summed without a shift; False if there is NaN."""
         if not is_moderate(bias):
             return False
-        if is_moderate(features):  # one look at everything in a row, and usually so
+        if is_moderate(features):  # one pass over contiguous memory, which is usually enough
             return True
         keys, values, _ = self.split(features)
         return is_moderate(keys) and are_bounded(values)
 
 
 def _choose_layout(heads: int, width: int, keys: int, size: int) -> _Layout:
-    """Groups are heads where these have one key each, or else parts of them that are small enough to be summed at
-    once.
+    """Choose the groups: heads if there is one key per head, else parts of heads that are small enough for a block.
 
     Args:
+        heads: the number of heads.
+        width: d.
+        keys: the number of key features, `heads` or `width`.
         size: bytes of one feature.
     """
     if keys == heads:
@@ -165,7 +172,7 @@ def _choose_layout(heads: int, width: int, keys: int, size: int) -> _Layout:
 
 
 def _project(layers: list[nn.Linear], groups: int, x: torch.Tensor) -> torch.Tensor:
-    """What the layers make of (B T, d), of one group of features after the other: (features, B T)."""
+    """Apply the layers to x (B T, d), with their output features ordered by group: (features, B T)."""
     weight = torch.cat([layer.weight.view(groups, -1, x.shape[1]) for layer in layers], 1).flatten(0, 1).to(x.dtype)
     if layers[0].bias is None:
         return torch.mm(weight, x.mT)
@@ -174,7 +181,7 @@ def _project(layers: list[nn.Linear], groups: int, x: torch.Tensor) -> torch.Ten
 
 
 def _gated_average(inputs: _Inputs, layout: _Layout, tables: Tables, differentiable: Differentiable) -> torch.Tensor:
-    """Eq. 2 and the output projection, if there is a weight: (B, T, d)."""
+    """Compute Eq. 2, the gate if there are queries, and the output projection if there is a weight: (B, T, d)."""
     features, bias, weight, weight_bias = inputs
     moderate = layout.are_moderate(features.detach(), bias.detach())
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
@@ -185,7 +192,7 @@ def _gated_average(inputs: _Inputs, layout: _Layout, tables: Tables, differentia
 def _gated_in_place(
     features: torch.Tensor, bias: torch.Tensor, layout: _Layout, tables: Tables, moderate: bool
 ) -> torch.Tensor:
-    """Eq. 2 and the gate without gradients, in the memory of the features: (groups, values, B, T)."""
+    """Compute Eq. 2 and the gate without gradients, in the memory of the features: (groups, values, B, T)."""
     keys, values, queries = layout.split(features)
     kept = moderate or (not tables.causal and is_moderate(bias) and _are_shown(keys) and are_bounded(values))
     if kept:  # no query can be lost
@@ -205,17 +212,17 @@ def _gated_in_place(
             values[block] = context
     if queries.shape[1] == 0:
         return values
-    return nn.functional.glu(features[:, layout.keys :], 1)  # values sigmoid(Q), with Q right behind the values
+    return nn.functional.glu(features[:, layout.keys :], 1)  # values * sigmoid(Q); Q follows the values in memory
 
 
 def _are_shown(keys: torch.Tensor) -> bool:
-    """Whether all keys are finite, and none is taken for one that is hidden."""
+    """Whether all keys are finite and above `EMPTY`, so that none counts as hidden."""
     lowest, highest = keys.aminmax()
     return float(lowest) > EMPTY and float(highest) < torch.inf
 
 
 class _GatedAverage(torch.autograd.Function):
-    """`_gated_average` to autograd."""
+    """The autograd function of `_gated_average`."""
 
     @staticmethod
     def forward(
@@ -269,10 +276,10 @@ def _gradients(
     tables: Tables,
     moderate: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Those of the inputs, where `needed`, from that of the output (B, T, d)."""
+    """Return the gradients of the inputs that are `needed`, from the gradient of the output (B, T, d)."""
     features, bias, weight, _ = inputs
     rows = gradient.reshape(-1, gradient.shape[-1])
-    # A copy: what is overwritten here must not be the caller's.
+    # A copy, since it is overwritten below and the gradient belongs to the caller.
     of_gated = rows.mT.clone(memory_format=torch.contiguous_format) if weight is None else weight.mT @ rows.mT
     of_gated = of_gated.view_as(context)
     of_features, gated = torch.empty_like(features), torch.empty_like(context, dtype=features.dtype)
@@ -306,7 +313,7 @@ def _differentiable_gradients(
     layout: _Layout,
     differentiable: Differentiable,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The same by differentiable operations, for a gradient that may be a batch of them."""
+    """Like `_gradients`, by differentiable operations, for a gradient that may be batched."""
     with torch.enable_grad():
         features, bias, weight, weight_bias = inputs
         keys, values, queries = layout.split(features)
@@ -318,7 +325,7 @@ def _differentiable_gradients(
 
 
 def _output(gated: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """(groups, values, B, T) as (B, T, d), projected: a tensor of its own, not a view of one."""
+    """Return (groups, values, B, T) as (B, T, d), projected if there is a weight; never a view."""
     rows = gated.flatten(0, 1).permute(1, 2, 0)  # (B, T, d)
     if weight is None:
         return rows.clone(memory_format=torch.contiguous_format)

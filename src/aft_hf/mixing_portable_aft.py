@@ -1,7 +1,7 @@
 """The portable backend: Eq. 2 in plain PyTorch operations, for any device, dtype and problem.
 
 Everything here can be traced, exported and differentiated any number of times and in every mode, since control flow
-depends on shapes alone. (`scaled_sums_aft.py` looks at values where that is possible and makes the result more exact.)
+depends on shapes alone. (`scaled_sums_aft.py` also reads values where that is possible, for a more exact result.)
 """
 
 import math
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
 
 
-# Positions per chunk in the linear-time forms, where the window does not ask for more.
+# Positions per chunk in the linear-time functions, unless the window requires larger chunks.
 CHUNK_SIZE = 32
 
-# A bidirectional window is summed in chunks where a sequence has more chunks than this; a table is faster before.
+# Bidirectional windows are summed in chunks if a sequence has more chunks than this; a table is faster for fewer.
 FEW_CHUNKS = 8
 
-# Entries that the table exp(w) of a grid may have; a larger one is replaced by a convolution.
+# Maximum number of entries of the table exp(w) of a grid; above it a convolution is used.
 LARGEST_GRID_TABLE = 2**24
 
 
@@ -68,12 +68,12 @@ class PortableBackend(Backend):
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
-        """(B, T, d) in the dtype of the values."""
+        """Compute Eq. 2: (B, T, d) in the dtype of the values."""
         key, value = (widen(x) for x in problem.by_head())  # (B, h, T', k), (B, h, T', c)
         if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
             context = pairwise_mixing(key, value, *problem.table())
         else:
-            # (h, T, B, c): the batch shares w, so it lies beside the features
+            # (h, T, B, c): the batch shares w, so its dimension is next to the features
             key, value = (x.permute(1, 2, 0, 3).contiguous() for x in (key, value))
             mixing = causal_mixing if problem.causal else bidirectional_mixing
             context = mixing(key, value, problem.biases).permute(2, 0, 1, 3)
@@ -83,13 +83,13 @@ class PortableBackend(Backend):
 def pairwise_mixing(
     key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """Eq. 2 with any table and any visibility: O(T T' d) time, a T x T' table for each row that has its own.
+    """Eq. 2 with any table and any visibility mask: O(T T' d) time, and a T x T' table per row with biases of its own.
 
     Args:
         key: (B, h, T', k).
         value: (B, h, T', c).
         bias: (B or 1, h, T, T').
-        visible: (B or 1, 1, T, T') boolean, or None for everything.
+        visible: (B or 1, 1, T, T') boolean; None if every key is visible to every query.
 
     Returns:
         (B, h, T, c).
@@ -102,11 +102,11 @@ def pairwise_mixing(
     return unfold(block_sums(fold(key), fold(value), bias.flatten(0, 1), masked=True).average(), len(key))
 
 
-# Below, keys and values are (h, T, B, k) and (h, T, B, c), and so is what is returned.
+# In the functions below, keys are (h, T, B, k), and values and results are (h, T, B, c).
 
 
 def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-    """Causal Eq. 2 by the form that fits the structure of w."""
+    """Causal Eq. 2 by the algorithm for the structure of w."""
     length = key.shape[1]
     if isinstance(biases, (NoBias, LinearDecay)):
         return chunked_mixing(key, value, None, biases.slopes, chunk_size=CHUNK_SIZE)
@@ -121,7 +121,7 @@ def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) 
 
 
 def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-    """Eq. 2 by the form that fits the structure of w."""
+    """Bidirectional Eq. 2 by the algorithm for the structure of w."""
     length = key.shape[1]
     if isinstance(biases, NoBias):
         return block_sums(key, value).average().repeat(1, length, 1, 1)
@@ -142,8 +142,8 @@ def is_short(reach: int, length: int) -> bool:
 
 
 def _convolves(biases: GridKernel, length: int) -> bool:
-    """Whether there is no room for a table, and a convolution is precise or values may not be looked at."""
-    if torch.compiler.is_exporting():  # a program of all sizes
+    """Whether a grid is convolved: its table is too large, and a convolution is precise or values cannot be read."""
+    if torch.compiler.is_exporting():  # the program serves all sizes
         return True
     if len(biases.kernels) * length * length <= LARGEST_GRID_TABLE:
         return False
@@ -152,23 +152,26 @@ def _convolves(biases: GridKernel, length: int) -> bool:
 
 
 def chunk_size(reach: int, length: int) -> int:
-    """C, a power of two: wide enough that what lies two chunks back is beyond the reach of every query."""
+    """C, a power of two that is at least `reach`: positions two chunks back are beyond the reach of every query."""
     size = power_of_two_from(max(reach, CHUNK_SIZE))
     # An exported program serves all lengths with one size.
     return size if torch.compiler.is_exporting() else min(size, power_of_two_from(length))
 
 
 def count_chunks(length: int, chunk_size: int) -> int:
-    """Into how many chunks a sequence is cut, the last one padded.
+    """The number of chunks of a sequence, the last one padded.
 
-    An exported program may not depend on whether there is one chunk or more, so there it always has two at least.
+    An exported program may not depend on whether there is one chunk or more, so it always uses at least two.
     """
     more = 2 * chunk_size if torch.compiler.is_exporting() else chunk_size
     return (length + more - 1) // chunk_size
 
 
 def _chunks(key: torch.Tensor, value: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(h, n, C, B, k) and (h, n, C, B, c) with hidden positions at the end, and how many these are."""
+    """Cut keys and values into chunks, (h, n, C, B, k) and (h, n, C, B, c), padded by hidden positions at the end.
+
+    The third result is the number of hidden positions.
+    """
     padding = count_chunks(key.shape[1], size) * size - key.shape[1]
     key, value = pad_positions(key, value, padding)
     return key.unflatten(1, (-1, size)), value.unflatten(1, (-1, size)), padding
@@ -183,7 +186,9 @@ def _unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _neighbours(x: torch.Tensor, fill: float, *steps: int) -> list[torch.Tensor]:
-    """Of chunks (h, n, C, B, c), for each the one `steps` before it (after it, if negative); `fill` where none is."""
+    """For each of `steps`, return for every chunk (h, n, C, B, c) the chunk that many places before it (after it, if
+    negative); `fill` beyond the ends.
+    """
     count = x.shape[1]
     most = max(map(abs, steps))
     padded = nn.functional.pad(x, (0, 0, 0, 0, 0, 0, most, most), value=fill)
@@ -198,10 +203,12 @@ def chunked_mixing(
     *,
     chunk_size: int,
 ) -> torch.Tensor:
-    """Causal Eq. 2 in linear time: the chunk itself, the chunk before it, and one running sum for all before.
+    """Causal Eq. 2 in linear time: sums over the chunk itself and the chunk before it, and a running sum for the rest.
 
     Args:
-        tables: w from each of n chunks to the chunk before it and to itself, (h, n or 1, C, 2 C), and 0 further back;
+        key: (h, T, B, k).
+        value: (h, T, B, c).
+        tables: w from each of n chunks to the chunk before it and to itself, (h, n or 1, C, 2 C); further back w is 0.
             None for w = 0, or with `slopes`.
         slopes: (h,), for w = -slope * distance: exp(w) is then a decay, and the sum a linear recurrence over chunks.
         chunk_size: C, a power of two.
@@ -230,7 +237,7 @@ def chunked_mixing(
             before = delayed(totals, 1)
         else:
             before = delayed(totals, 2)
-            # The first chunk has none before it. A hidden stand-in keeps all chunks in one product.
+            # No chunk precedes the first one. A hidden stand-in keeps all chunks in one product.
             (previous_key,), (previous_value,) = _neighbours(key, -math.inf, 1), _neighbours(value, 0.0, 1)
             sums = sums.merge(block_sums(previous_key, previous_value, previous_bias))
         before = before.map(lambda x: x.unsqueeze(2))
@@ -242,10 +249,10 @@ def chunked_mixing(
 
 
 def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-    """Causal Eq. 2 where a query sees nothing but the `reach` positions before it and itself.
+    """Causal Eq. 2 if a query sees only itself and the `reach` positions before it.
 
-    Chunks are so short that each of their positions sees the chunk from its start on. Of the `reach` positions before
-    the chunk, the first ones are seen by its first queries only, the others by all of them.
+    Chunks are so short that each query sees its own chunk from the start of the chunk on. Of the `reach` positions
+    before the chunk, the first ones are visible to its first queries only, the others to all its queries.
     """
     reach = biases.reach
     assert reach is not None
@@ -254,18 +261,18 @@ def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     queries = torch.arange(key.shape[1] * size, device=key.device).view(-1, size)  # (n, C)
 
     def earlier(steps: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and w of the `count` positions from `steps` before each chunk on."""
+        """Keys, values and w of `count` positions, which start `steps` positions before each chunk."""
         front = (0, 0, 0, 0, steps, count)
         keys = nn.functional.pad(key.flatten(1, 2), front, value=-math.inf)
         values = nn.functional.pad(value.flatten(1, 2), front)
         index = torch.arange(count, device=key.device) + queries[:, :1]  # (n, count)
         bias = biases.between(queries, index - steps).movedim(-3, 0)  # (h, n, C, count)
-        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden: not read
+        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden pairs are not read
 
     sums = triangle_sums(*earlier(0, size))
     if reach > 0:
         keys, values, bias = earlier(reach, size)
-        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # counted already
+        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # already counted
         sums = sums.merge(reversed_triangle_sums(keys.masked_fill(own, -math.inf), values.masked_fill(own, 0.0), bias))
     if reach > size:
         sums = sums.merge(block_sums(*earlier(reach - size, reach - size)))
@@ -275,7 +282,7 @@ def causal_window_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
 def chunked_window_mixing(
     key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor, *, chunk_size: int
 ) -> torch.Tensor:
-    """As `chunked_mixing` with `tables`, but nothing is seen beyond the two chunks, and w may be -inf."""
+    """Like `chunked_mixing` with `tables`, but everything beyond the two chunks is hidden, and w may be -inf."""
     key, value, padding = _chunks(key, value, chunk_size)
     later = torch.ones_like(tables[0, 0], dtype=torch.bool).triu(chunk_size + 1)
     tables = tables.masked_fill(later, -math.inf)
@@ -285,8 +292,8 @@ def chunked_window_mixing(
 
 
 def banded_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, chunk_size: int) -> torch.Tensor:
-    """Eq. 2 with a window in linear time: each chunk sees the chunk before, itself and the chunk after with their
-    biases, and everything else, unless it is hidden, as one sum.
+    """Bidirectional Eq. 2 with a window in linear time: each chunk sees itself and both neighbouring chunks with their
+    biases, and everything else, unless hidden, as one sum.
     """
     key, value, padding = _chunks(key, value, chunk_size)
     bias = biases.of_chunks(key.shape[1], chunk_size, following=True)  # (h, n or 1, C, 3 C)
@@ -301,13 +308,15 @@ def banded_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, 
 
 
 def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Causal Eq. 2 with a w for each pair: halves of halves, the left one seen by all of the right one.
+    """Causal Eq. 2 with a w for each pair of positions, by recursive halving: the right half sees the whole left half.
 
     Args:
-        bias: (h, P, P) with P = T or, for a program of all lengths up to it, P >= T.
+        key: (h, T, B, k).
+        value: (h, T, B, c).
+        bias: (h, P, P) with P = T or, in an exported program for all lengths up to P, P >= T.
     """
     length, longest = key.shape[1], bias.shape[-1]
-    # An exported program has one triangle: of several each would have operations of its own.
+    # An exported program has one triangle, since each further one would add operations of its own.
     size = power_of_two_from(longest if torch.compiler.is_exporting() else min(longest, 4 * CHUNK_SIZE))
     padded = -(-longest // size) * size
     bias = nn.functional.pad(bias, (0, padded - longest, 0, padded - longest))
@@ -317,7 +326,7 @@ def halved_mixing(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
 
 
 def _halved_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, size: int) -> ScaledSums:
-    """The causal sums of as many blocks of `size` tokens as there are."""
+    """The causal sums over all blocks of `size` tokens, by recursive halving."""
     blocks = bias.shape[-1] // size
     if blocks == 1:
         return triangle_sums(key, value, bias)
@@ -329,10 +338,10 @@ def _halved_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, siz
 
 
 def selected_position_mixing(key: torch.Tensor, value: torch.Tensor, biases: SelectedPosition) -> torch.Tensor:
-    """Eq. 2 where each query has one position with a w of its own and 0 for all others (Eq. 10): no product at all.
+    """Eq. 2 if w is nonzero at one selected position of each query and 0 elsewhere (Eq. 10): by indexing, no product.
 
-    Everything before the selected position, it with its w, and everything after it. (To add exp(w) - 1 times that
-    position to the sum of all would cancel where w is negative.)
+    The result merges the sums over all positions before the selected one, the selected position with its w, and all
+    positions after it. (Adding exp(w) - 1 times that position to the sum over all would cancel where w is negative.)
     """
     place, exists = biases.places(key.shape[1])  # (h, T)
     place = place[..., None, None]
@@ -344,7 +353,7 @@ def selected_position_mixing(key: torch.Tensor, value: torch.Tensor, biases: Sel
         return x.gather(1, place.expand(-1, -1, *x.shape[2:]))
 
     selected = each.map(take).shifted(biases.size.to(key.dtype).view(-1, 1, 1, 1))
-    # The sums carry w in their maximum, so its gradient has to come from the weights.
+    # The sums carry w in their maximum, which has no gradient, so the gradient of w has to come from the weights.
     scale = torch.exp(biases.size - biases.size.detach()).to(key.dtype).view(-1, 1, 1, 1)
     selected = ScaledSums(selected.numerator * scale, selected.denominator * scale, selected.maximum.detach())
     sums = before.map(take).merge(selected).merge(after.map(take))
@@ -357,7 +366,7 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
 
     The paper writes conv(exp(K) V, exp(w) - 1) + sum exp(K) V. Where w is negative that adds and subtracts the same
     terms, so here the window is convolved with exp(w), and the positions outside it are summed by themselves.
-    Biases that are more than `LARGEST_SPAN` below the largest one of their kernel count as that much below.
+    Biases are clamped to at least the largest bias of their kernel minus `LARGEST_SPAN`.
     """
     kernel, grid_size = biases.kernels.to(key.dtype), biases.grid_size
     size = kernel.shape[-1]
@@ -366,7 +375,7 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
     features = features.permute(2, 3, 0, 1).unflatten(-1, grid_size)  # (B, c + 1, h, rows, columns)
 
     near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
-    # Both parts relative to the largest bias: that of the kernel, or the 0 outside of it if there is an outside.
+    # Both parts are relative to the largest bias: that of the kernel, or 0 if some positions lie outside the kernel.
     covered = near_row.all() & near_column.all()
     maximum = kernel.detach().amax((-2, -1), keepdim=True)
     maximum = torch.where(covered, maximum, maximum.clamp_min(0.0))

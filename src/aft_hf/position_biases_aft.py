@@ -1,7 +1,7 @@
-"""What the position biases w of Eq. 2 are: one small class for each structure that w can have.
+"""The position biases w of Eq. 2: one small class for each structure that w can have.
 
-A mixer makes one of these from its parameters. It answers every question about the geometry of w: the dense table,
-w between any positions, w of chunks of a sequence, and w of the next token. It holds tensors, not modules.
+A mixer makes an instance from its parameters. The instance answers every question about the geometry of w: the dense
+table, w between any positions, w of chunks of a sequence, and w of the next token. It holds tensors, not modules.
 """
 
 import math
@@ -16,15 +16,15 @@ from .scaled_sums_aft import widen
 
 
 class PositionBias:
-    """The base class of all structures.
+    """The base class of all structures of w.
 
     Attributes:
-        relative: whether w depends on the distance between two positions alone.
-        ordered: whether w depends on the order of the tokens in a sequence at all.
-        reach: the largest distance at which w can differ from its value far away; None where there is none.
-        slopes: (h,) where w = -slope * distance for every distance; None where w is 0 far away.
-        hides_outside: whether positions farther away than `reach` are hidden (w = -inf) instead of w = 0.
-        device: where w is computed.
+        relative: whether w depends only on the offset between two positions.
+        ordered: whether w depends on the order of the tokens in a sequence.
+        reach: the largest distance at which w can differ from its value outside; None if there is no such limit.
+        slopes: (h,) if w = -slope * distance for every distance; None otherwise.
+        hides_outside: whether positions beyond `reach` are hidden (w = -inf); otherwise they have w = 0.
+        device: the device on which w is computed.
     """
 
     relative = True
@@ -36,32 +36,32 @@ class PositionBias:
 
     @property
     def columns(self) -> int:
-        """Positions in a row of a grid; 1 for a sequence, each position of which is a row."""
+        """Positions in a row of the grid; 1 for a sequence, where each position is a row."""
         return 1
 
     @property
     def reach_of_rows(self) -> int | None:
-        """The largest distance between two rows at which w can differ from its value far away."""
+        """The largest distance between two rows at which w can differ from its value outside."""
         return self.reach
 
     @property
     def outside(self) -> float:
-        """w beyond `reach`, where there are no slopes."""
+        """The value of w beyond `reach`, for structures without slopes."""
         return -math.inf if self.hides_outside else 0.0
 
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """w between any positions of a sequence: (..., T) and (..., T') give (..., h, T, T')."""
+        """Return w between any positions of a sequence: (..., h, T, T') from positions (..., T) and (..., T')."""
         raise NotImplementedError
 
     def dense(self, length: int) -> torch.Tensor:
-        """w for the positions 0 .. T - 1, before any causal mask: (h, T, T)."""
+        """Return w between the positions 0 .. T - 1, before any causal mask: (h, T, T)."""
         positions = torch.arange(length, device=self.device)
         return self.between(positions, positions)
 
     def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
-        """w from each of n chunks of C positions to the chunk before it and to itself: (h, n, C, 2 C).
+        """Return w from each of n chunks of C positions to the chunk before it and to itself: (h, n, C, 2 C).
 
-        n is 1 where all chunks have the same biases. `following` adds the chunk after: (h, n, C, 3 C).
+        n is 1 if all chunks have the same biases. `following` adds w to the chunk after it: (h, n, C, 3 C).
         """
         starts = torch.arange(1 if self.relative else count, device=self.device) * size
         queries = starts[:, None] + torch.arange(size, device=self.device)
@@ -69,28 +69,28 @@ class PositionBias:
         return self.between(queries, keys).movedim(-3, 0)
 
     def from_position(self, start: int, length: int) -> "PositionBias":
-        """The w of a sequence whose first token has the position `start` of this one.
+        """Return the biases of a sequence of `length` tokens whose first token has position `start`.
 
-        `start` may be negative: w of positions before 0, and of those beyond a learned table, has no meaning.
+        `start` may be negative. w is undefined for positions before 0 and beyond a learned table.
         """
         return self
 
     def with_more_rows(self, count: int) -> "PositionBias":
-        """The w of so many rows more, where it depends on the number of rows."""
+        """Return the biases of a grid with `count` more rows, if w depends on the number of rows."""
         return self
 
     def tensors(self) -> list[torch.Tensor]:
-        """What w is made of."""
+        """Return the tensors from which w is computed."""
         return [x for x in vars(self).values() if isinstance(x, torch.Tensor)]
 
     def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
-        """w from a token to the `reach` positions before it and to itself: (B or 1, h, reach + 1), the token last.
+        """Return w from a token to the `reach` positions before it and to itself: (B or 1, h, reach + 1), itself last.
 
-        What is returned for positions before the start of the sequence has no meaning. None where w is 0 or falls
-        with the distance.
+        Values for positions before the start of the sequence are undefined. None for structures without a window,
+        where w is 0 or decays with the distance.
 
         Args:
-            position: of the token, or (B,).
+            position: the position of the token, or one position per row (B,).
         """
         return None
 
@@ -129,7 +129,7 @@ class LinearDecay(PositionBias):
 class Dense(PositionBias):
     """A learned w for each pair of positions, factorized as w_tt' = m u_t . v_t' (Eq. 7) or m times one table.
 
-    Positions of padding may lie beyond the table: they get the biases of its last position, and nobody reads them.
+    Positions of padding may lie beyond the table. They get the biases of its last position, which are never used.
     """
 
     query: torch.Tensor  # u, (h, P, d'), or the table (h, P, P)
@@ -155,7 +155,7 @@ class Dense(PositionBias):
         return replace(self, query=_cut(self.query, 1, start, length), key=_cut(self.key, 1, start, length))
 
     def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
-        raise NotImplementedError("w of all positions before a token has no fixed size: ask `between`")
+        raise NotImplementedError("w of all positions before a token has no fixed size: use `between`")
 
     def dense(self, length: int) -> torch.Tensor:
         if self.key is None:
@@ -163,13 +163,13 @@ class Dense(PositionBias):
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
-        """m times rows of u or of the table, which are fewer numbers than u has, or w."""
+        """Return m times rows of u or of the table, which are fewer numbers than all of u or of w."""
         return widen(rows) if self.multiplier == 1.0 else widen(rows) * self.multiplier
 
 
 @dataclass(frozen=True, eq=False)
 class Window(Dense):
-    """As `Dense` for |t - t'| < size, and 0 or hidden beyond (Eq. 4)."""
+    """Learned as in `Dense` for |t - t'| < size, and 0 or hidden outside (Eq. 4)."""
 
     size: int = 1
     hides_outside: bool = False
@@ -188,8 +188,8 @@ class Window(Dense):
     def of_chunks(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
         if not torch.compiler.is_exporting():
             return self._of_chunks(count, size, following)
-        # A program of all lengths cuts its table from that of the longest one, whose sizes are known: exporters take
-        # long for what has sizes that are not.
+        # A program for all lengths cuts its table from the table of the longest sequence, whose sizes are static:
+        # exporters are slow on operations with dynamic sizes.
         most = (self.query.shape[1] + 2 * size - 1) // size
         table = self._of_chunks(most, size, following)
         return nn.functional.pad(table, (0, 0, 0, 0, 0, count - most))
@@ -197,7 +197,7 @@ class Window(Dense):
     def _of_chunks(self, count: int, size: int, following: bool) -> torch.Tensor:
         if self.key is None:
             return super().of_chunks(count, size, following=following)
-        # The factors of a chunk lie side by side: no gather here, no scatter in the backward pass.
+        # The factors of a chunk are contiguous, which avoids a gather here and a scatter in the backward pass.
         length = min(count * size, self.query.shape[1])
         padding = count * size - length
         queries, keys = self._multiplied(self.query[:, :length]), widen(self.key[:, :length])
@@ -220,7 +220,7 @@ class Window(Dense):
 
     def next_token(self, position: int | torch.Tensor) -> torch.Tensor | None:
         if isinstance(position, int):
-            # The rows lie side by side in memory: slices cost less than a gather.
+            # The rows are contiguous in memory, so slices cost less than a gather.
             first = max(position - self.reach, 0)
             row, count = self.query.narrow(1, position, 1), position + 1 - first
             if self.key is None:
@@ -236,7 +236,7 @@ class Window(Dense):
 
 @dataclass(frozen=True, eq=False)
 class LagKernel(PositionBias):
-    """A learned w for each lag t - t' within a kernel, 0 or hidden beyond (Eq. 6 on a sequence)."""
+    """A learned w for each lag t - t' within a kernel, 0 or hidden outside (Eq. 6 on a sequence)."""
 
     kernels: torch.Tensor  # (h, s): the lags 0 .. s - 1 if causal, else s // 2 .. -(s // 2)
     causal: bool
@@ -265,9 +265,9 @@ class LagKernel(PositionBias):
 
 @dataclass(frozen=True, eq=False)
 class GridKernel(PositionBias):
-    """A learned w for each offset within an s x s kernel on a grid in raster order, 0 or hidden beyond (Eq. 6)."""
+    """A learned w for each offset within an s x s kernel on a grid in raster order, 0 or hidden outside (Eq. 6)."""
 
-    kernels: torch.Tensor  # (h, s, s): entry (i, j) for the position i - s // 2 rows below, j - s // 2 columns right
+    kernels: torch.Tensor  # (h, s, s): entry (i, j) is w for a key i - s // 2 rows below, j - s // 2 columns right
     grid_size: tuple[int, int]
     hides_outside: bool = False
 
@@ -298,7 +298,7 @@ class GridKernel(PositionBias):
         return self.by_offset()[:, down + rows - 1, right + columns - 1].movedim(0, -3)
 
     def by_offset(self) -> torch.Tensor:
-        """w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), no offset in the middle."""
+        """Return w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle."""
         rows, columns = self.grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
         offsets = nn.functional.pad(self.kernels, padding, value=self.outside)
@@ -311,11 +311,11 @@ class GridKernel(PositionBias):
 
 @dataclass(frozen=True, eq=False)
 class SelectedPosition(PositionBias):
-    """w at one position of a kernel for each head, and 0 for all others (Eq. 10 at inference)."""
+    """w at one position of a kernel for each head, and 0 elsewhere (Eq. 10 at inference)."""
 
     kernel: LagKernel | GridKernel  # w * one-hot
-    index: torch.Tensor  # (h,), the position in the flattened kernel
-    size: torch.Tensor  # (h,), w there
+    index: torch.Tensor  # (h,), the selected position in the flattened kernel
+    size: torch.Tensor  # (h,), w at that position
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # read only, as every field is
@@ -362,7 +362,7 @@ class SelectedPosition(PositionBias):
         return self.kernel.next_token(position)
 
     def places(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The position that each query of each head selects, (h, T), and whether it exists."""
+        """Return the position that each query of each head selects, (h, T), and whether it exists in the sequence."""
         positions, selected = torch.arange(length, device=self.device), self.index[:, None]
         size = self.kernel.kernels.shape[-1]
         if isinstance(self.kernel, LagKernel):
@@ -376,20 +376,22 @@ class SelectedPosition(PositionBias):
 
 
 def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    """`length` entries of one dimension from `start` on, 0 where there are none."""
+    """Return `length` entries of one dimension from `start` on, with 0 outside the tensor."""
     first, last = max(start, 0), min(start + length, x.shape[dim])
     x, padding = x.narrow(dim, first, last - first), (first - start, start + length - last)
     return x if padding == (0, 0) else nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(padding))
 
 
 def _products_of_neighbours(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """u of each chunk with v of the chunk before it, 0 for the first, and its own: (h, n, C, d') to (h, n, C, 2 C)."""
+    """Products of u of each chunk with v of the chunk before it (0 for the first chunk) and of the chunk itself:
+    (h, n, C, d') to (h, n, C, 2 C).
+    """
     before = nn.functional.pad(queries[:, 1:] @ keys[:, :-1].mT, (0, 0, 0, 0, 1, 0))
     return torch.cat([before, queries @ keys.mT], -1)
 
 
 class _ProductsOfNeighbours(torch.autograd.Function):
-    """`_products_of_neighbours` with gradients that need no copies of factors: 2 to 3 % less for a training step."""
+    """`_products_of_neighbours` with a backward pass that copies no factors: 2 to 3 % less time per training step."""
 
     @staticmethod
     def forward(ctx: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -409,23 +411,24 @@ class _ProductsOfNeighbours(torch.autograd.Function):
 
 
 def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int], key_rows: int | None = None) -> torch.Tensor:
-    """What is given for each offset from query to key, (h, rows + key_rows - 1, 2 columns - 1), as (h, T, T').
+    """Expand numbers by offset from query to key to a table of all pairs (h, T, T').
 
     Args:
+        by_offset: (h, rows + key_rows - 1, 2 columns - 1).
         grid_size: (rows, columns) of the queries.
-        key_rows: rows of the keys; by default those of the queries.
+        key_rows: rows of the keys. Default: the rows of the queries.
     """
     rows, columns = grid_size
     heads, keys = by_offset.shape[0], (key_rows or rows) * columns
-    # First by the columns of query and key, with the rows of all keys one after the other: what a query needs is then
-    # a window of these, and the copies are of long runs.
+    # First ordered by the columns of query and key, with all key rows concatenated. The entries of a query are then a
+    # contiguous window, so long runs are copied.
     by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
     windows = [by_column[..., row * columns :][..., :keys] for row in reversed(range(rows))]
     return torch.stack(windows, 1).flatten(1, 2)
 
 
 def collect_grid_table(table: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """The transpose of `grid_table` of a grid with itself: (h, T, T) to (h, 2 rows - 1, 2 columns - 1)."""
+    """The transpose of `grid_table` for equal query and key grids: (h, T, T) to (h, 2 rows - 1, 2 columns - 1)."""
     rows, columns = grid_size
     heads, positions = table.shape[0], rows * columns
     by_column = table.new_zeros(heads, columns, (2 * rows - 1) * columns)

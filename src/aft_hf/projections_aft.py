@@ -8,12 +8,12 @@ from torch import nn
 from .activations_aft import autocast_dtype, is_linear, is_untouched
 
 
-# The numbers that a backend may project by itself. For gradients, features of bfloat16 are summed in float32.
+# The dtypes in which a backend may compute the projections. For gradients, bfloat16 features are summed in float32.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Projections(NamedTuple):
-    """The modules of a mixer, and its number of position-bias heads; a query of None is no gate."""
+    """The modules of a mixer, and its number of position-bias heads; `query` is None for a mixer without a gate."""
 
     query: nn.Module | None
     activation: nn.Module
@@ -23,25 +23,26 @@ class Projections(NamedTuple):
     num_heads: int
 
     def of_input(self) -> list[nn.Module]:
-        """Key, value and, if there is a gate, query."""
+        """Return the projections of the input: key, value and, if there is a gate, query."""
         return [self.key, self.value] if self.query is None else [self.key, self.value, self.query]
 
     def can_be_replaced(self, x: torch.Tensor) -> bool:
-        """Whether all modules do no more to an input (B, T, d) than their weights and a sigmoid say, in one dtype.
+        """Whether a backend can project x (B, T, d) by the weights of the modules, without calling the modules.
 
-        No call is missed then: modules with hooks, of other classes or of other sizes are called.
+        All modules must be plain linear layers and a sigmoid, in one dtype. Modules with hooks, of other classes or of
+        other sizes have to be called.
         """
         layers = [*self.of_input(), self.output]
         if not self._are_plain(x.shape[-1]):
             return False
         dtypes = {x.dtype, *(p.dtype for layer in layers for p in layer.parameters())}
-        if autocast_dtype(x.device.type) is not None:  # which leaves float64 as it is
+        if autocast_dtype(x.device.type) is not None:  # autocast does not convert float64
             return self.dtype(x) == torch.bfloat16 and dtypes <= {torch.float32, torch.bfloat16}
         return len(dtypes) == 1 and x.dtype in DTYPES
 
     @staticmethod
     def dtype(x: torch.Tensor) -> torch.dtype:
-        """The dtype of what a linear layer makes of x."""
+        """Return the dtype of the output of a linear layer for x."""
         return autocast_dtype(x.device.type) or x.dtype
 
     def _are_plain(self, width: int) -> bool:

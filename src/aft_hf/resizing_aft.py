@@ -1,9 +1,10 @@
-"""AFT-conv for images of another size than it was trained on: kernels stretch with the grid of patches.
+"""Resize the kernels of an AFT-conv for images of another size than the training images.
 
-A kernel of s x s patches covers a smaller part of a larger image, and fewer of the positions that are averaged. So the
-weights exp(w) of a kernel are resampled, as the position embeddings of a ViT are: each new one is the mean of the old
-ones over its area. Their sum then grows with the number of patches, as that of the positions outside the kernel does,
-each of which counts 1 (w = 0).
+On a larger image, a kernel of s x s patches covers a smaller part of the image, and a smaller share of the positions
+that are averaged. So the weights exp(w) of a kernel are resampled to the new grid of patches, as the position
+embeddings of a ViT are: each new weight is the mean of the old weights over its area. The sum of the weights then
+grows with the number of patches, like the sum over the positions outside the kernel, each of which has weight 1
+(w = 0).
 """
 
 import math
@@ -18,7 +19,7 @@ from .scaled_sums_aft import widen
 
 @dataclass(frozen=True)
 class ResizedKernels:
-    """The parameters of a mixer whose kernels are stretched; `put_into` makes them those of the mixer."""
+    """The resized parameters of a mixer; `put_into` writes them into the mixer."""
 
     kernel: torch.Tensor  # (h, s', s')
     scale: torch.Tensor | None  # gamma, (h,)
@@ -35,40 +36,40 @@ class ResizedKernels:
 
 @torch.no_grad()
 def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> ResizedKernels:
-    """What the parameters of a mixer become.
+    """Compute the parameters of a mixer for another grid size.
 
     Args:
-        mixer: on a grid, without `selection`.
-        ratios: of the new number of rows and columns of patches to the old one.
+        mixer: a mixer on a grid, without `selection`.
+        ratios: the ratios of the new to the old number of patches, for rows and columns.
         longest: the larger of the new numbers of rows and columns; the new kernel is at most 2 longest - 1 wide.
 
     Raises:
-        ValueError: the mixer selects one position, which cannot be stretched; it sees its kernel alone, and the ratios
-            differ, so that the new kernel would not be square; or its parameters are elsewhere (offloaded).
+        ValueError: the mixer selects one position per head, which cannot be resized; or it has no global connectivity
+            and the ratios differ, so that the new kernel would not be square; or its parameters are offloaded.
     """
     if mixer.selection is not None:
-        raise ValueError("a kernel of which one position is selected (position_bias_selection) cannot be stretched")
+        raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
     if not mixer.global_connectivity and ratios[0] != ratios[1]:
-        raise ValueError("without global_connectivity kernels stretch by the same ratio for rows and columns")
+        raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
     if mixer.kernel.is_meta:
-        raise ValueError("the kernels are on the device meta: resize a model before it is dispatched or offloaded")
+        raise ValueError("the kernels are on the meta device: resize the model before it is dispatched or offloaded")
     bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
     bias = bias / mixer.position_bias_multiplier
     if mixer.kernel_scale is None or mixer.kernel_shift is None:
         return ResizedKernels(bias, None, None)
-    # Eq. 8, the other way round.
+    # The inverse of Eq. 8.
     deviation, mean = torch.std_mean(bias, (1, 2), correction=0, keepdim=True)
     flat = deviation == 0
     standard = torch.where(flat, _shape(mixer, bias), (bias - mean) / deviation.masked_fill(flat, 1.0))
-    # An optimizer is to move the kernel at the pace that it had.
+    # The kernel keeps its standard deviation, so that an optimizer changes it at the same rate as before.
     size = widen(mixer.kernel).std((1, 2), correction=0, keepdim=True)
     kernel = standard * torch.where(size == 0, mixer.position_bias_init_std / mixer.position_bias_multiplier, size)
     return ResizedKernels(kernel, deviation.flatten(), mean.flatten())
 
 
 def _shape(mixer: AFTConv, like: torch.Tensor) -> torch.Tensor:
-    """Standardized kernels for heads with gamma = 0, whose shape no w shows: the old ones, or new ones where these are
-    too small to have a shape.
+    """Return standardized kernels for heads with gamma = 0, whose w is constant: the old kernels, interpolated, or
+    random kernels if the old or the new size is 1.
     """
     if min(mixer.window, like.shape[-1]) == 1:
         shape = torch.randn_like(like)
@@ -80,10 +81,10 @@ def _shape(mixer: AFTConv, like: torch.Tensor) -> torch.Tensor:
 
 
 def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, outside: float) -> torch.Tensor:
-    """Kernels w (h, s, s) as (h, s', s'), with s' about s times the larger ratio.
+    """Resize kernels w (h, s, s) to (h, s', s'), with s' about s times the larger ratio.
 
-    A new position covers 1 / ratio of an old one in each direction. Its exp(w) is the mean over what it covers; beyond
-    the old kernel w is `outside`.
+    A new position covers 1 / ratio of an old position in each direction. Its exp(w) is the mean of the old exp(w) over
+    the area that it covers; w is `outside` beyond the old kernel.
     """
     half = kernels.shape[-1] // 2
     reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
@@ -92,14 +93,17 @@ def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, 
     top = wide.flatten(1).amax(1).clamp_min(outside)[:, None, None]
     beyond = torch.exp(outside - top)
     weights = rows @ (torch.exp(wide - top) - beyond) @ columns.mT + beyond
-    # What underflows beside the largest weight is among the smallest.
+    # Weights that underflow relative to the largest weight get the smallest w.
     smallest = min(float(wide.amin()), outside) if outside > -math.inf else float(wide.amin())
     bias = torch.where(weights < torch.finfo(weights.dtype).tiny, smallest, weights.log() + top)
     return bias.to(kernels)
 
 
 def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
-    """The share of each old offset in each new one, (2 reach + 1, 2 half + 1). The outside has the rest of a row."""
+    """Return the share of each old offset in each new offset, (2 reach + 1, 2 half + 1).
+
+    The rest of a row, up to 1, is the share outside the old kernel.
+    """
     old = torch.arange(-half, half + 1, dtype=torch.float64)
     new = torch.arange(-reach, reach + 1, dtype=torch.float64).unsqueeze(1)
     end = torch.minimum(old + 0.5, (new + 0.5) / ratio)

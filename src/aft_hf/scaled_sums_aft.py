@@ -1,11 +1,11 @@
-"""Partial sums of Eq. 2 with a log-sum-exp shift: what the portable backend and the generation cache are built from.
+"""Partial sums of Eq. 2 with a log-sum-exp shift: building blocks of the portable backend and the generation cache.
 
-Sums are laid out as (..., T, B, c), for instance (h, T, B, c) for h position-bias heads: a position bias is shared by
-the batch, so one product with an (h, T, T) table serves every row.
+Sums have the layout (..., T, B, c), for instance (h, T, B, c) for h position-bias heads: the batch shares the position
+biases, so one product with an (h, T, T) table serves every row.
 
-No exponential here can overflow, and none that matters can underflow. Sums are carried as a `ScaledSums`, relative to
-a maximum, and that maximum is only ever taken over positions that every query it serves can see: this keeps a causal
-model causal in floating point, however large a later key is.
+No exponential here can overflow, and none that matters can underflow. A `ScaledSums` holds sums relative to a maximum
+(the log-sum-exp shift). That maximum is only taken over positions that are visible to every query that uses it, which
+keeps a causal model causal in floating point, however large a later key is.
 """
 
 import math
@@ -17,59 +17,59 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-# The maximum of positions that are all hidden: finite, so that differences of two such maxima are.
+# The maximum over positions that are all hidden. It is finite, so that the difference of two such maxima is finite.
 EMPTY = -1e30
 
-# exp of less than this counts as 0: CPUs take 30 times longer for exponentials that are subnormal numbers, and for
+# exp(x) for x below this is set to 0: CPUs take 30 times longer for exponentials that are subnormal numbers, and for
 # products with them.
 FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
 
 # The logarithm of the smallest denominator, relative to the largest key and the largest bias, that cannot have lost
-# terms that it should hold.
+# significant terms to underflow. A query with a smaller denominator is called lost.
 LOST = -60.0
 
-# With biases of a span up to this, lost queries are summed by products with smaller keys, up to so many times, while
-# they are more than this share.
+# If the biases span at most SMALL_SPAN, lost queries are summed again by products without the largest keys, up to
+# LEVELS times, as long as more than the share FEW_LOST of all queries is lost.
 SMALL_SPAN = 20.0
 LEVELS = 5
 FEW_LOST = 1 / 256
 
-# Where values may not be looked at, how far a bias may lie below the largest one of its row of a table; those farther
-# below are raised to this.
+# Where values cannot be read, the largest distance of a bias from the largest bias in its row of a table. Biases
+# farther below are raised to this distance.
 LARGEST_SPAN = 75.0
 
-# An exported program has all its operations written out, and it takes the longer to make the more there are. So there
-# logarithmic levels begin at blocks of this many positions, which are summed from the logits of all pairs.
+# An exported program contains each operation separately, and export time grows with their number. In an export, the
+# log2(T) levels therefore start at blocks of this many positions, which are summed from the logits of all pairs.
 EXPORTED_BLOCK = 32
 
-# Where such levels run over all positions, there has to be a longest sequence.
+# The longest sequence of an exported program with such levels over all positions.
 LONGEST_EXPORTED = 2**17
 
-# Logits of lost queries that are computed at once.
+# Maximum number of logits of lost queries that are computed at once.
 LOGITS_AT_ONCE = 2**24
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of sums over x: float32, or float64 for float64."""
+    """Return the dtype of sums over x: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def largest_size(x: torch.Tensor) -> float:
-    """The largest absolute value in x; NaN where x holds one."""
+    """Return the largest absolute value in x; NaN if x contains NaN."""
     lowest, highest = x.detach().aminmax()
     return max(-float(lowest), float(highest))
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """x in `working_dtype`."""
+    """Return x in its `working_dtype`."""
     dtype = working_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def may_look_at(*tensors: torch.Tensor) -> bool:
-    """Whether control flow may depend on values: eager tensors on a CPU, where no transform is active.
+    """Whether control flow may depend on the values of tensors: only for eager tensors on a CPU, without transforms.
 
-    On an accelerator the host would have to wait for them.
+    On an accelerator, the host would have to wait for the values.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
@@ -77,7 +77,7 @@ def may_look_at(*tensors: torch.Tensor) -> bool:
 
 
 def floored_exp(x: torch.Tensor) -> torch.Tensor:
-    """exp(x), and on a CPU 0 where x is below `FLOOR`."""
+    """exp(x); on a CPU, 0 where x is below `FLOOR`."""
     if not may_look_at(x):
         return torch.exp(x)
     small = x.detach() < FLOOR[x.dtype]
@@ -101,7 +101,7 @@ def fold(x: torch.Tensor) -> torch.Tensor:
 
 
 def unfold(x: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """(B h, T, 1, c) -> (B, h, T, c)."""
+    """(B h, T, 1, c) -> (B, h, T, c), the inverse of `fold`."""
     return x.squeeze(2).unflatten(0, (batch_size, -1))
 
 
@@ -113,19 +113,19 @@ class ScaledSums(NamedTuple):
     maximum: torch.Tensor  # (..., T, B, k)
 
     def shifted(self, exponent: torch.Tensor | float) -> "ScaledSums":
-        """The same sums with `exponent` added to every K + w."""
+        """Return the sums with `exponent` added to every K + w."""
         return self._replace(maximum=self.maximum + exponent)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ScaledSums":
-        """`function` applied to each of the three tensors."""
+        """Apply `function` to each of the three tensors."""
         return ScaledSums(*map(function, self))
 
     def narrow(self, start: int, length: int) -> "ScaledSums":
-        """`length` positions from `start` on."""
+        """Return the sums of `length` positions from `start` on."""
         return self.map(lambda x: x.narrow(-3, start, length))
 
     def merge(self, other: "ScaledSums") -> "ScaledSums":
-        """The sums over both sets of positions."""
+        """Return the sums over the positions of both."""
         maximum = torch.maximum(self.maximum, other.maximum)
         scale, other_scale = torch.exp(self.maximum - maximum), torch.exp(other.maximum - maximum)
         return ScaledSums(
@@ -135,16 +135,16 @@ class ScaledSums(NamedTuple):
         )
 
     def average(self) -> torch.Tensor:
-        """Eq. 2: the quotient of the sums; 0 where there was nothing to sum over."""
+        """Return the quotient of the sums (Eq. 2); 0 where the sums are empty."""
         empty = self.denominator == 0
         return (self.numerator / self.denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
 
 def single_sums(key: torch.Tensor, value: torch.Tensor, exponent: torch.Tensor | float = 0.0) -> ScaledSums:
-    """One position for each query: exp(K + exponent) V, for `key` and `value` (..., T, B, c)."""
+    """Sums of one position each: exp(K + exponent) V, for `key` (..., T, B, k) and `value` (..., T, B, c)."""
     logits = key + exponent
     maximum = logits.detach().clamp_min(EMPTY)
-    weights = torch.exp(logits - maximum)  # 1 in value, 0 for a hidden key; the gradient is what matters
+    weights = torch.exp(logits - maximum)  # 1, or 0 for a hidden key; computed for its gradient
     return ScaledSums(weights * value, weights, maximum)
 
 
@@ -153,22 +153,22 @@ def block_sums(
 ) -> ScaledSums:
     """Sums over a block of positions as one product with exp(w).
 
-    The largest key and the largest bias of a row are subtracted. A query that sees neither, since -inf hides them, or
-    that sees large keys only at small biases, loses terms that it should hold. Where values may be looked at, these
-    queries are found by their denominators and summed again: as long as they are many by a product without the keys
-    that are too large for them to be seen, in the end from their own logits. Elsewhere biases that are more than
-    `LARGEST_SPAN` below the largest one of their row count as that much below.
+    The largest key and the largest bias of a row are subtracted before the exponentials. A query from which the large
+    keys or biases are hidden by -inf, or that sees large keys only at small biases, can lose significant terms to
+    underflow. If values can be read, such lost queries are detected by their denominators and summed again: as long as
+    there are many, by a product without the largest keys, which no lost query sees, and finally from their own logits.
+    Otherwise, biases are clamped to at least the largest bias of their row minus `LARGEST_SPAN`.
 
     Args:
         key: (..., T', B, k), -inf where a position is hidden from all queries.
         value: (..., T', B, c).
-        bias: (..., T, T') position biases; None is 0, and then all queries share one sum (T = 1).
+        bias: (..., T, T') position biases; None for w = 0, in which case all queries share one sum (T = 1).
         masked: whether `bias` has entries of -inf, which hide a position from a query.
     """
     if bias is None:
         return _shared_sums(key, value)
     if bias.shape[-2] == 1 and not masked:
-        # One query, one maximum over K + w: exact for biases of any span, as those of a long decay are.
+        # One query needs one maximum over K + w, which is exact for biases of any span, such as those of a long decay.
         return _shared_sums(key + bias.mT.unsqueeze(-1).to(key.dtype), value)
     bias = bias.to(key.dtype)
     exact = may_look_at(key, value, bias) and min(x.numel() for x in (key, value, bias)) > 0
@@ -181,7 +181,7 @@ def block_sums(
 
 
 def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, masked: bool) -> ScaledSums:
-    """`block_sums` with a look at the denominators, and sums for lost queries."""
+    """`block_sums` that reads the denominators and sums lost queries again."""
     bias_maximum = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     relative = bias - bias_maximum
     table = floored_exp(relative)
@@ -198,11 +198,11 @@ def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, ma
     lost = sums.denominator.detach() < math.exp(LOST)
     if lost.any():
         sees = _product((bias > -math.inf).to(key.dtype), (clean_key > -math.inf).to(key.dtype)) > 0
-        lost = lost & sees  # the others see nothing, and their sums are 0
+        lost = lost & sees  # the other queries see no key, so their sums are 0
     for _ in range(LEVELS if span <= SMALL_SPAN else 0):
         if float(lost.mean(dtype=key.dtype)) < FEW_LOST:
             break
-        # A lost query sees no key that is larger than this: it would not be lost.
+        # A lost query sees none of these keys: with one of them, its denominator would be large enough.
         hidden = clean_key.detach() > clean_key.detach().amax(-3, keepdim=True) + (LOST + span)
         clean_key, clean_value = clean_key.masked_fill(hidden, -math.inf), clean_value.masked_fill(hidden, 0.0)
         again = _table_sums(clean_key, clean_value, table, bias_maximum)
@@ -214,7 +214,7 @@ def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, ma
 
 
 def _table_sums(key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, bias_maximum: torch.Tensor) -> ScaledSums:
-    """The products of a table (..., T, T') of exp(w - bias_maximum) with keys and values."""
+    """The sums as products of a table (..., T, T') of exp(w - bias_maximum) with exp(K) V and exp(K)."""
     key_maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - key_maximum)
     maximum = key_maximum + bias_maximum.unsqueeze(-1)
@@ -222,7 +222,7 @@ def _table_sums(key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, bia
 
 
 def _shared_sums(key: torch.Tensor, value: torch.Tensor) -> ScaledSums:
-    """The sums over all positions, (..., 1, B, c)."""
+    """The sums over all positions, (..., 1, B, c), for w = 0."""
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
     return ScaledSums((weights * value).sum(-3, keepdim=True), weights.sum(-3, keepdim=True), maximum)
@@ -234,21 +234,21 @@ def _product(table: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
-    """`block_sums` from the logits of some queries at a time, without a look at values: O(T T' d) exponentials."""
+    """`block_sums` from the logits of some queries at a time, without reading values: O(T T' d) exponentials."""
 
     def some_queries(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
-        hidden = (bias == -math.inf)[..., None, None]  # its NaN, too
+        hidden = (bias == -math.inf)[..., None, None]  # also hides NaN
         logits = (key.unsqueeze(-4) + bias[..., None, None]).masked_fill(hidden, -math.inf)  # (..., t, T', B, k)
         maximum = logits.detach().amax(-3).clamp_min(EMPTY)
         weights = torch.exp(logits - maximum.unsqueeze(-3))
         values = value.unsqueeze(-4).masked_fill(logits == -math.inf, 0.0)
         return ScaledSums((weights * values).sum(-3), weights.sum(-3), maximum)
 
-    if torch.compiler.is_exporting():  # for any length, all queries at once
+    if torch.compiler.is_exporting():  # the program serves any length, so all queries are computed at once
         return some_queries(key, value, bias)
     at_once = max(1, LOGITS_AT_ONCE // max(1, key.numel() // key.shape[-1] * value.shape[-1]))
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        # Computed again in the backward pass: the logits of all queries take T x T x d.
+        # Recomputed in the backward pass, since the logits of all queries take T x T' x d numbers.
         parts = [checkpoint(some_queries, key, value, rows, use_reentrant=False) for rows in bias.split(at_once, -2)]
     else:
         parts = [some_queries(key, value, rows) for rows in bias.split(at_once, -2)]
@@ -258,7 +258,7 @@ def _sums_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) 
 def _with_lost_queries(
     sums: ScaledSums, lost: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
 ) -> ScaledSums:
-    """`sums` of `block_sums`, but those of `lost` queries (..., T, B, k) from their own logits."""
+    """Replace the sums of the `lost` queries (..., T, B, k) in `sums` by sums of their own logits."""
     leading = lost.shape[:-3]
     key, value = (x.expand(*leading, *x.shape[-3:]).flatten(0, -4) for x in (key, value))
     bias = bias.expand(*leading, *bias.shape[-2:]).flatten(0, -3)
@@ -285,7 +285,7 @@ def _with_lost_queries(
     at_once = max(1, LOGITS_AT_ONCE // (bias.shape[-1] * (value.shape[-1] if shared else 1)))
     parts = []
     for some in place.split(at_once):
-        # Computed again in the backward pass, as the logits take T' numbers for each query.
+        # Recomputed in the backward pass, since the logits take T' numbers for each query.
         parts.append(checkpoint(some_queries, key, value, bias, *some.unbind(1), use_reentrant=False))
     again = ScaledSums(*(torch.cat(x) for x in zip(*parts)))
 
@@ -299,14 +299,15 @@ def _with_lost_queries(
 
 
 def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None) -> ScaledSums:
-    """Causal sums (t' <= t) over a power of two of positions.
+    """Causal sums (t' <= t) over T positions, T a power of two.
 
-    Halves are joined from blocks of one position upwards. The left half of a block is visible to all of its right
-    half, so `block_sums` may take its maximum, and log2(T) levels of small products give the whole triangle.
+    Blocks are merged in pairs, from blocks of one position upwards. The left half of a block is visible to all of its
+    right half, so `block_sums` may use the maximum of the left half, and log2(T) levels of small products give the
+    whole triangle.
 
     Args:
         key, value: (..., T, B, k) and (..., T, B, c) with T a power of two.
-        bias: (..., T, T) or None; only its lower triangle is read.
+        bias: (..., T, T), of which only the lower triangle is read; None for w = 0.
     """
     if torch.compiler.is_exporting():
         half = min(key.shape[-3], EXPORTED_BLOCK)
@@ -338,12 +339,12 @@ def _triangles_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Ten
 
 
 def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The left and right halves, each (..., T / 2 half, half, B, c), of all blocks of 2 half positions."""
+    """The left and right halves, each (..., T / (2 half), half, B, c), of all blocks of 2 half positions."""
     return x.unflatten(-3, (-1, 2, half)).unbind(-4)
 
 
 def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:
-    """The blocks (..., T / 2 half, half, half) by which each right half sees the left half beside it."""
+    """w from each right half to the left half of the same block: (..., T / (2 half), half, half)."""
     if bias is None:
         return None
     rows = bias.unflatten(-2, (-1, 2, half)).select(-3, 1)  # (..., pairs, half, T)
@@ -352,13 +353,13 @@ def _left_of_right(bias: torch.Tensor | None, half: int) -> torch.Tensor | None:
 
 
 def reversed_triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
-    """As `triangle_sums` with t' >= t."""
+    """Like `triangle_sums`, for t' >= t."""
     sums = triangle_sums(key.flip(-3), value.flip(-3), bias.flip(-2, -1))
     return sums.map(lambda x: x.flip(-3))
 
 
 def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
-    """Inclusive prefix of `sums` along T, each step back costing `decay` (broadcast to (..., 1, 1, 1)) in exponent."""
+    """Inclusive prefix sums along T; each step back lowers the exponent by `decay` (broadcast to (..., 1, 1, 1))."""
     length, step = sums.maximum.shape[-3], 1
     if torch.compiler.is_exporting():
         torch._check(length <= LONGEST_EXPORTED)
@@ -370,7 +371,7 @@ def prefix_sums(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSu
 
 
 def prefix_sums_of_chunks(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -> ScaledSums:
-    """`prefix_sums` where T counts chunks: so few that an exported program sums all pairs of them at once."""
+    """`prefix_sums` over chunks, which are so few that an exported program computes all pairs of chunks at once."""
     if not torch.compiler.is_exporting():
         return prefix_sums(sums, decay)
     chunks = torch.arange(sums.maximum.shape[-3], device=sums.maximum.device)
@@ -385,12 +386,12 @@ def prefix_sums_of_chunks(sums: ScaledSums, decay: torch.Tensor | float = 0.0) -
 
 
 def suffix_sums(sums: ScaledSums) -> ScaledSums:
-    """Inclusive suffix of `sums` along T."""
+    """Inclusive suffix sums along T."""
     return prefix_sums(sums.map(lambda x: x.flip(-3))).map(lambda x: x.flip(-3))
 
 
 def delayed(sums: ScaledSums, steps: int) -> ScaledSums:
-    """`sums` moved `steps` positions later along T (earlier if negative); nothing comes in at the end."""
+    """Shift `sums` by `steps` positions to later places along T (earlier, if negative); empty sums fill the gap."""
     length = sums.maximum.shape[-3]
     later = torch.sym_min(max(steps, 0), length)
     earlier = torch.sym_min(max(-steps, 0), length)
@@ -403,7 +404,7 @@ def delayed(sums: ScaledSums, steps: int) -> ScaledSums:
 
 
 def pad_positions(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., T, B, c) with `padding` hidden positions appended."""
+    """Append `padding` hidden positions to key (..., T, B, k) and value (..., T, B, c)."""
     pad = (0, 0, 0, 0, 0, padding)
     return nn.functional.pad(key, pad, value=-math.inf), nn.functional.pad(value, pad)
 
@@ -411,11 +412,11 @@ def pad_positions(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple
 def pad_to_power_of_two(
     key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(..., T, B, c) and biases (..., T, T) with hidden positions appended until T is a power of two."""
+    """Append hidden positions to (..., T, B, c), and to biases (..., T, T), until T is a power of two."""
     padding = power_of_two_from(key.shape[-3]) - key.shape[-3]
     return *pad_positions(key, value, padding), nn.functional.pad(bias, (0, padding, 0, padding))
 
 
 def power_of_two_from(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()

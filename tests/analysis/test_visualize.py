@@ -21,7 +21,7 @@ TYPES = ["conv", "full", "local", "simple"]
 
 
 def randomized(model):
-    """Position biases that are not 0."""
+    """Give a model random position biases."""
     for name, parameter in model.named_parameters():
         if "kernel" in name or "position_bias" in name:
             torch.nn.init.normal_(parameter)
@@ -120,7 +120,7 @@ def test_completions_are_drawn_by_the_model():
         model.lm_head.weight.zero_()
         model.aft.layernorm.weight.zero_()
         model.aft.layernorm.bias.fill_(1.0)
-        model.lm_head.weight[77] = 100.0  # the one sub-pixel that has any probability
+        model.lm_head.weight[77] = 100.0  # all probability is on this sub-pixel value
     completed = complete_images(model, images)
     assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
 
@@ -136,7 +136,7 @@ def test_models_of_something_else_complete_no_images():
 
 
 def luminance(colour):
-    """Of WCAG 2, for "#rrggbb"."""
+    """Relative luminance of a color "#rrggbb", as WCAG 2 defines it."""
     channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
@@ -232,7 +232,7 @@ def test_every_kind_of_picture_is_drawn(checkpoints, tmp_path, name, kind, optio
     done = visualize(checkpoints / name, kind, *options, "--out", tmp_path / "p.png")
     assert done.exit_code == 0, done.exception
     colours = np.unique(np.asarray(Image.open(tmp_path / "p.png").convert("RGBA")).reshape(-1, 4), axis=0)
-    assert len(colours) > 20  # something is on it
+    assert len(colours) > 20  # the picture is not empty
 
 
 def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
@@ -247,8 +247,8 @@ def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
     ("name", "kind", "options", "message"),
     [
         ("vit", "biases", [], "is no AFT but a vit"),
-        ("image", "keys", [], "give the images to look at"),
-        ("text", "implicit", [], "give some with --text"),
+        ("image", "keys", [], "give --images"),
+        ("text", "implicit", [], "give --text"),
         ("text", "implicit", ["--text", "abc", "--position", "1,1"], "the index of a token"),
         ("image", "implicit", ["--images", "images", "--position", "4,0"], "one of the 4 x 6 patches"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),

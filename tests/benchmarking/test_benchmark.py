@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from aft_hf.benchmarking.peak import measure_peak
 from aft_hf.benchmarking.suites import SUITES, select_cases
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 CPU = torch.device("cpu")
 
 
@@ -206,8 +204,6 @@ def test_a_model_and_its_peer_are_of_one_size(row):
     assert aft.num_parameters() == pytest.approx(vit.num_parameters(), rel=0.15)
 
 
-@pytest.mark.slow
-def test_a_pattern_that_fits_no_case_ends_in_one_line():
-    command = [sys.executable, SCRIPT, "--suite", "vision", "--only", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_a_pattern_that_fits_no_case_ends_in_one_line(run_command):
+    done = run_command("benchmark.py", "--suite", "vision", "--only", "nothing")
     assert done.returncode == 1 and done.stderr.strip() == "aft-hf: no case matches 'nothing'"

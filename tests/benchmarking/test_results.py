@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -202,32 +200,28 @@ def test_the_picture_shows_lines_where_there_are_any(tmp_path):
     assert without[0] == (0, 255) and path.read_bytes() != without[1]
 
 
-def benchmark(*arguments):
-    command = [sys.executable, "-m", "aft_hf.cli", "benchmark", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_the_command_shows_draws_and_writes_what_the_json_has_without_measuring(tmp_path):
+def test_the_command_shows_draws_and_writes_what_the_json_has_without_measuring(tmp_path, run_command):
     pytest.importorskip("matplotlib")
     path = tmp_path / "benchmark.json"
     rows = [measured_row(), *(growth_row(x, {"AFT-local": x / 1e3}) for x in (1024, 2048))]
     path.write_text(json.dumps({"rows": rows}))
-    done = benchmark("--no-measure", "--json", path, "--markdown", tmp_path / "table.md")
+    done = run_command("aft-hf", "benchmark", "--no-measure", "--json", path, "--markdown", tmp_path / "table.md")
     assert done.returncode == 0, done.stderr
     assert "6.00 ✓" in done.stdout and "training, time against length" in done.stdout
     assert "6.00 ✓" in (tmp_path / "table.md").read_text() and (tmp_path / "benchmark.png").exists()
 
 
 @pytest.mark.slow
-def test_the_command_measures_in_small_and_says_what_is_wrong(tmp_path):
+def test_the_command_measures_in_small_and_says_what_is_wrong(tmp_path, run_command):
     path = tmp_path / "benchmark.json"
     options = ["--smoke", "--no-memory", "--repeats", 1, "--device", "cpu", "--json", path]
-    done = benchmark("--suite", "mixer", "--only", "AFT-full layer beside SDPA inference fp32", *options)
+    done = run_command(
+        "aft-hf", "benchmark", "--suite", "mixer", "--only", "AFT-full layer beside SDPA inference fp32", *options
+    )
     assert done.returncode == 0, done.stderr
     (row,) = read_rows(path)
     assert row["sizes"] == "smoke" and set(row["seconds"]) == {"ours", "peer"} and row["ratio"]["peer"] > 0
-    done = benchmark("--suite", "sound", *options)
+    done = run_command("aft-hf", "benchmark", "--suite", "sound", *options)
     assert done.returncode == 1 and done.stderr.strip().startswith(
         "aft-hf: no suite 'sound': there are vision, causal"
     )

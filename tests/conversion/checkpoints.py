@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every dialect, with no parameter at the value it starts training with, and how they compute."""
+"""Tiny checkpoints of every format, with random values in all parameters, and reference forward passes."""
 
 import json
 
@@ -24,12 +24,12 @@ SIZES = {
     "image_size": 32,
     "patch_size": PATCH,
 }
-OPTIONS = {"kernel_size": 3, "num_heads": 4}  # of a conversion to AFT-conv
-TIMM = {"source_num_heads": HEADS}  # 24 is no multiple of 64
+OPTIONS = {"kernel_size": 3, "num_heads": 4}  # options of a conversion to AFT-conv
+TIMM = {"source_num_heads": HEADS}  # required, since the width 24 is no multiple of 64
 
 
 def randomize(model):
-    """No parameter at its initial 0 or 1, so a forgotten copy cannot pass for a right one."""
+    """Randomize all parameters: a forgotten copy of an initial 0 or 1 would go unnoticed."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -37,7 +37,7 @@ def randomize(model):
 
 
 def save_vit(path, **config):
-    """A ViT of transformers with classes and an image processor."""
+    """Save a ViT of transformers with class names and an image processor."""
     labels = {"id2label": {0: "cat", 1: "dog", 2: "owl"}, "label2id": {"cat": 0, "dog": 1, "owl": 2}}
     model = randomize(ViTForImageClassification(ViTConfig(**SIZES | labels | config)))
     model.save_pretrained(path)
@@ -46,21 +46,21 @@ def save_vit(path, **config):
 
 
 def save_distilled_deit(path):
-    """A DeiT of transformers with two heads."""
+    """Save a DeiT of transformers with two heads."""
     model = randomize(DeiTForImageClassificationWithTeacher(DeiTConfig(**SIZES, num_labels=CLASSES)))
     model.save_pretrained(path)
     return model.eval()
 
 
 def save_deit(path):
-    """A DeiT of transformers with a distillation token and one head."""
+    """Save a DeiT of transformers with a distillation token and one head."""
     model = randomize(DeiTForImageClassification(DeiTConfig(**SIZES, num_labels=CLASSES)))
     model.save_pretrained(path)
     return model.eval()
 
 
 def save_backbone(path):
-    """A ViT of transformers with a pooler and no classifier."""
+    """Save a ViT of transformers with a pooler and no classifier."""
     model = randomize(ViTModel(ViTConfig(**SIZES)))
     model.save_pretrained(path)
     return model.eval()
@@ -71,12 +71,12 @@ def timm_tensors(
     grid=(4, 4),
     width=WIDTH,
     distilled=False,
-    layer_scale=None,  # the name of its two tensors: "ls{}.gamma" or "gamma_{}"
+    layer_scale=None,  # name of the two tensors: "ls{}.gamma" or "gamma_{}"
     position_of_cls=True,
     bias=True,
     head=True,
 ):
-    """The tensors of timm and the original DeiT."""
+    """Return random tensors with the names of timm and the original DeiT."""
     tokens = grid[0] * grid[1] + position_of_cls + distilled
     shapes = {
         "cls_token": (1, 1, width),
@@ -111,14 +111,14 @@ def timm_tensors(
 
 
 def save_pth(path, **options):
-    """A file as the original DeiT's."""
+    """Save a file in the format of the original DeiT."""
     tensors = timm_tensors(**options)
     torch.save({"model": tensors}, path)
     return tensors
 
 
 def save_timm(path, architecture="vit_small_patch8_32", **config):
-    """timm's config.json, beside which its weights are to be put."""
+    """Save a config.json of timm, without weights."""
     path.mkdir()
     pretrained = {"input_size": [3, 32, 32], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.8}
     pretrained |= {"interpolation": "bilinear"}
@@ -128,7 +128,7 @@ def save_timm(path, architecture="vit_small_patch8_32", **config):
 
 
 def timm_block(tensors, i, x, num_heads=HEADS):
-    """A block of timm's ViT, with layer scale where it has one."""
+    """Compute a block of timm's ViT, with layer scales if there are any."""
 
     def linear(x, name):
         return nn.functional.linear(x, tensors[f"blocks.{i}.{name}.weight"], tensors.get(f"blocks.{i}.{name}.bias"))
@@ -152,7 +152,7 @@ def timm_block(tensors, i, x, num_heads=HEADS):
 
 
 def timm_logits(tensors, pixels, num_heads=HEADS):
-    """timm's ViT, distilled or not, written out; pixels (B, 3, height, width)."""
+    """Compute the logits of timm's ViT, distilled or not, for pixels (B, 3, height, width)."""
     x = nn.functional.conv2d(pixels, tensors["patch_embed.proj.weight"], tensors["patch_embed.proj.bias"], PATCH)
     x = x.flatten(2).mT
     batch, num_patches, width = x.shape
@@ -170,7 +170,7 @@ def timm_logits(tensors, pixels, num_heads=HEADS):
 
 
 def timm_copies(tensors):
-    """What the paper transfers, of unscaled timm tensors, written out by hand for two layers of width 24."""
+    """Return the tensors that the paper transfers from timm (without layer scales), for two layers of width 24."""
     copies = {}
     for kind in ("weight", "bias"):
         copies[f"aft.embeddings.patch_embeddings.{kind}"] = tensors[f"patch_embed.proj.{kind}"]
@@ -188,7 +188,7 @@ def timm_copies(tensors):
 
 
 def transformers_copies(tensors, prefix):
-    """What the paper transfers, written out by hand for two layers."""
+    """Return the tensors that the paper transfers from transformers, for two layers."""
     expected = {}
     for kind in ("weight", "bias"):
         expected[f"aft.embeddings.patch_embeddings.{kind}"] = f"{prefix}embeddings.patch_embeddings.projection.{kind}"
@@ -205,7 +205,7 @@ def transformers_copies(tensors, prefix):
 
 
 def assert_copied(model, expected):
-    """Every expected tensor is in the model, bit for bit."""
+    """Assert that every expected tensor is in the model, bit for bit."""
     state = model.state_dict()
     for name, tensor in expected.items():
         assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name

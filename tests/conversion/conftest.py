@@ -1,4 +1,4 @@
-"""The checkpoint that most tests of conversions begin with."""
+"""The checkpoint that most conversion tests use."""
 
 import pytest
 from checkpoints import save_vit

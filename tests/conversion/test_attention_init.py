@@ -1,4 +1,4 @@
-"""Position biases that are fitted to the attention of the source: formulas, and how near they come."""
+"""Tests of position biases that are fitted to the attention of the source: formulas and errors."""
 
 import copy
 
@@ -29,7 +29,7 @@ GRID = (4, 4)
 
 @pytest.fixture
 def deit(tmp_path):
-    """A distilled DeiT of random weights as a file."""
+    """The file of a distilled DeiT with random weights."""
     save_pth(tmp_path / "deit.pth", distilled=True)
     return tmp_path / "deit.pth"
 
@@ -40,7 +40,7 @@ def pixels():
 
 
 def attention_by_hand(path, pixels, *, keep_class_token=False):
-    """Mean attention of every layer, from the maps that transformers gives."""
+    """Return the mean attention of every layer, from the attention maps of transformers."""
     model = read_source(path, **TIMM).to_transformers()
     model.set_attn_implementation("eager")
     kept = [0, *range(2, 18)] if keep_class_token else list(range(2, 18))
@@ -52,7 +52,7 @@ def attention_by_hand(path, pixels, *, keep_class_token=False):
 
 
 def relative_by_hand(attention, grid):
-    """Mean over all pairs of patches with one offset, by loops."""
+    """Return the mean over all pairs of patches for each offset, and the numbers of pairs, by loops."""
     sums = np.zeros((len(attention), 2 * grid[0] - 1, 2 * grid[1] - 1))
     counts = np.zeros((2 * grid[0] - 1, 2 * grid[1] - 1))
     for q in range(grid[0] * grid[1]):
@@ -65,7 +65,7 @@ def relative_by_hand(attention, grid):
 
 
 def relative_pattern(grid, heads=1):
-    """Attention that depends on the offset alone but for its normalization, no two offsets alike."""
+    """Return random attention whose scores depend only on the offset."""
     offsets = torch.randn(heads, 2 * grid[0] - 1, 2 * grid[1] - 1)
     positions = torch.arange(grid[0] * grid[1])
     row, column = positions // grid[1], positions % grid[1]
@@ -171,13 +171,13 @@ def test_attention_of_nearly_nothing_gives_a_bias_that_training_can_leave():
 
 
 def implied_attention(mixer, grid_size=None):
-    """What an AFT layer with equal keys gives each position, normalized (Eq. 2 with K = 0)."""
+    """Return the normalized weights of an AFT layer with equal keys (Eq. 2 with K = 0)."""
     bias = mixer.position_bias(None, grid_size) if grid_size else mixer.position_bias()
     return bias.softmax(-1).detach()
 
 
 def divergence(p, q):
-    """Mean over rows of KL(p | q), nats."""
+    """Return the mean of KL(p | q) over rows, in nats."""
     return float((p * (p / q).log()).sum(-1).mean())
 
 
@@ -188,7 +188,7 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
     for layer, attention in zip(model.aft.layers, attention_by_hand(deit, pixels)):
         attention = torch.einsum("ij,jts->its", weights, attention)
         expected = conv_bias(attention.double(), GRID, 5).float()
-        # Eq. 8 gives just these biases.
+        # The parameters of Eq. 8 result in these biases.
         torch.testing.assert_close(layer.mixer.kernel_bias(), expected, atol=1e-5, rtol=1e-5)
         kernel = layer.mixer.kernel * POSITION_BIAS_MULTIPLIER
         torch.testing.assert_close(kernel, expected, atol=1e-5, rtol=1e-5)
@@ -200,10 +200,11 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
 
 
 def save_relative_teacher(path, grid, shift, scale, angle=0.7):
-    """A ViT that looks by relative position alone, and its attention between patches.
+    """Save a ViT whose attention depends only on relative position, and return its attention between patches.
 
-    Positions are cosines and sines of the row and the column, a vector of one length and mean 0 for all, so the layer
-    norm keeps it; keys are the positions turned by the shift: a score is a cosine of the offset minus the shift.
+    Position embeddings are cosines and sines of the row and the column: all have the same norm and mean 0, so the
+    layer norm only rescales them. Keys are the position embeddings rotated by the shift, so the score of a pair is the
+    sum over both axes of the cosine of the offset minus the shift.
     """
 
     def wave(phase):
@@ -234,7 +235,7 @@ def save_relative_teacher(path, grid, shift, scale, angle=0.7):
         attention.q_proj.weight.copy_(scale * torch.eye(8))
         attention.k_proj.weight.copy_(turned)
     model.save_pretrained(path)
-    # Normalized, a wave has length sqrt(8); a score is divided by sqrt(8) for the width of the head.
+    # The layer norm scales embeddings to norm sqrt(8); scores are divided by sqrt(8), the root of the head width.
     down, right = row - row[:, None], column - column[:, None]
     scores = (angle * (down - shift[0])).cos() + (angle * (right - shift[1])).cos()
     return (4 * scale / 8**0.5 * scores).softmax(-1)
@@ -250,8 +251,8 @@ def test_conv_takes_over_what_a_teacher_does_that_looks_by_relative_position(tmp
     model, _ = convert_deit(tmp_path, kernel_size=kernel_size, num_heads=1, init="attention", images=pixels)
     mixer = model.aft.layers[0].mixer
     peak = divmod(int(mixer.kernel_bias()[0].argmax()), kernel_size)
-    assert peak[0] > kernel_size // 2 > peak[1]  # below and to the left, as the shift
-    # But for the edges, where each row is normalized over the patches there are.
+    assert peak[0] > kernel_size // 2 > peak[1]  # below and to the left of the center, as the shift
+    # Equal except at the edges, where rows are normalized over fewer patches.
     uniform = torch.full_like(expected, 1 / len(expected))
     assert divergence(expected, implied_attention(mixer, grid)[0]) < 0.1 * divergence(expected, uniform)
 
@@ -280,7 +281,7 @@ def test_factors_of_a_window_are_fitted_to_the_window():
 
     errors = {rank: error(*factorize(bias, rank, inside)) for rank in (1, 2, 5)}
     assert errors[5] < 0.05 < errors[2] < errors[1]  # a band of 5 can be completed to rank 5
-    assert errors[2] < 0.5 * error(*factorize(bias, 2, torch.ones_like(inside)))  # the singular values alone
+    assert errors[2] < 0.5 * error(*factorize(bias, 2, torch.ones_like(inside)))  # the truncated SVD alone
 
 
 def test_an_unfactorized_table_is_the_fit_itself(deit, pixels):
@@ -317,7 +318,7 @@ def test_types_with_a_class_token_are_fitted_with_it(deit, pixels, aft_type):
     model, report = convert_deit(deit, aft_type=aft_type, init="attention", images=pixels, **TIMM)
     last = model.aft.layers[1].mixer
     attention = attention_by_hand(deit, pixels, keep_class_token=True)[1].mean(0, keepdim=True)
-    # Windows of 32 cover all 17 positions, and ranks of 128 suffice.
+    # A window of 32 covers all 17 positions, and a rank of 128 is sufficient.
     torch.testing.assert_close(implied_attention(last), attention, atol=1e-4, rtol=1e-3)
     fitted = {record.target for record in report.with_status("fitted")}
     assert "aft.layers.1.mixer.position_bias_query" in fitted
@@ -364,7 +365,7 @@ def test_what_cannot_be_fitted_is_refused(deit, options, message):
 
 
 def test_a_head_that_looks_at_one_patch_alone_keeps_its_peak():
-    """Nothing is left outside the window, so the constant has no end; the order of the kernel must not be lost."""
+    """No attention is left outside the window, so the constant diverges; the kernel must keep its order."""
     rows, columns = torch.arange(64) // 8, torch.arange(64) % 8
     distance = (rows[:, None] - rows) ** 2 + (columns[:, None] - columns) ** 2
     attention = torch.softmax(-6.0 * distance.double(), -1)[None]

@@ -1,4 +1,4 @@
-"""Distillation without labels: what is learned, that it can be interrupted, and that report and card say so."""
+"""Tests of distillation without labels: losses, interruption and resumption, and its record in report and card."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from checkpoints import OPTIONS, TIMM, save_pth
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
-from aft_hf import AFTConfig, convert_deit
+from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
 from aft_hf.cli import main
 from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
 from aft_hf.conversion import distillation as module
@@ -27,7 +27,7 @@ from aft_hf.training.stopping import StopSignal
 
 @pytest.fixture(scope="module")
 def images():
-    """Pictures with something in them: a coloured patch on another colour."""
+    """Images of a colored square on a background of another color."""
     random, pictures = np.random.default_rng(0), []
     for _ in range(24):
         pixels = np.broadcast_to(random.integers(256, size=3), (32, 32, 3)).astype(np.uint8)
@@ -42,7 +42,7 @@ def pixels_of(source, images):
 
 
 def divergence(model, source, images):
-    """KL(teacher || student) in nats, by the outputs of both models."""
+    """Return KL(teacher || student) in nats, from the outputs of both models."""
     pixels = pixels_of(source, images)
     with torch.no_grad():
         expected = source.to_transformers().float()(pixel_values=pixels).logits.log_softmax(-1)
@@ -108,7 +108,7 @@ def test_layer_by_layer_no_block_depends_on_another(vit, images):
     kl.backward()
     assert first.mixer.v_proj.weight.grad is None
     assert last.mixer.v_proj.weight.grad.abs().sum() > 0 and student.classifier.weight.grad.abs().sum() > 0
-    # By hand: the first block has the student's own embeddings, the last one the teacher's states.
+    # Reference: the first block gets the student's own embeddings, the last one the teacher's hidden states.
     embeddings = student.aft.embeddings(pixels)[0]
     found = [embeddings, first(embeddings, grid_size=(4, 4))]
     expected = [((x - state) ** 2).mean() / state.var() for x, state in zip(found, states)]
@@ -151,7 +151,7 @@ def run(source, images, **options):
 
 
 def stop_at(monkeypatch, step):
-    """SIGTERM in that step of the next distillation."""
+    """Simulate a SIGTERM in a step of the next distillation."""
     calls = itertools.count(1)
     monkeypatch.setattr(StopSignal, "agreed", lambda self: 15 if next(calls) == step else 0)
 
@@ -164,7 +164,7 @@ def test_a_distillation_that_was_stopped_goes_on_to_the_same_weights(vit, images
     with pytest.raises(SystemExit) as stopped:
         run(source, images, checkpoints=tmp_path / "checkpoints")
     assert stopped.value.code == 143
-    torch.manual_seed(99)  # whatever happened in between
+    torch.manual_seed(99)  # another random state, as in a new process
     weights, again = run(source, images, checkpoints=tmp_path / "checkpoints")
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     assert {**again, "minutes": 0} == {**done, "minutes": 0}
@@ -272,7 +272,7 @@ def test_a_directory_of_checkpoints_belongs_to_one_distillation_at_a_time(vit, i
     Accelerator(cpu=True)
     with owned(tmp_path), pytest.raises(OSError, match=f"is in use by process {os.getpid()} "):
         run(source, images, checkpoints=tmp_path)
-    _, done = run(source, images, steps=1, checkpoints=tmp_path)  # it is free again
+    _, done = run(source, images, steps=1, checkpoints=tmp_path)  # the lock is released
     assert done["steps"] == 1
 
 
@@ -288,7 +288,7 @@ def test_the_checkpoints_are_owned_until_the_model_is_written(vit, images, tmp_p
     monkeypatch.setattr("aft_hf.conversion.saving.verify_conversion", verify_and_try)
     save_converted(vit, tmp_path / "out", distillation={"images": images, "steps": 1, "batch_size": 8}, **OPTIONS)
     assert refused and not (tmp_path / "out-distillation").exists()
-    with owned(tmp_path / "out-distillation"):  # free again
+    with owned(tmp_path / "out-distillation"):  # the lock is released, too
         pass
 
 
@@ -342,6 +342,15 @@ def test_a_source_without_a_classifier_and_no_images_are_refused(vit, images, tm
         run(read_source(vit), [])
 
 
+def test_a_model_of_another_number_of_classes_is_refused(vit, images):
+    source = read_source(vit)
+    model = converted(source)
+    config = deepcopy(model.config)
+    config.num_labels += 1
+    with pytest.raises(ValueError, match="both need the same classes"):
+        distill(AFTForImageClassification(config), source, images, steps=1)
+
+
 def test_a_loss_that_is_not_finite_stops_the_distillation(vit, images):
     source = read_source(vit)
     model = converted(source)
@@ -360,7 +369,7 @@ def test_report_and_card_say_what_was_done(vit, images, tmp_path):
     assert {record.target for record in saved.with_status("distilled")} == set(model.state_dict())
     assert "first copied" in {record.note for record in saved.records}
     assert not saved.with_status("copied") and verify_conversion(vit, out) == 0
-    assert "distilled from its source on 24 images without labels, in 3 steps" in " ".join(
+    assert "distilled from its source on 24 unlabelled images in 3 steps" in " ".join(
         write_card(out).read_text().split()
     )
 

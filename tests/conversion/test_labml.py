@@ -1,4 +1,4 @@
-"""labml's AFT-local: its weights by their names against its formula, and against the package where it is installed."""
+"""Tests of converting labml's AFT-local, against its formula and, if labml-nn is installed, against the package."""
 
 import math
 
@@ -18,7 +18,7 @@ def draw(*shape):
 
 
 def layer_state(prefix="", bias=True):
-    """The tensors of one layer, as the package names them."""
+    """Return random tensors of one layer, with labml's names."""
     distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
     state = {"pos_bias": torch.randn(LENGTH, LENGTH), "local_mask": distance < WINDOW}
     for name in ("query", "key", "value", "output"):
@@ -49,7 +49,7 @@ def model_state(layers=2, tokens=TOKENS):
 
 
 def layer_formula(state, x, mask, prefix=""):
-    """What the package's page says of its layer, in float64: x (T, B, d), mask (T, T, B or 1), True where seen."""
+    """Compute labml's layer by its formula in float64: x (T, B, d); mask (T, T, B or 1), True where visible."""
     weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
     def linear(name, z):
@@ -70,7 +70,7 @@ def causal_mask(length):
 
 
 def model_formula(state, tokens):
-    """Logits (T, B, tokens) in float64 of token numbers (T, B)."""
+    """Compute the logits (T, B, tokens) of labml's model in float64 for token ids (T, B)."""
 
     def norm(name, z):
         weight, bias = (state[f"{name}.{part}"].double() for part in ("weight", "bias"))
@@ -91,7 +91,7 @@ def model_formula(state, tokens):
 
 
 def close(ours, theirs):
-    """Equal up to some thousand roundings in float32, of values around 1."""
+    """Assert equality up to about a thousand float32 rounding errors, for values around 1."""
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-4)
 
 
@@ -112,10 +112,10 @@ def test_masks_are_permuted_and_a_padding_mask_is_something_else():
     state, x = layer_state(), torch.randn(LENGTH, 2, WIDTH)
     mask = causal_mask(LENGTH).repeat(1, 1, 2)
     mask[:, :3, 1] = False  # the second sequence begins at position 3
-    mask[:3, :3, 1] |= torch.eye(3, dtype=torch.bool)  # whoever sees nothing divides by 0 there
+    mask[:3, :3, 1] |= torch.eye(3, dtype=torch.bool)  # a query that sees nothing would divide by 0 in labml
     mixer, expected = convert_labml(state), layer_formula(state, x.double(), mask).transpose(0, 1)
     close(mixer(x.transpose(0, 1), attention_mask=mask.permute(2, 0, 1)), expected)
-    # Here, the positions of a padded row begin at its first real token, and so do its biases.
+    # In this package, the positions of a padded row count from its first real token, and so do its position biases.
     padded = mixer(x.transpose(0, 1), attention_mask=mask[-1].T.long())
     close(padded[0], expected[0])
     assert (padded[1, 3:] - expected[1, 3:]).abs().max() > 0.1
@@ -180,7 +180,7 @@ def test_a_layer_of_the_package_gives_the_same(aft):
     torch.nn.init.normal_(theirs.pos_bias)
     x = torch.randn(LENGTH, 3, WIDTH)
     with torch.no_grad():
-        # Its mask has to have a place for each of the batch, and its own table is filled in place.
+        # labml's layer expects a mask with a batch dimension, and modifies its table in place.
         expected = theirs(query=x, key=x, value=x, mask=causal_mask(LENGTH))
         close(convert_labml(theirs.state_dict())(x.transpose(0, 1)).transpose(0, 1), expected)
 

@@ -1,4 +1,4 @@
-"""Overwriting a conversion deletes what that conversion wrote, and nothing else."""
+"""Tests of overwriting a conversion: only the files that the earlier conversion wrote are deleted."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def converted(vit, tmp_path):
 
 
 def contents(directory):
-    """Bytes by name; where a link leads for a link, None for a directory."""
+    """Return the content of each path in a directory: bytes of a file, target of a symlink, None for a directory."""
     found = {}
     for path in sorted(directory.rglob("*")):
         kind = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()
@@ -97,7 +97,7 @@ def test_a_file_of_the_user_with_a_name_that_the_new_one_needs_is_kept_and_named
 def test_a_conversion_without_a_manifest_is_kept(vit, converted):
     (converted / MANIFEST_NAME).unlink()
     before = contents(converted)
-    with pytest.raises(ConversionError, match=rf"no {MANIFEST_NAME} .*delete it yourself"):
+    with pytest.raises(ConversionError, match=rf"no {MANIFEST_NAME} .*delete the directory yourself"):
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     assert contents(converted) == before
 

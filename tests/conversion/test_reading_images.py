@@ -1,4 +1,4 @@
-"""Images to look at with a teacher come from folders and parquet files, spread over all there are."""
+"""Tests of reading images from folders and parquet files, evenly spaced over all images."""
 
 import datasets
 import pytest

@@ -1,4 +1,4 @@
-"""DINOv2 and ViT-MAE are read as the ViTs that they compute, and their neighbours are refused with a reason."""
+"""Tests of reading DINOv2 and ViT-MAE as equivalent ViTs, and of refusing similar models with a reason."""
 
 import pytest
 import torch
@@ -33,9 +33,9 @@ def mae():
 
 
 def outputs(model, pixels):
-    """The tokens after the last norm."""
+    """Return the hidden states after the last norm."""
     if isinstance(model, ViTMAEForPreTraining):
-        noise = torch.arange(16.0).expand(len(pixels), -1)  # keeps all patches in their order
+        noise = torch.arange(16.0).expand(len(pixels), -1)  # keeps the patches in order
         return model.vit(pixels, noise=noise).last_hidden_state
     return model(pixels).last_hidden_state
 
@@ -50,7 +50,7 @@ def test_a_relative_is_the_vit_that_it_computes(tmp_path, build, saved):
     with torch.no_grad():
         expected = outputs(model, pixels)
         found = source.to_transformers()(pixel_values=pixels).last_hidden_state
-    # 2 layers of sums of at most 96 products in float32, of states that weights of deviation 0.5 make large.
+    # Error of 2 layers with sums of up to 96 float32 products; weights of standard deviation 0.5 make states large.
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 

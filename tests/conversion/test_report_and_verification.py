@@ -1,4 +1,4 @@
-"""The account is complete, says enough to be executed again, and what was saved is what it says."""
+"""Tests of the conversion report: it is complete, can be executed again, and matches the saved files."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from aft_hf.conversion.derivation import Derivation
 
 @pytest.fixture
 def deit3(tmp_path):
-    """A DeiT-III as a file, of which a conversion to `simple` takes every kind of step but the casts and means."""
+    """The file of a DeiT-III, whose conversion to `simple` uses all kinds of steps except casts and means."""
     save_pth(tmp_path / "deit3.pth", layer_scale="ls{}.gamma", position_of_cls=False)
     return tmp_path / "deit3.pth"
 
@@ -73,7 +73,7 @@ def test_the_account_for_people_fits_80_columns_with_whole_names(vit):
 def test_a_saved_report_says_with_what_and_how_it_was_made(deit3, tmp_path):
     _, report = save_converted(deit3, tmp_path / "aft", aft_type="simple", image_size=48, **TIMM)
     written = json.loads((tmp_path / "aft" / REPORT_NAME).read_text())
-    assert written["source"] == deit3.name  # where it lay here is nobody's business
+    assert written["source"] == deit3.name  # without the local directory
     assert written["options"]["aft_type"] == "simple" and written["options"]["init"] == "paper"
     assert {"aft_hf", "torch", "transformers"} <= written["versions"].keys()
     records = {record["target"]: record for record in written["tensors"] if record["target"]}
@@ -117,7 +117,7 @@ def test_a_step_that_nobody_knows_is_refused():
 def test_verification_compares_every_copied_tensor(deit3, tmp_path, aft_type):
     options = {"aft_type": aft_type, "image_size": 48, "kernel_size": 3, "num_heads": 4, **TIMM}
     _, report = save_converted(deit3, tmp_path / "aft", **options)
-    # 2 layers of 6 modules with weight and bias, and patch embedding, norm, classifier, class token and positions.
+    # 2 layers of 6 modules, patch embedding, norm, classifier, each with weight and bias; class token, positions.
     assert verify_conversion(deit3, tmp_path / "aft") == 24 + 6 + (2 if aft_type == "simple" else 0)
     assert verify_conversion(deit3, tmp_path / "aft") == len(report.with_status("copied"))
 
@@ -133,7 +133,7 @@ def test_a_tensor_that_is_nan_equals_itself(tmp_path):
     tensors = save_pth(tmp_path / "deit.pth")
     save_converted(tmp_path / "deit.pth", tmp_path / "aft", **OPTIONS, **TIMM)
     saved = load_file(tmp_path / "aft" / "model.safetensors")
-    # A conversion has none, but one of an earlier version may, and verification is of bits alone.
+    # Conversions refuse NaN, but those of an earlier version may contain it; verification compares only bits.
     tensors["blocks.0.mlp.fc1.weight"][0, 0] = saved["aft.layers.0.mlp.fc1.weight"][0, 0] = torch.nan
     torch.save(tensors, tmp_path / "deit.pth")
     save_file(saved, tmp_path / "aft" / "model.safetensors")
@@ -196,7 +196,7 @@ def test_what_is_saved_loads_with_its_image_processor_and_report(vit, tmp_path):
 def test_the_margin_that_is_cropped_grows_with_the_image(deit3, tmp_path):
     save_converted(deit3, tmp_path / "aft", image_size=48, **OPTIONS, **TIMM)
     processor = AutoImageProcessor.from_pretrained(tmp_path / "aft")
-    # 32 / 0.875 = 36.57 is cut to 36, of which 48 / 32 is 54.
+    # 32 / 0.875 = 36.57 is rounded down to 36, and 36 * 48 / 32 = 54.
     assert processor.size["shortest_edge"] == 54
     assert (processor.crop_size["height"], processor.crop_size["width"]) == (48, 48)
 

@@ -1,4 +1,4 @@
-"""Every dialect of a ViT or DeiT checkpoint is read for what it is: the same tensors, config and image processor."""
+"""Tests of reading ViT and DeiT checkpoints of every format: tensors, config and image processor."""
 
 import argparse
 import json
@@ -62,7 +62,7 @@ def test_a_model_in_memory_is_converted_as_its_files_are(tmp_path, save):
 
 
 def test_heads_that_nobody_knows_are_asked_for_only_where_attention_matters(tmp_path):
-    save_pth(tmp_path / "deit.pth")  # of a width that is no multiple of 64
+    save_pth(tmp_path / "deit.pth")  # its width is no multiple of 64
     torch.manual_seed(0)
     expected, _ = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
     torch.manual_seed(0)
@@ -253,7 +253,7 @@ def test_a_backbone_of_timm_gets_a_new_classifier(tmp_path):
     assert "classifier.weight" in {record.target for record in report.with_status("new")}
 
 
-# ---------------------------------------------------------------------------------------------- as transformers' model
+# ---------------------------------------------------------------------------------------------- models of transformers
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_the_model_of_transformers_computes_what_timm_computes(tmp_path, options
     model = read_source(tmp_path / "deit.pth", source_image_size=size, **TIMM).to_transformers()
     pixels = torch.randn(2, 3, *size).double()
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
-    # Layer scales are multiplied into the weights, which rounds them once, to float32.
+    # Folding the layer scales into the weights rounds these once, to float32.
     torch.testing.assert_close(model.double()(pixels).logits, timm_logits(tensors, pixels), atol=1e-6, rtol=1e-6)
     assert not model.training
 
@@ -285,7 +285,7 @@ def test_a_block_with_folded_layer_scales_computes_what_it_computed(tmp_path):
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
     x = torch.randn(2, 17, WIDTH).double()
     for i in (0, 1):
-        # The product of weights and scales is rounded once, to float32.
+        # The product of weights and layer scales is rounded once, to float32.
         torch.testing.assert_close(model.vit.layers[i](x), timm_block(tensors, i, x), atol=1e-5, rtol=1e-5)
 
 
@@ -320,7 +320,7 @@ def test_the_image_processor_of_timm_does_what_its_transform_does(tmp_path):
     save_file(timm_tensors(), tmp_path / "timm" / "model.safetensors")
     processor = read_source(tmp_path / "timm").image_processor
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 77, 3), dtype=np.uint8))
-    # The shorter side to 32 / 0.8 = 40, bilinear, and the middle 32 x 32.
+    # Resize the shorter side to 32 / 0.8 = 40, bilinear, and crop the central 32 x 32.
     resized = image.resize((int(40 * 77 / 50), 40), Image.Resampling.BILINEAR)
     left, top = (resized.width - 32) // 2, (resized.height - 32) // 2
     expected = np.asarray(resized.crop((left, top, left + 32, top + 32)), dtype=np.float64) / 255

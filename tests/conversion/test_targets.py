@@ -1,4 +1,4 @@
-"""Every image type of AFT gets what it has a place for, at any image size."""
+"""Tests of the tensors that each image type of AFT gets, at any image size."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from aft_hf.conversion import POSITION_BIAS_MULTIPLIER
 
 
 def resized(positions, old, new):
-    """(n, d) positions of a grid, interpolated as ViT does."""
+    """Interpolate position embeddings (n, d) of a grid as ViT does."""
     grid = positions.reshape(1, *old, -1).permute(0, 3, 1, 2)
     grid = nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
     return grid.permute(0, 2, 3, 1).reshape(new[0] * new[1], -1)
@@ -18,7 +18,7 @@ def resized(positions, old, new):
 
 @pytest.fixture
 def deit(tmp_path):
-    """A distilled DeiT as a file, and its tensors."""
+    """The file of a distilled DeiT, and its tensors."""
     return tmp_path / "deit.pth", save_pth(tmp_path / "deit.pth", distilled=True)
 
 
@@ -28,7 +28,7 @@ def test_types_with_a_class_token_keep_it_and_its_positions(deit, aft_type):
     model, report = convert_deit(path, aft_type=aft_type, **TIMM)
     expected = timm_copies(tensors)
     expected["aft.embeddings.cls_token"] = tensors["cls_token"]
-    # The second row is that of the distillation token.
+    # The second position is that of the distillation token.
     expected["aft.embeddings.position_embeddings"] = tensors["pos_embed"][:, [0, *range(2, 18)]]
     assert_copied(model, expected)
     assert model.config.pooling == "cls" and model.config.num_heads == 1
@@ -94,7 +94,7 @@ def test_conv_has_the_heads_and_kernels_of_the_paper_by_default(tmp_path):
 
 
 def test_a_converted_model_learns_its_position_biases_with_any_optimizer(deit):
-    """Its w begins as the paper's, and the multiplier is in its config, in the report and in every layer."""
+    """w is 0 at first, as in the paper, and the multiplier is in the config, the report and every layer."""
     path, _ = deit
     model, report = convert_deit(path, **OPTIONS, **TIMM)
     paper, _ = convert_deit(path, **OPTIONS, position_bias_multiplier=1, **TIMM)

@@ -1,4 +1,4 @@
-"""The byte tokenizer: ids are bytes, nothing is lost, and AutoTokenizer loads it."""
+"""The byte tokenizer: ids are bytes, encoding is lossless, and AutoTokenizer loads it."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Files as bytes: what is read, what is counted, and what that takes."""
+"""Byte-level datasets: the windows of a file, the labels that count, and memory use."""
 
 import os
 from pathlib import Path
@@ -91,12 +91,12 @@ def resident_bytes() -> int:
 def test_memory_stays_flat_while_two_gigabytes_are_read(tmp_path):
     path, size, length = tmp_path / "large", 2**31, 2**14
     with path.open("wb") as file:
-        file.truncate(size)  # no room on the disk, but read as so many zeros
+        file.truncate(size)  # a sparse file: it takes no disk space and reads as zeros
     windows = ByteWindows(path, seq_len=length)
     windows[0], windows[1]
     before, most, read = resident_bytes(), 0, 0
-    for i in range(0, len(windows), 16):  # from beginning to end
+    for i in range(0, len(windows), 16):  # spread over the whole file
         read += len(windows[i]["labels"])
         most = max(most, resident_bytes())
     assert len(windows) == size // length and read == 2**27
-    assert most - before < 2**24  # an eighth of what was read
+    assert most - before < 2**24  # an eighth of the bytes read

@@ -1,4 +1,4 @@
-"""Labelled images as training sees them."""
+"""Training data of image classification: samples, crops and the augmentation of batches."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_mixup_adds_pixels_as_it_adds_targets(batch):
         torch.manual_seed(seed)
         pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False, mixup=0.8)(*batch)
         plain, one_hot = normalized(batch[0]), torch.eye(5)[batch[1]]
-        share = targets[1, 1].item()  # images 1 and 14 mix, of classes 1 and 4
+        share = targets[1, 1].item()  # images 1 and 14, of classes 1 and 4, are mixed
         torch.testing.assert_close(pixels, share * plain + (1 - share) * plain.flip(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(targets, share * one_hot + (1 - share) * one_hot.flip(0))
         shares.add(share)
@@ -102,7 +102,7 @@ def test_erasing_makes_a_part_of_each_image_noise(batch):
     assert (erased.all(1) == erased.any(1)).all()  # all channels at once
     share = erased[:, 0].float().mean((1, 2))
     assert (share > 0).all() and (share < 0.5).all()
-    noise = pixels[erased]  # some thousand normal numbers: the bounds are five standard errors and more
+    noise = pixels[erased]  # thousands of normal numbers: the bounds are at least five standard errors
     assert noise.numel() > 2000 and noise.mean().abs() < 0.12 and (noise.std() - 1).abs() < 0.1
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of training data: any change of what was read shows, another place or name does not."""
+"""Fingerprints of training data: they change with the data that is read, and not with its path."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,7 @@ def rows(pixels: list[np.ndarray], labels: list[int]) -> Dataset:
 
 def write_folder(folder: Path, pixels: list[np.ndarray]) -> Path:
     for i, each in enumerate(pixels):
-        path = folder / "ab"[i % 2] / f"{i}.bmp"  # a format in which all pictures have one size
+        path = folder / "ab"[i % 2] / f"{i}.bmp"  # in this format, all files have the same size
         path.parent.mkdir(parents=True, exist_ok=True)
         Picture.fromarray(each).save(path)
     return folder
@@ -70,7 +70,7 @@ def test_of_a_large_file_blocks_from_the_first_to_the_last_count(tmp_path, monke
         noticed.append(sum_file(path) != before)
     assert noticed[0] and noticed[-1] and sum(noticed) == min(size, 64)
     gaps = [len(gap) for gap in "".join("x" if each else "." for each in noticed).split("x")]
-    assert max(gaps) <= (size - 64) // 7 + 1  # between 8 blocks
+    assert max(gaps) <= (size - 64) // 7 + 1  # the gaps between 8 blocks
     path.write_bytes(bytes(size + 1))
     assert sum_file(path) != before
 

@@ -1,4 +1,4 @@
-"""Images that others made: known formats, bounded sizes, and a message that names what cannot be used."""
+"""Untrusted image files: allowed formats, limited sizes, and an error that names the file."""
 
 import io
 import os
@@ -28,7 +28,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int) -> bytes:
-    """A black image of one bit per pixel, cut off after a million pixels: its header is what is looked at."""
+    """Return a black PNG of one bit per pixel. Its data end after a million pixels: only its header is tested."""
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     pixels = zlib.compress(bytes(min((width + 7) // 8 * height, 2**17)))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
@@ -55,7 +55,7 @@ BAD = {
 
 @pytest.fixture
 def ghostscript(tmp_path, monkeypatch):
-    """A program of that name, which leaves a trace when it is started."""
+    """A fake Ghostscript on the PATH that leaves a trace file when it is started."""
     trace, folder = tmp_path / "it-ran", tmp_path / "bin"
     folder.mkdir()
     (folder / "gs").write_text(f"#!/bin/sh\ntouch {trace}\n")
@@ -79,7 +79,7 @@ def test_known_formats_are_read_as_files_and_from_memory(tmp_path, format):
     (tmp_path / "picture").write_bytes(content)
     for image in (open_image(tmp_path / "picture"), open_image(content)):
         assert image.mode == "RGB" and image.size == (4, 6)
-        assert np.abs(np.array(image, dtype=int) - (200, 10, 10)).max() < 12  # JPEG and WebP lose some
+        assert np.abs(np.array(image, dtype=int) - (200, 10, 10)).max() < 12  # JPEG and WebP are lossy
 
 
 @pytest.mark.parametrize(("content", "told"), BAD.values(), ids=BAD)
@@ -109,7 +109,7 @@ def test_images_stand_upright_as_their_exif_data_say():
     image = Image.new("RGB", (4, 6))
     image.putpixel((0, 0), (255, 0, 0))
     exif = image.getexif()
-    exif[0x0112] = 6  # to be turned right
+    exif[0x0112] = 6  # orientation: rotate to the right
     file = io.BytesIO()
     image.save(file, "PNG", exif=exif)
     upright = open_image(file.getvalue())
@@ -120,7 +120,7 @@ def test_a_missing_file_and_a_pipe_are_said_so(tmp_path):
     with pytest.raises(ImageError, match=r"nowhere\.png: no such file"):
         open_image(tmp_path / "nowhere.png")
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(ImageError, match=r"pipe\.png: is no regular file"):
+    with pytest.raises(ImageError, match=r"pipe\.png: is not a regular file"):
         open_image(tmp_path / "pipe.png")
 
 

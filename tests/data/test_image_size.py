@@ -1,4 +1,4 @@
-"""Image processors at another size than they were made for."""
+"""Adapting image processors to another image size."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Images as pixel values, classes as numbers, and augmentation."""
+"""Preprocessing of labelled images: pixel values, class numbers, and augmentation."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from aft_hf.data.images import ImagePipeline, build_augmentation, class_names, c
 
 
 def picture(size: tuple[int, int] = (20, 30), mode: str = "RGB") -> Image.Image:
-    """Random pixels; `size` is (width, height), as PIL has it."""
+    """Return an image of random pixels; `size` is (width, height), as in PIL."""
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
 
 def batch(count: int, height: int, width: int) -> torch.Tensor:
-    """Images whose values are all different, and none of them 0."""
+    """Images whose values are all different and not 0."""
     size = count * 3 * height * width
     return torch.arange(1.0, size + 1).reshape(count, 3, height, width)
 
@@ -72,7 +72,7 @@ def test_classes_have_the_names_of_the_labels(rows, names):
 
 @pytest.mark.parametrize("labels", [[0.5, 1.5], [-1, 0], ["a", None], [[0, 1], [1, 0]]])
 def test_labels_that_are_no_classes_are_refused(labels):
-    with pytest.raises(ValueError, match="'label' must hold names of classes or numbers from 0"):
+    with pytest.raises(ValueError, match="'label' must hold class names or class numbers from 0"):
         class_names(dataset(labels), "label")
 
 
@@ -87,12 +87,12 @@ def test_labels_are_numbered_by_name():
     "rows", [dataset(["a", "c"]), dataset([0, 1], ClassLabel(names=["a", "c"])), dataset(["c", None])]
 )
 def test_labels_of_other_classes_are_named(rows):
-    with pytest.raises(ValueError, match=r"none of the 2 classes: \['c'"):
+    with pytest.raises(ValueError, match=r"not among the 2 classes: \['c'"):
         class_numbers(rows, "label", ["a", "b"])
 
 
 def test_rows_without_a_class_are_told():
-    with pytest.raises(ValueError, match=r"none of the 1 classes: \[-1\]"):
+    with pytest.raises(ValueError, match=r"not among the 1 classes: \[-1\]"):
         class_numbers(dataset([0, -1], ClassLabel(names=["a"])), "label", ["a"])
 
 

@@ -1,4 +1,4 @@
-"""Data from folders and files."""
+"""Loading datasets from folders and files, and holding out validation data."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_a_folder_without_images_is_named(tmp_path):
         load_local(tmp_path)
 
 
-# A share to validate on
+# Held-out validation data
 
 
 def numbers(count: int) -> DatasetDict:
@@ -116,7 +116,7 @@ def test_a_share_is_between_0_and_1(share):
 
 
 def test_a_single_row_cannot_be_divided():
-    with pytest.raises(ValueError, match="give data to validate on"):
+    with pytest.raises(ValueError, match="give validation data"):
         hold_out(numbers(1), 0.5)
 
 

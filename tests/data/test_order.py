@@ -1,4 +1,4 @@
-"""The order of samples: the same for any number of processes and from any step on."""
+"""The order of training samples: the same for any number of processes and after a resume at any step."""
 
 from collections import Counter
 from itertools import chain
@@ -15,7 +15,7 @@ def batches(num_samples=23, size=8, micro=2, *, start=0, stop=6, **options) -> l
 def test_each_epoch_takes_each_sample_at_most_once_in_a_new_order():
     keys = [key for batch in batches() for key in batch]
     epochs = [[key.index for key in keys if key.epoch == epoch] for epoch in (0, 1, 2)]
-    assert [len(epoch) for epoch in epochs] == [16, 16, 16]  # 23 samples are two batches of 8
+    assert [len(epoch) for epoch in epochs] == [16, 16, 16]  # 23 samples make two batches of 8
     assert all(len(set(epoch)) == 16 and set(epoch) <= set(range(23)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
@@ -46,7 +46,9 @@ def test_another_seed_is_another_order():
 def test_repetitions_of_a_sample_come_into_different_micro_batches():
     first_epoch = batches(num_samples=24, size=12, micro=4, stop=2, repetitions=3)
     counts = Counter(key.index for batch in first_epoch for key in batch)
-    assert set(counts.values()) == {3} and len(counts) == 8  # an epoch keeps its length: a third of the samples
+    assert (
+        set(counts.values()) == {3} and len(counts) == 8
+    )  # an epoch keeps its length, so it has a third of the samples
     assert all(len({key.index for key in batch}) == len(batch) for batch in first_epoch)
     assert {key.repetition for batch in first_epoch for key in batch} == {0, 1, 2}
 

@@ -1,4 +1,4 @@
-"""Images as sequences of sub-pixels."""
+"""Conversion of images to sequences of sub-pixels, and the dataset of such sequences."""
 
 import numpy as np
 import pytest
@@ -39,14 +39,16 @@ def test_tokens_become_the_image_again(pixels):
 def test_tokens_that_are_no_image_are_errors():
     with pytest.raises(ValueError, match=r"sub-pixels are 0 .. 255, got tokens 0 .. 256"):
         tokens_to_image(np.array([0, 256, 3]), (1, 1))
-    with pytest.raises(ValueError, match="has no"):
+    with pytest.raises(ValueError, match="does not match tokens"):
         tokens_to_image(np.zeros(13), (2, 2))
 
 
 def test_larger_images_are_averaged_over_areas(pixels):
     sample = PixelSequences(rows_of(pixels), image_size=2)[0]
     expected = pixels.reshape(2, 2, 2, 2, 3).mean((1, 3))
-    assert np.abs(sample["labels"].reshape(2, 2, 3).numpy() - expected).max() < 1  # rounded in each direction
+    assert (
+        np.abs(sample["labels"].reshape(2, 2, 3).numpy() - expected).max() < 1
+    )  # the mean is rounded after each of two passes
 
 
 def test_training_flips_half_of_the_images_and_shifts_all_channels_of_an_image_by_one_number_clipped(pixels):

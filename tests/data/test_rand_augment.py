@@ -1,4 +1,4 @@
-"""RandAugment: its operations are those of Pillow, and each image has its own."""
+"""RandAugment: its operations agree with Pillow, and each image draws its own."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ FILL = [0.5, 0.4, 0.3]
 
 
 def picture() -> np.ndarray:
-    """Smooth, so that an interpolation is near any other, with some noise; (SIDE, SIDE, 3) bytes."""
+    """Return a (SIDE, SIDE, 3) uint8 image with some noise, so smooth that all interpolations nearly agree."""
     down, right = np.mgrid[0:SIDE, 0:SIDE]
     smooth = np.stack([right * 6 + 20, down * 5 + 40, (right + down) * 3 + 10], -1)
     return (smooth + np.random.default_rng(0).integers(-2, 3, smooth.shape)).clip(5, 240).astype(np.uint8)
@@ -23,7 +23,7 @@ def affine(*coefficients):
     return lambda image: image.transform(image.size, Image.AFFINE, coefficients, resample=Image.BILINEAR)
 
 
-# What DeiT's operations do at a magnitude of 9 of 10, said with Pillow: (strength, the same there).
+# DeiT's operations at a magnitude of 9 of 10: (strength, the same operation in Pillow).
 PILLOW = {
     "auto_contrast": (0.9, ImageOps.autocontrast),
     "equalize": (0.9, ImageOps.equalize),
@@ -51,10 +51,10 @@ def test_there_is_a_reference_for_every_operation():
 def test_an_operation_is_that_of_pillow(name):
     strength, reference = PILLOW[name]
     pixels = torch.from_numpy(picture()).permute(2, 0, 1).float().div(255).expand(2, -1, -1, -1)
-    changed = OPERATIONS[name](pixels, torch.tensor([0.0, strength])).clamp(0, 1)[1]  # a strength for each image
+    changed = OPERATIONS[name](pixels, torch.tensor([0.0, strength])).clamp(0, 1)[1]  # one strength per image
     expected = np.asarray(reference(Image.fromarray(picture()))).astype(float)
     difference = np.abs(changed.permute(1, 2, 0).numpy() * 255 - expected).max(-1)
-    # Pillow rounds to whole numbers, once or twice. Where the frame of the picture passes, interpolations differ.
+    # Pillow rounds to integers, once or twice. At the border of a moved picture, interpolations differ.
     assert np.quantile(difference, 0.85) < 3.0
     if name not in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y"):
         assert difference.max() < 3.0
@@ -69,7 +69,9 @@ def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
     assert 0.3 < untouched < 0.7  # each operation is applied with probability 1/2: five standard errors
     distinct = len({image.numpy().tobytes() for image in once})
     fixed = len({image.numpy().tobytes() for image in RandAugment(1, 9, 0.0, FILL)(pixels)})
-    assert distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1  # at most both signs, and the picture itself
+    assert (
+        distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
+    )  # at most both signs of each operation, and the picture itself
 
 
 def test_a_magnitude_of_zero_changes_little_and_a_larger_one_changes_more():

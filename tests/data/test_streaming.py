@@ -1,4 +1,4 @@
-"""Streams: the order of their rows, and going on in the middle."""
+"""Streaming datasets: the order of the rows, and resuming from a position."""
 
 import json
 from itertools import islice
@@ -16,7 +16,7 @@ ROWS = 23
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[str]:
-    """Three parquet files with 23 images, whose colours are their numbers."""
+    """Three parquet files with 23 images. The colour of an image is its number."""
     images = [PILImage.new("RGB", (2, 2), (i, i, i)) for i in range(ROWS)]
     rows = Dataset.from_dict({"image": images, "number": list(range(ROWS))}).cast_column("image", Image())
     folder = tmp_path_factory.mktemp("files")
@@ -63,10 +63,10 @@ def test_a_run_goes_on_from_a_position_as_if_never_stopped(files, buffer, repeti
     options = {"shuffle_buffer": buffer, "repetitions": repetitions}
     whole = [[(s.key, s.row["number"]) for s in batch] for batch in sampler(files, **options)]
     first = sampler(files, **options)
-    read = list(islice(first, step * 3 + 4))  # workers have more than a step read ahead
+    read = list(islice(first, step * 3 + 4))  # workers prefetch more than a step
     position = json.loads(json.dumps(first.position(step)))
     assert len(read) == step * 3 + 4 or step == 11
-    for place in (position, ()):  # without one, everything before is read and skipped
+    for place in (position, ()):  # without a position, all earlier rows are read and skipped
         rest = sampler(files, start=step, position=place, **options)
         assert [[(s.key, s.row["number"]) for s in batch] for batch in rest] == whole[step * 3 :]
 
@@ -81,11 +81,11 @@ def test_what_lies_before_a_position_is_not_read_again(files):
 
     first = watched()
     list(islice(first, 9 * 3))
-    position = first.position(9)  # 54 samples: two epochs of 23 and 8 more, of which a block of 5 is over
+    position = first.position(9)  # 54 samples: two epochs of 23 and 8 more, which complete a block of 5
     assert position[:3] == (51, 2, 1) and len(read) == 56
     read.clear()
     next(iter(watched(start=9, position=position)))
-    assert len(read) == 10  # the rest of that block is 2 rows, and a batch 6
+    assert len(read) == 10  # two blocks of 5: 2 rows are left of the first, and a batch needs 6
 
 
 def test_positions_of_all_checkpoints_of_a_run_can_be_asked_for_in_turn(files):

@@ -1,4 +1,4 @@
-"""Texts as blocks of tokens."""
+"""Splitting texts into blocks of tokens."""
 
 import pytest
 from datasets import Dataset

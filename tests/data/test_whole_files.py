@@ -1,4 +1,4 @@
-"""A file that is written whole goes to its own name and to no other."""
+"""Atomic writing replaces a file completely or not at all, and leaves no other file."""
 
 import os
 

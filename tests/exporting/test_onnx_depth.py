@@ -1,4 +1,4 @@
-"""ONNX programs of a real depth: made in minutes, equal to the model, and quantized by onnxruntime."""
+"""ONNX export of deep models: it takes minutes, agrees with the model, and can be quantized by onnxruntime."""
 
 from collections import Counter
 from pathlib import Path
@@ -30,7 +30,7 @@ def language_model(layers: int, aft_type: str | list[str]) -> AFTForCausalLM:
 
 
 def with_biases(model: nn.Module) -> nn.Module:
-    """Kernels that do something: they start at 0."""
+    """Set the convolution kernels to random values, since they start at 0 and would have no effect."""
     for name, parameter in model.named_parameters():
         if "kernel" in name:
             nn.init.normal_(parameter)
@@ -38,7 +38,7 @@ def with_biases(model: nn.Module) -> nn.Module:
 
 
 def export(model: nn.Module, path: Path, inputs: dict, sizes: dict | None) -> None:
-    """As docs/integrations.md shows it."""
+    """Export a model as docs/integrations.md shows."""
     options = {"dynamo": True, "optimize": False, "verbose": False, "output_names": ["logits"]}
     torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=sizes, **options).save(path)
 
@@ -49,25 +49,24 @@ def run(path: Path, **inputs: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal_to_rounding(found: torch.Tensor, model: nn.Module, **inputs: torch.Tensor) -> None:
-    """The program and the model, both in float32, are about as far from the model in float64."""
+    """Assert that the errors of program and model, both in float32, against the model in float64 are similar."""
     expected = model(**inputs).logits
     exact = model.double()(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}).logits
     model.float()
     rounding = (expected.double() - exact).abs().max()
-    # Each layer rounds some hundred times more or fewer in another order; the largest error of a few thousand numbers
-    # varies by less than an order of magnitude.
+    # Both round in a different order. The largest error of a few thousand numbers varies by less than a factor of ten.
     assert (found.double() - exact).abs().max() < 10 * rounding + 1e-6 * exact.abs().max()
 
 
 def quantized(path: Path) -> Path:
-    """The program with linear layers of 8 bits, as docs/integrations.md shows it."""
+    """Quantize the linear layers of a program to 8 bits, as docs/integrations.md shows."""
     from onnxruntime.quantization import quantize_dynamic, shape_inference
 
     prepared, small = path.with_suffix(".prepared.onnx"), path.with_suffix(".int8.onnx")
     shape_inference.quant_pre_process(path, prepared, skip_symbolic_shape=True)
     program = onnx.load(prepared)
     program.graph.ClearField("value_info")  # the quantizer transposes weights and keeps the old shapes
-    quantize_dynamic(program, small, op_types_to_quantize=["MatMul"])  # no convolutions with kernels that are computed
+    quantize_dynamic(program, small, op_types_to_quantize=["MatMul"])  # not Conv, whose kernels are computed
     return small
 
 
@@ -88,7 +87,7 @@ def test_a_deep_language_model_is_exported_and_quantized(layers, dynamic, tmp_pa
         ids = torch.randint(256, size)
         assert_equal_to_rounding(run(path, input_ids=ids), model, input_ids=ids)
     small = quantized(path)
-    # q, k, v, o and the two of the MLP in each layer, and the head.
+    # The q, k, v and o projections and the two linear layers of the MLP in each layer, and the head.
     assert count_operators(small)["MatMulInteger"] == 6 * layers + 1
     ids = inputs["input_ids"]
     expected = model(ids).logits

@@ -1,4 +1,4 @@
-"""Decoding by onnxruntime: token by token, with the cache as inputs and outputs."""
+"""Decoding with onnxruntime, token by token, with the cache as inputs and outputs of the program."""
 
 import pytest
 import torch

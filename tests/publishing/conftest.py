@@ -1,4 +1,4 @@
-"""The stand-in for the Hub, and clients in this process that talk to it."""
+"""Fixtures: a mock server of the Hub, clients in this process, and saved models."""
 
 import shutil
 import sys
@@ -25,7 +25,7 @@ def hub():
 
 @pytest.fixture
 def waits(monkeypatch):
-    """Pauses of the clients in this process: noted, and not made."""
+    """The pauses of the clients in this process, which are recorded instead of waited for."""
     pauses: list[float] = []
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=pauses.append))
     monkeypatch.setattr("aft_hf.publishing.upload.time", SimpleNamespace(sleep=pauses.append))
@@ -34,7 +34,7 @@ def waits(monkeypatch):
 
 @pytest.fixture
 def online(monkeypatch, waits):
-    """This process may talk to the stand-in, whatever the environment says; not by Xet, which that does not speak."""
+    """Allow this process to use the mock server despite the environment, without Xet, which it does not support."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -47,7 +47,7 @@ def online(monkeypatch, waits):
 
 @pytest.fixture(scope="session")
 def old(tmp_path_factory) -> dict[str, Path]:
-    """Directories as earlier versions published them, by the name of their archive."""
+    """Model directories that earlier versions saved, by the name of their archive."""
     root = tmp_path_factory.mktemp("old")
     archives = sorted((HERE / "fixtures").glob("*.tar.xz"))
     for archive in archives:
@@ -57,7 +57,7 @@ def old(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """Directories of a saved text and image model, not to be changed: copy them."""
+    """Directory of a saved text and a saved image model. Copy them before changing them."""
     root = tmp_path_factory.mktemp("saved")
     for task in ("text", "image"):
         tiny.save(tiny.build(task, "conv"), root / task)

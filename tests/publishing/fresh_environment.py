@@ -1,10 +1,10 @@
-"""The round trip in a virtual environment that is made for it and has torch and transformers only.
+"""Run the round trip in a new virtual environment that has only torch and transformers.
 
     python tests/publishing/fresh_environment.py [DIRECTORY]
 
-Saves a model of every type with this environment, installs torch and transformers at the versions of constraints.txt
-into a new one in DIRECTORY (a temporary one by default), runs `without_aft_hf.py` there, and again once Pillow is
-installed, which pipelines of images need.
+The script saves a model of every type in the current environment, installs torch and transformers at the versions of
+constraints.txt into a new environment in DIRECTORY (by default a temporary directory), and runs `without_aft_hf.py`
+there: first without Pillow, then with Pillow, which image pipelines need.
 """
 
 import os

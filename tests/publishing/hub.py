@@ -1,10 +1,10 @@
-"""A stand-in for the Hub: as much of its HTTP API as the real clients need to push and load models, in memory.
+"""A mock server of the Hub: the part of its HTTP API that the real clients need to push and load models, in memory.
 
     with Hub() as hub:
         HfApi(endpoint=hub.url, token=WRITE).create_repo("me/model")
 
-It answers on loopback. Large files go by LFS to a storage under another host name, as on the Hub, in one part or in
-several. `Hub.fail` makes it misbehave on demand.
+It listens on the loopback interface. Large files are uploaded by LFS to a storage under another host name, as on the
+Hub, in one part or in several. `Hub.fail` injects faults.
 """
 
 import base64
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 
-# Who may do what: a token that may write, one that may read only.
+# A token with write access, a token with read access only, and the user of both.
 WRITE, READ, USER = "stand-in-write", "stand-in-read", "me"
 LFS_SUFFIXES = (".safetensors", ".png")
 RELATIONS = ("adapter", "finetune", "merge", "quantized")
@@ -30,14 +30,14 @@ RELATIONS = ("adapter", "finetune", "merge", "quantized")
 
 @dataclass(frozen=True)
 class Blob:
-    """A file in a commit; `lfs` tells which storage it lies in."""
+    """A file in a commit; `lfs` tells whether it lies in the LFS storage."""
 
     content: bytes
     lfs: bool
 
     @property
     def oid(self) -> str:
-        """What identifies it to the client: sha256 for LFS, git's hash otherwise."""
+        """The hash by which clients identify the file: SHA-256 for LFS, Git's hash otherwise."""
         if self.lfs:
             return hashlib.sha256(self.content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
@@ -45,7 +45,7 @@ class Blob:
 
 @dataclass
 class Repository:
-    """Commits are dictionaries of files by path; refs name them."""
+    """A repository. Commits are dictionaries of files by path, and refs name commits."""
 
     private: bool = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Repository:
     messages: list[str] = field(default_factory=list)
 
     def commit(self, ref: str, files: dict[str, Blob], message: str) -> str:
-        """Everything or nothing: the ref moves when all files are known."""
+        """Add a commit atomically: the ref moves when all files are known."""
         listing = json.dumps([len(self.commits), ref, {path: blob.oid for path, blob in files.items()}])
         oid = hashlib.sha1(listing.encode()).hexdigest()
         self.commits[oid] = files
@@ -62,13 +62,13 @@ class Repository:
         return oid
 
     def files(self, ref: str = "main") -> dict[str, bytes]:
-        """Contents by path, as tests compare them."""
+        """Return the contents of the files by path, for comparison in tests."""
         return {path: blob.content for path, blob in self.commits[self.refs[ref]].items()}
 
 
 @dataclass
 class Fault:
-    """What goes wrong, how often, and where: `kind` is one of "status", "drop", "lost", "silent"."""
+    """A fault to inject: its kind (see `Hub.fail`), how often it occurs, and in which requests."""
 
     kind: str
     method: str
@@ -78,7 +78,7 @@ class Fault:
 
 
 class ApiError(Exception):
-    """An answer with an error, as the Hub words it."""
+    """An error response in the format of the Hub."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **content):
         super().__init__(message)
@@ -86,7 +86,7 @@ class ApiError(Exception):
 
 
 class Hub:
-    """The server and all that it knows. `part_size` makes larger LFS files go in parts of that size."""
+    """The server and its state. LFS files larger than `part_size` are uploaded in parts of that size."""
 
     def __init__(self, part_size: int | None = None):
         self.part_size = part_size
@@ -112,10 +112,11 @@ class Hub:
         self.server.server_close()
 
     def fail(self, kind: str, method: str, pattern: str, times: int = 1, **options) -> None:
-        """Answer the next `times` requests of `method` whose path matches `pattern` badly.
+        """Inject a fault into the next `times` requests of `method` whose path matches `pattern`.
 
-        Kinds: "status" with `status`, `headers`, `content`; "drop" the connection after `received` bytes of the body;
-        "lost": do what is asked and drop the connection instead of answering; "silent": keep it and do nothing.
+        Kinds: "status": answer with `status`, `headers` and `content`; "drop": drop the connection after `received`
+        bytes of the body; "lost": process the request, but drop the connection instead of answering; "silent": keep
+        the connection open and never answer.
         """
         assert kind in ("status", "drop", "lost", "silent")
         self.faults.append(Fault(kind, method, pattern, times, options))
@@ -129,7 +130,7 @@ class Hub:
         return None
 
     def count(self, method: str, pattern: str) -> int:
-        """How many such requests there were."""
+        """Return the number of requests of `method` whose path matches `pattern`."""
         return sum(bool(re.search(rf"^{method} .*{pattern}", request)) for request in self.requests)
 
     def repository(self, repo_id: str, token: str | None) -> Repository:
@@ -149,7 +150,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address) -> None:
-        """A client that goes away, or was sent away, is part of the play."""
+        """Ignore errors: tests expect broken connections."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -160,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def log_message(self, *_) -> None:
-        """Silence."""
+        """Do not log."""
 
     def answer_request(self) -> None:
         parts = urlsplit(self.path)
@@ -349,7 +350,7 @@ def validate_yaml(handler, token, body):
 
 
 def metadata_errors(metadata: dict) -> list[str]:
-    """The rules of the Hub that a card of ours could break."""
+    """Check the rules of the Hub that a generated card could violate."""
     errors = []
     for name in ("license", "pipeline_tag", "library_name"):
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", metadata.get(name, "x") or ""):

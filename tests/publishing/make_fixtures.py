@@ -1,9 +1,9 @@
-"""Makes the published directories under fixtures/, once for each release whose checkpoints must keep loading.
+"""Write the archives of saved models under fixtures/, once for each release whose checkpoints must keep loading.
 
     python tests/publishing/make_fixtures.py
 
-Each is an archive of a directory as `save_pretrained` wrote it, code included, with `expected.safetensors` beside the
-weights. What is there already is never written again: it is old, and that is what it is for.
+Each archive holds a directory that `save_pretrained` wrote, including the code, with `expected.safetensors` beside the
+weights. An existing archive is never overwritten, since it has to stay as the old release wrote it.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Other processes, with caches of their own."""
+"""Running Python in other processes with separate caches."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def environment(home: Path, hub: Hub | None = None, token: str | None = WRITE) -> dict[str, str]:
-    """Variables of a process with caches of its own, which talks to the stand-in, or to nothing."""
+    """Return the environment variables of a process with separate caches, which uses the mock server or is offline."""
     variables = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     variables |= {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
@@ -23,7 +23,7 @@ def environment(home: Path, hub: Hub | None = None, token: str | None = WRITE) -
 
 
 def run(*arguments, env: dict[str, str], check: bool = True) -> subprocess.CompletedProcess:
-    """Run Python and show what it said if it failed."""
+    """Run Python, and show its output if it fails."""
     done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done

@@ -1,4 +1,4 @@
-"""The card says what the files beside the model say, and nothing else."""
+"""The model card: its facts come from the files beside the model and from nowhere else."""
 
 import json
 import math
@@ -78,7 +78,7 @@ def numbers_in(text: str) -> set[str]:
 
 
 def numbers_of_files(directory) -> set[float]:
-    """Every number in the JSON files and, of the weights and the report, the sums that a reader would make."""
+    """Return all numbers in the JSON files, and the counts of tensors and parameters in the weights and the report."""
     found: set[float] = set()
 
     def collect(value):
@@ -111,7 +111,7 @@ def numbers_of_files(directory) -> set[float]:
 
 
 def is_from(number: str, sources: set[float], written: str) -> bool:
-    """Whether a number of the card is one of the files', rounded to four digits or as it stands there."""
+    """Return whether a number on the card is in the files, rounded to four digits or literally."""
     if number in written:
         return True
     value = float(number)
@@ -120,7 +120,7 @@ def is_from(number: str, sources: set[float], written: str) -> bool:
 
 def test_every_number_on_the_card_comes_from_a_file(filled):
     text = str(build_card(filled, repo_id="me/tiny"))
-    own = numbers_in(TEMPLATE.read_text()) | {"20"}  # of the citation; tokens that the example generates
+    own = numbers_in(TEMPLATE.read_text()) | {"20"}  # of the citation; 20 tokens that the example generates
     code_free = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     sources = numbers_of_files(filled)
     versions = " ".join(RESULTS["versions"].values())
@@ -158,7 +158,7 @@ def test_results_stand_beside_the_file_that_holds_them(filled):
     [
         ("all_results.json", {"eval_accuracy": 0.5, "eval_runtime": 3.2, "eval_samples": 9, "epoch": 0}, False),
         ("results.json", {"metrics": {"test": {"accuracy": 0.5}}}, False),
-        ("results.json", {"as trained": {"accuracy": 0.5}}, False),  # of `aft-hf evaluate --out`
+        ("results.json", {"as trained": {"accuracy": 0.5}}, False),  # a file of `aft-hf evaluate --out`
         ("all_results.json", TRAINER, True),
         ("results.json", RESULTS, True),
     ],
@@ -193,7 +193,9 @@ def test_the_metadata_is_what_the_hub_wants(filled):
     results = metadata["model-index"][0]["results"]
     values = {(each["dataset"]["split"], each["metrics"][0]["value"]) for each in results}
     assert ("test", 0.7098765) in values and ("validation", 0.7312345) in values
-    assert 0.8765432 not in {metric["value"] for each in results for metric in each["metrics"]}  # of data unknown
+    assert 0.8765432 not in {
+        metric["value"] for each in results for metric in each["metrics"]
+    }  # its dataset is unknown
 
 
 def test_metadata_that_the_hub_would_refuse_is_noticed_by_the_stand_in():
@@ -218,10 +220,10 @@ def test_what_is_new_is_to_be_trained_unless_it_was(directory):
     (directory / "conversion_report.json").write_text(json.dumps(REPORT))
     link = "Converted from [someone/deit-tiny](https://huggingface.co/someone/deit-tiny)"
     text = str(build_card(directory))
-    assert f"{link}: 2 tensors" in text and "; what is new has to be trained before the model is of use." in text
+    assert f"{link}: 2 tensors" in text and "; train the new tensors before you use the model." in text
     (directory / "results.json").write_text(json.dumps(RESULTS))
     text = str(build_card(directory))
-    assert f"{link}, before the fine-tuning: 2 tensors" in text and "has to be trained" not in text
+    assert f"{link}, before the fine-tuning: 2 tensors" in text and "train the new tensors" not in text
 
 
 def test_a_constant_of_the_position_biases_is_shown_where_it_is_not_the_papers(directory):
@@ -271,11 +273,11 @@ def test_a_classifier_of_text_is_called_one_and_its_code_loads_it(tmp_path, head
 
 
 def test_limits_follow_from_the_type(tmp_path):
-    for aft_type, limit in (("local", "Takes 24 tokens at most"), ("conv", "Takes texts of any length")):
+    for aft_type, limit in (("local", "Takes at most 24 tokens"), ("conv", "Takes texts of any length")):
         tiny.save(tiny.build("text", aft_type), tmp_path / aft_type)
         assert limit in str(build_card(tmp_path / aft_type))
     tiny.save(tiny.build("image", "full"), tmp_path / "full")
-    assert "Takes images of 16 x 16 pixels only" in str(build_card(tmp_path / "full"))
+    assert "Takes only images of 16 x 16 pixels" in str(build_card(tmp_path / "full"))
 
 
 def test_a_card_of_ours_is_written_anew_and_one_of_the_users_stays(directory):
@@ -318,7 +320,7 @@ def test_in_a_card_of_the_users_a_license_that_is_given_is_all_that_changes(dire
         ("apache", "did you mean apache-2.0"),
         ("GPL-3.0-only", "gpl-3.0"),
         ("MTI", "did you mean mit"),
-        ("", "such are apache-2.0"),
+        ("", "examples are apache-2.0"),
     ],
 )
 def test_a_license_that_the_hub_does_not_know_is_one_error_with_the_nearest(directory, license, told):
@@ -351,7 +353,7 @@ def test_the_command_takes_a_license(directory):
         ("no metadata", "lacks library_name"),
         ("---\nlicense: [\n---\n", "the metadata cannot be read"),
         ("---\nlibrary_name: timm\n---\n", "library_name is 'timm'"),
-        ("---\nbase_model: /some/where\n---\n", "base_model '/some/where' is no id"),
+        ("---\nbase_model: /some/where\n---\n", "base_model '/some/where' is not an id"),
         ("---\nmodel-index:\n- name: x\n  results: 3\n---\n", "the metadata cannot be read"),
         ("---\nlicense: mit\n---\n![x](missing.png)\n", "shows missing.png"),
     ],

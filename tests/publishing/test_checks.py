@@ -1,4 +1,4 @@
-"""What is not fit to be published is refused, each thing with a line that names it."""
+"""The checks before an upload: each problem is reported in a line that names the file."""
 
 import json
 import pickle
@@ -68,7 +68,7 @@ def test_a_backbone_and_a_model_in_shards_have_no_problems(tmp_path):
         ("config.json", {"auto_map": None}, "no auto_map"),
         ("config.json", {"auto_map": {"AutoModel": "someone/else--modeling_aft.AFTModel"}}, "another repository"),
         ("config.json", {"intermediate_size": 32}, "has another shape"),
-        ("config.json", {"num_hidden_layers": 1}, "have no place in it"),
+        ("config.json", {"num_hidden_layers": 1}, "are unexpected"),
         ("preprocessor_config.json", {"image_processor_type": "NoProcessor"}, "the image processor does not load"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_wrong_configuration_is_told(directory, file, change, told):
         ("modeling_aft.py", "does not load without aft_hf"),
         ("preprocessor_config.json", "save the image processor beside the model"),
         ("README.md", "README.md: is missing"),
-        ("position_biases.png", "README.md: shows position_biases.png, which is not there"),
+        ("position_biases.png", "README.md: shows position_biases.png, which does not exist"),
     ],
 )
 def test_a_file_that_is_missing_is_told(directory, file, told):
@@ -95,7 +95,7 @@ def test_a_file_that_is_missing_is_told(directory, file, told):
 
 def test_code_that_is_not_what_was_checked_is_told(directory):
     (directory / "mixing_aft.py").write_text("import os\n")
-    assert "mixing_aft.py: is not that of the installed aft_hf" in only_problem(directory)
+    assert "mixing_aft.py: differs from the installed aft_hf" in only_problem(directory)
 
 
 def test_weights_that_are_cut_off_are_told(directory):
@@ -228,7 +228,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(directory
 
 def test_adapters_are_told_to_be_merged(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert any("merge them into their model" in problem for problem in find_problems(tmp_path))
+    assert any("merge it into its model" in problem for problem in find_problems(tmp_path))
 
 
 def test_no_directory_is_told(tmp_path):

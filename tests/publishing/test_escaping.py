@@ -1,4 +1,4 @@
-"""What files beside a model say is text on its card, whatever it looks like."""
+"""Strings from the files beside a model appear on its card as plain text, also if they look like markup or code."""
 
 import json
 import re
@@ -47,7 +47,7 @@ LINKS = re.compile(r"https://(arxiv\.org/abs/2105\.14103|huggingface\.co/)")
 
 
 def rendered(markdown: str):
-    """Tokens of the body of a card, as readers of CommonMark with tables, links and strike-through see it."""
+    """Parse the body of a card as CommonMark with tables, links and strikethrough, and return the tokens."""
     body = ModelCard(markdown).text.replace(MARKER, "")
     parser = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     tokens = parser.parse(body)
@@ -55,7 +55,7 @@ def rendered(markdown: str):
 
 
 def shape(markdown: str) -> list[tuple[str, str]]:
-    """All that is not text."""
+    """Return the types of all tokens that are not text."""
     return [(token.type, token.tag) for token in rendered(markdown) if token.type not in ("text", "fence")]
 
 
@@ -70,7 +70,7 @@ def directory(saved, tmp_path):
 
 
 def write(directory, text):
-    """Every string that results and reports may hold, keys included."""
+    """Put `text` into every string that results and reports may hold, including keys."""
     results = {
         "metrics": {"validation": {f"{text}accuracy": 0.5, "loss": 1.0}},
         "versions": {text: text},
@@ -102,7 +102,7 @@ def test_strings_of_files_are_text_on_the_card(directory, text):
     links = [token.attrs["href"] for token in rendered(card) if token.type == "link_open"]
     assert all(LINKS.match(link) for link in links)
     assert one_line(text) in texts(card)
-    assert not re.search(r"(https?://|\bwww\.|\w@)evil", without_code(card))  # which would become links
+    assert not re.search(r"(https?://|\bwww\.|\w@)evil", without_code(card))  # these would become links
 
 
 def without_code(card: str) -> str:

@@ -1,4 +1,4 @@
-"""A folder with links or odd files in it: nothing outside it is written to or sent, and a dry run changes nothing."""
+"""Folders with symlinks or odd files: no file outside is overwritten or uploaded, and a dry run changes nothing."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ def outside(tmp_path):
 
 
 def listing(directory):
-    """Everything in a directory: names, times, modes, where links lead and what files hold."""
+    """Return the state of a directory: names, times, modes, targets of links and hashes of files."""
     found = {}
     for path in [directory, *sorted(directory.rglob("*"))]:
         status = path.lstat()
@@ -75,7 +75,7 @@ def test_a_link_to_a_folder_and_a_link_to_nothing_are_refused_by_name(directory,
     (directory / "data").symlink_to(tmp_path)
     (directory / "lost.txt").symlink_to(tmp_path / "nowhere")
     told = "; ".join(find_problems(directory))
-    assert "data: is a link" in told and "lost.txt: is a link to nothing" in told
+    assert "data: is a link" in told and "lost.txt: is a broken link" in told
 
 
 def test_a_link_within_the_folder_is_followed(directory):
@@ -92,7 +92,7 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
     (directory / "more").mkdir()
     (directory / "more" / "notes.txt").symlink_to(f"../{name}")
     with pytest.raises(
-        PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; put a copy"
+        PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; replace it with a copy"
     ) as error:
         dry_run(directory)
     assert "letmein" not in str(error.value)
@@ -100,7 +100,7 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
 
 def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(directory):
     os.mkfifo(directory / "notes.txt")
-    assert any(problem.startswith("notes.txt: is no regular file") for problem in find_problems(directory))
+    assert any(problem.startswith("notes.txt: is not a regular file") for problem in find_problems(directory))
 
 
 @pytest.mark.parametrize("license", [None, "mit"])
@@ -116,7 +116,7 @@ def test_a_dry_run_changes_nothing_in_the_folder(directory, license, card):
     else:
         done, said = dry_run(directory, license=license)
         assert {"README.md", "position_biases.png", "config.json"} <= set(done.files)
-        assert f"license {license or 'apache-2.0'}" in said and "nothing was sent" in said
+        assert f"license {license or 'apache-2.0'}" in said and "nothing was uploaded" in said
     assert listing(directory) == before
 
 

@@ -1,4 +1,4 @@
-"""Old checkpoints keep loading: directories as earlier versions published them, with the logits they gave then."""
+"""Old checkpoints: directories that earlier versions saved still load and give the recorded logits."""
 
 import pytest
 import torch
@@ -33,6 +33,6 @@ def test_an_old_checkpoint_gives_its_recorded_logits_with_the_code_of_today(old,
         if is_vision_available():
             assert pipeline("image-classification", model=str(directory))
     assert type(model).__module__ == "aft_hf.modeling_aft"
-    # Recorded by another processor, in float32.
+    # The logits were recorded in float32 on another processor.
     largest = expected["logits"].abs().max().item()
     torch.testing.assert_close(logits, expected["logits"], atol=1e-5 * largest, rtol=0)

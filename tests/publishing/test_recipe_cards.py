@@ -1,4 +1,4 @@
-"""The table of all recipes and the cards of those that were run: as the generator writes them."""
+"""The generated table of all recipes and the cards of the recipes that were run."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def generated() -> dict[str, str]:
 
 @pytest.fixture
 def root(tmp_path):
-    """A repository with two recipes, and what was kept of the run of one."""
+    """A repository with two recipes, and the kept results of one run."""
     for name in (RUN, "examples/bytes_gpt2"):
         (tmp_path / "configs" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / "configs" / f"{name}.yaml", tmp_path / "configs" / f"{name}.yaml")
@@ -47,7 +47,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """What a run leaves: its results, and a model, which may be a small one."""
+    """The output directory of a run: its results and, in place of its model, a tiny one."""
     directory = tmp_path / "run"
     tiny.save(tiny.build("text", "local"), directory)
     results = json.loads((CARDS / "results" / RUN / "results.json").read_text())
@@ -111,7 +111,7 @@ def test_results_are_those_of_the_run(name):
     told = {each["dataset"]["split"]: {m["type"]: m["value"] for m in each["metrics"]} for each in index}
     assert told == results["metrics"]
     (parameters,) = re.findall(r"\| parameters \| (\d+) \|", (CARDS / f"{name}.md").read_text(encoding="utf-8"))
-    # The runs of bytes had no special tokens yet: two rows of embeddings and of the head fewer.
+    # The kept runs on bytes are from before the special tokens: two rows less in the embeddings and in the head.
     special_tokens = 4 * results["recipe"]["model"].get("hidden_size", 128) if "bytes" in name else 0
     assert int(parameters) == results["parameters"] + special_tokens
 
@@ -135,7 +135,7 @@ def test_a_baseline_is_called_one_and_needs_no_code_of_ours(generated):
 
 
 def card_as_if_run(root, name, *bases):
-    """The card of a recipe and the table, as after a run, whose score is made up."""
+    """Return the card of a recipe and the table as after a run with an invented score."""
     folder = Path(name).parent
     (root / "configs" / folder).mkdir(exist_ok=True)
     for file in (*bases, Path(name).name):
@@ -242,7 +242,7 @@ def test_of_a_run_is_kept_what_its_card_needs(root, run):
     results = json.loads((kept / "results.json").read_text())
     assert not {"losses", "evaluations"} & results.keys() and results["metrics"]
     assert (kept / "position_biases.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(root.rglob("*.safetensors"))[1:]  # but that of the run
+    assert not list(root.rglob("*.safetensors"))[1:]  # only the weights of the run
 
 
 def test_the_run_of_another_recipe_is_not_kept(root, run):
@@ -259,7 +259,7 @@ def test_the_code_on_the_card_of_a_model_of_pixels_draws_an_image(tmp_path, monk
     (tmp_path / "me" / "pixels" / "results.json").write_text(json.dumps({"recipe": {"task": "pixels"}}))
     card = build_card(tmp_path / "me" / "pixels", repo_id="me/pixels")
     assert card.data.pipeline_tag == "unconditional-image-generation" and "tokenizer" not in card.text
-    assert "Draws images of 4 x 4 pixels only" in card.text
+    assert "Generates only images of 4 x 4 pixels" in card.text
     monkeypatch.chdir(tmp_path)
     exec(re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)[1], {})
     assert Image.open("drawn.png").size == (4, 4)

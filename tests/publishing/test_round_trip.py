@@ -1,4 +1,4 @@
-"""The code travels with the weights: a saved model loads with nothing of ours installed, and is saved again."""
+"""The code is saved with the weights: a saved model loads, runs and can be saved again without aft_hf."""
 
 import json
 from pathlib import Path
@@ -43,8 +43,8 @@ def nobody_is_asked(monkeypatch):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory, old):
-    """Every type of both tasks, saved here, and what earlier versions published: checked, trained, and saved twice
-    more where there is no aft_hf."""
+    """Models of all types of both tasks and the models of earlier versions, after `without_aft_hf.py` has checked,
+    trained and saved each of them twice."""
     directory = tmp_path_factory.mktemp("cases")
     path = tiny.write_all_cases(directory)
     listed = json.loads(path.read_text())
@@ -84,7 +84,7 @@ def test_what_was_trained_and_saved_without_aft_hf_loads_with_it(cases):
             with torch.no_grad():
                 logits = model(inputs) if case["task"] == "text" else model(pixel_values=inputs)
             expected = load_file(f"{case['out']}/logits.safetensors")["logits"]
-            # That process may round differently.
+            # The other process may round differently.
             torch.testing.assert_close(logits.logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
 
 
@@ -95,7 +95,7 @@ def test_old_checkpoints_run_by_their_own_code_where_there_is_no_aft_hf(cases, o
 def test_every_generation_has_the_code_and_the_places_of_its_classes(cases, old):
     for case in cases[0]:
         code = {path.name for path in Path(case["source"]).glob("*.py")}
-        assert code == set(CODE) or case["source"] in map(str, old.values())  # old checkpoints have files of their own
+        assert code == set(CODE) or case["source"] in map(str, old.values())  # old checkpoints have other files
         places = json.loads(AutoConfig.from_pretrained(case["source"]).to_json_string())["auto_map"]
         for directory in (case["source"], f"{case['out']}/second", f"{case['out']}/third", f"{case['out']}/backbone"):
             for name in code:
@@ -140,7 +140,7 @@ def test_a_large_model_is_saved_in_shards_of_safetensors(tmp_path):
     assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json", *CODE} <= names
     loaded = AFTForCausalLM.from_pretrained(tmp_path).eval()
     expected = tiny.expected_of(tiny.build("text", "full"))
-    with torch.no_grad():  # as they were made
+    with torch.no_grad():  # the expected logits were computed without gradients, too
         logits = loaded(expected["inputs"]).logits
     largest = expected["logits"].abs().max().item()
     torch.testing.assert_close(logits, expected["logits"], atol=1e-5 * largest, rtol=0)

@@ -1,4 +1,4 @@
-"""Publishing to the stand-in for the Hub with the real clients, in fair weather and foul."""
+"""Publishing to a mock server of the Hub with the real clients, with and without faults."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ EMPTY = {".gitattributes"}
 
 @pytest.fixture(scope="module")
 def prepared(saved, tmp_path_factory):
-    """A checked directory with its card, made once: what is tested here begins with the upload."""
+    """A checked directory with its card, made once, since these tests begin with the upload."""
     directory = tmp_path_factory.mktemp("prepared") / "tiny"
     shutil.copytree(saved / "image", directory)
     write_card(directory, repo_id="me/tiny")
@@ -47,7 +47,7 @@ def prepared(saved, tmp_path_factory):
 
 @pytest.fixture
 def send(hub, online, prepared, monkeypatch, tmp_path):
-    """Publish that directory to the stand-in, without the checks that the fixture has made."""
+    """Publish the prepared directory to the mock server without checking it again."""
     monkeypatch.setattr(upload, "find_problems", lambda *directories: [])
     (tmp_path / "made").mkdir()
     monkeypatch.setattr(upload, "made_card", lambda *_, **options: nullcontext(tmp_path / "made"))
@@ -75,7 +75,7 @@ def assert_untouched(hub: Hub) -> None:
     assert all(repository.files().keys() == EMPTY for repository in hub.repositories.values())
 
 
-# ---------------------------------------------------------------------------------------------------------- all well
+# --------------------------------------------------------------------------------------------------------- no faults
 
 
 def test_a_directory_arrives_in_one_commit_and_the_link_is_told(send, hub, prepared):
@@ -105,7 +105,7 @@ def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, h
     send()
     there = repository.files()
     assert "model-00001-of-00002.safetensors" not in there and "model.safetensors.index.json" not in there
-    assert "model.safetensors" in there and "notes.txt" in there  # what else somebody keeps there is theirs
+    assert "model.safetensors" in there and "notes.txt" in there  # other files of the user stay
 
 
 def test_publishing_the_same_again_commits_nothing_and_sends_no_weights(send, hub, prepared):
@@ -148,12 +148,12 @@ def test_a_new_repository_is_private_if_asked_for(send, hub):
 
 def test_nothing_private_goes_to_a_public_repository(send, hub):
     HfApi(endpoint=hub.url, token=WRITE).create_repo("me/tiny", private=False)
-    with pytest.raises(PublishError, match="is there and public"):
+    with pytest.raises(PublishError, match="exists and is public"):
         send(private=True)
     assert_untouched(hub)
 
 
-# ------------------------------------------------------------------------------------------------ faults that pass by
+# --------------------------------------------------------------------------------------------------- transient faults
 
 PASSING = [
     *[pytest.param("status", stage, {"status": 500}, id=f"500 {name}") for name, stage in BEFORE_COMMIT.items()],
@@ -170,7 +170,7 @@ PASSING = [
 def test_what_fails_twice_and_passes_ends_well_in_one_commit(send, hub, prepared, kind, stage, options):
     hub.fail(kind, *stage, times=2, **options)
     send()
-    # A commit whose answer is lost is made; asked for it again, the client finds nothing left to do.
+    # A commit whose response is lost was made: on the retry, the client finds nothing to commit.
     assert hub.faults[0].times == (1 if (kind, stage) == ("lost", COMMIT) else 0)
     assert_whole(hub, prepared)
 
@@ -184,14 +184,14 @@ def test_a_busy_hub_is_given_the_time_it_asks_for(send, hub, prepared, waits):
 
 @pytest.mark.parametrize("stage", [INFO, PREUPLOAD, PUT, COMMIT, CHECK], ids=lambda stage: stage[1])
 def test_a_hub_that_does_not_answer_is_asked_again(send, hub, prepared, monkeypatch, stage):
-    # What the stand-in answers at all takes milliseconds.
+    # Every other response of the mock server takes milliseconds.
     monkeypatch.setattr(upload, "PATIENCE", 1.0)
     hub.fail("silent", *stage)
     send()
     assert_whole(hub, prepared)
 
 
-# ------------------------------------------------------------------------------------------------ faults that remain
+# -------------------------------------------------------------------------------------------------- permanent faults
 
 
 @pytest.mark.parametrize(("kind", "options"), [("status", {"status": 500}), ("drop", {"received": 100})])
@@ -200,7 +200,7 @@ def test_what_keeps_failing_ends_in_one_line_and_an_untouched_repository(send, h
     hub.fail(kind, *stage, times=10**6, **options)
     with pytest.raises(PublishError) as error:
         send()
-    assert "\n" not in str(error.value) and "run the same again" in str(error.value)
+    assert "\n" not in str(error.value) and "run the command again" in str(error.value)
     assert "nothing was committed" in str(error.value)
     assert_untouched(hub)
     hub.faults.clear()
@@ -211,7 +211,7 @@ def test_what_keeps_failing_ends_in_one_line_and_an_untouched_repository(send, h
 @pytest.mark.parametrize("stage", AFTER_COMMIT.values(), ids=AFTER_COMMIT)
 def test_what_cannot_be_verified_is_whole_and_the_next_run_verifies_it(send, hub, prepared, stage):
     hub.fail("status", *stage, times=10**6, status=500)
-    with pytest.raises(PublishError, match=f"committed to {hub.url}/me/tiny, but not verified; run the same again"):
+    with pytest.raises(PublishError, match=f"committed to {hub.url}/me/tiny, but not verified; run the command again"):
         send()
     hub.faults.clear()
     send()
@@ -254,7 +254,7 @@ def test_what_somebody_else_commits_meanwhile_is_kept(send, hub, prepared):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HfApi, "create_commit", meanwhile)
-        with pytest.raises(PublishError, match=r"412.*run the same again"):
+        with pytest.raises(PublishError, match=r"412.*run the command again"):
             send()
     send()
     files = hub.repositories["me/tiny"].files()
@@ -273,7 +273,7 @@ def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, pre
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Repository, "commit", commit_and_go)
-        with pytest.raises(PublishError, match="as it was, or has the whole commit"):
+        with pytest.raises(PublishError, match="is unchanged or has the complete commit"):
             send()
     hub.faults.clear()
     send()
@@ -337,7 +337,7 @@ def test_a_file_that_arrives_changed_is_noticed(send, hub, monkeypatch):
         return keep(self, ref, files, message)
 
     monkeypatch.setattr(Repository, "commit", damaged)
-    with pytest.raises(PublishError, match=r"config\.json on the Hub is not what was sent"):
+    with pytest.raises(PublishError, match=r"config\.json on the Hub is missing or differs"):
         send()
 
 
@@ -348,7 +348,7 @@ def test_no_network_is_one_line(prepared, send, hub, monkeypatch):
     assert "\n" not in str(error.value) and hub.requests == []
 
 
-# ------------------------------------------------------------------------------------------ answers that are no Hub's
+# ------------------------------------------------------------------------------------------------ malformed responses
 
 ODD = [b"{}", b"[3]", b"<html>", b"[" * 100_000]
 ANSWERED = {"info": INFO, "batch": BATCH, "commit": COMMIT, "check": CHECK}
@@ -365,7 +365,7 @@ def test_an_answer_of_another_shape_ends_in_one_line_or_does_no_harm(send, hub, 
         assert said.isprintable() and len(said) < 1000
         committed = any(repository.files().keys() != EMPTY for repository in hub.repositories.values())
         assert committed != ("nothing was committed" in said)
-    else:  # of the answer, nothing is needed
+    else:  # nothing in the response is needed
         assert_whole(hub, prepared)
     hub.faults.clear()
     send()
@@ -375,7 +375,7 @@ def test_an_answer_of_another_shape_ends_in_one_line_or_does_no_harm(send, hub, 
 @pytest.mark.parametrize("target", ["itself", "another", "ftp://127.0.0.1/x"])
 @pytest.mark.parametrize("stage", [CREATE, PUT, COMMIT, CHECK], ids=["create", "put", "commit", "check"])
 def test_redirects_in_circles_and_to_nowhere_end_in_one_line(send, hub, prepared, stage, target):
-    known = {"itself": "", "another": f"{hub.url}/api/circle"}  # "": the path that was asked for
+    known = {"itself": "", "another": f"{hub.url}/api/circle"}  # "": the requested path
     hub.fail("status", *stage, times=10**6, status=307, headers={"Location": known.get(target, target)})
     for method in ("GET", "POST", "PUT", "HEAD"):
         hub.fail("status", method, "^/api/circle$", times=10**6, status=307, headers={"Location": "/api/circle"})
@@ -424,7 +424,9 @@ def test_both_heads_are_pushed_and_load_from_the_hub_with_and_without_aft_hf(hub
         assert repository.private
         again = hub.repositories[f"me/again-{name}"]
         assert again.files()["modeling_aft.py"] == repository.files()["modeling_aft.py"]
-        assert again.files()["model.safetensors"] != repository.files()["model.safetensors"]  # it was trained
+        assert (
+            again.files()["model.safetensors"] != repository.files()["model.safetensors"]
+        )  # it was trained in between
         assert (
             json.loads(again.files()["config.json"])["auto_map"]
             == json.loads(repository.files()["config.json"])["auto_map"]
@@ -434,7 +436,7 @@ def test_both_heads_are_pushed_and_load_from_the_hub_with_and_without_aft_hf(hub
 def test_the_command_publishes_and_prints_the_link(hub, online, saved, tmp_path, monkeypatch):
     shutil.copytree(saved / "text", tmp_path / "tiny")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"  # what HF_ENDPOINT sets when it is read
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"  # HF_ENDPOINT would set this at import
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setenv("HF_TOKEN", WRITE)
     app = typer.Typer()

@@ -1,4 +1,4 @@
-"""Tiny models to publish, and what is to be got from them."""
+"""Tiny models to publish, and their expected outputs."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ LABELS = {"id2label": {0: "cat", 1: "dog", 2: "bird"}, "label2id": {"cat": 0, "d
 
 
 def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
-    """A random model whose position biases matter."""
+    """Build a random model whose position biases have a visible effect."""
     torch.manual_seed(0)
     sizes = SIZES if isinstance(aft_type, str) else SIZES | {"num_hidden_layers": len(aft_type)}
     if task == "text":
@@ -52,21 +52,21 @@ def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
 
 
 def companion(task: str):
-    """The tokenizer or image processor of the models."""
+    """Return the tokenizer or the image processor of the models."""
     if task == "text":
         return build_byte_tokenizer(model_max_length=24)
     return ViTImageProcessorPil(size={"height": 16, "width": 16})
 
 
 def save(model: PreTrainedModel, directory: Path, **options) -> None:
-    """Model and tokenizer or image processor, as a user saves them."""
+    """Save a model with its tokenizer or image processor, as a user would."""
     model.save_pretrained(directory, **options)
     companion(model.config.modality).save_pretrained(directory)
 
 
 @torch.no_grad()
 def expected_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Inputs, logits and, of text, what follows greedily."""
+    """Return inputs, logits and, for text, the greedily generated tokens."""
     generator = torch.Generator().manual_seed(1)
     if model.config.modality == "image":
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
@@ -77,7 +77,7 @@ def expected_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def write_case(model: PreTrainedModel, source: str | Path, directory: Path, push: str | None = None) -> dict:
-    """One entry of the list that `without_aft_hf.py` reads, with its file of expectations."""
+    """Write the expected outputs of a model, and return its entry in the list that `without_aft_hf.py` reads."""
     directory.mkdir(parents=True)
     save_file(expected_of(model), directory / "expected.safetensors")
     return {
@@ -90,7 +90,10 @@ def write_case(model: PreTrainedModel, source: str | Path, directory: Path, push
 
 
 def write_all_cases(directory: Path) -> Path:
-    """Every type of both tasks saved under `directory`, one in shards; the list for `without_aft_hf.py`."""
+    """Save models of all types of both tasks under `directory`, those of type `full` in shards.
+
+    Returns the path of the list for `without_aft_hf.py`.
+    """
     cases = []
     for task, types in (("text", TEXT_TYPES), ("image", IMAGE_TYPES)):
         for aft_type in types:

@@ -1,13 +1,13 @@
-"""What someone does who has transformers and torch, but not aft_hf: load a published model, use it, save it, again.
+"""Use of published models with transformers and torch, but without aft_hf: load, run, train, save and load again.
 
     python without_aft_hf.py cases.json
 
 `cases.json` is a list of {"source": directory or repository, "task": "text" or "image", "expected": file, "out":
-directory, "push": repository or null}; `expected` is a safetensors file with `inputs`, `logits` and, of text,
+directory, "push": repository or null}; `expected` is a safetensors file with `inputs`, `logits` and, for text,
 `generated`. The model is loaded by every Auto class that fits it, compared, run by `pipeline` and `generate`, trained
 for a step, saved to `out`/second, loaded from there, saved to `out`/third, and pushed to `push` and loaded from there.
-The logits after the step are written to `out`/logits.safetensors. Any difference ends in an error. Imports nothing but
-transformers and what it depends on.
+The logits after the step are written to `out`/logits.safetensors. Any difference raises an error. The script imports
+only transformers and its dependencies.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 class Absent:
-    """Makes an installed package impossible to find, and so to import."""
+    """Import hook that hides the installed package aft_hf."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "aft_hf":
@@ -40,8 +40,8 @@ from transformers import (  # noqa: E402
 )
 
 
-# Of the largest value: 80 times the rounding of float32. Processors round differently, and so does one processor where
-# weights lie elsewhere in memory.
+# Relative to the largest value: 80 times the rounding of float32. Rounding differs between processors, and on the same
+# processor with the place of the weights in memory.
 TOLERANCE = 1e-5
 REMOTE = {"trust_remote_code": True}
 HAS_PILLOW = importlib.util.find_spec("PIL") is not None
@@ -75,7 +75,7 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: 
 
 
 def check_classifiers(source: str, model: torch.nn.Module, inputs: dict, tokenizer, out: Path) -> None:
-    """The language model as a classifier of texts and of tokens: trained for a step, saved, and loaded again."""
+    """Use the language model as a classifier of texts and of tokens: train it for a step, save and load it."""
     for task, auto_class in (
         ("text-classification", AutoModelForSequenceClassification),
         ("token-classification", AutoModelForTokenClassification),
@@ -123,7 +123,7 @@ def check_image(source: str, expected: dict[str, torch.Tensor], out: Path, push:
 
 
 def load(auto_class: type, name: str, source: str) -> torch.nn.Module:
-    """The model, after a look at where its class and its config come from."""
+    """Load a model, and check the classes of model and config and that the code comes from the repository."""
     model = auto_class.from_pretrained(source, **REMOTE).eval()
     config = AutoConfig.from_pretrained(source, **REMOTE)
     assert type(model).__name__ == name and type(config).__name__ == "AFTConfig"
@@ -139,7 +139,7 @@ def check_backbone(source: str, model: torch.nn.Module, inputs: dict[str, torch.
 
 
 def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Tensor:
-    """One step of gradient descent; the logits after it."""
+    """Train for one step of gradient descent and return the logits after it."""
     before = model(**inputs).logits
     model.train()
     model(**batch).loss.backward()
@@ -153,7 +153,7 @@ def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Ten
 
 @torch.no_grad()
 def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Path, push: str | None) -> None:
-    """The second and third generation, as model and, from the third, as backbone alone; a fourth on the Hub."""
+    """Save and load the model twice, save the backbone alone, and push the model to the Hub if `push` is given."""
     for generation in ("second", "third"):
         directory = out / generation
         model.save_pretrained(directory)

@@ -34,7 +34,7 @@ def test_a_run_that_was_stopped_resumes_from_its_checkpoint(settings, monkeypatc
             run_arm("characters-simple", 0, settings)
     assert not settings.record_path("characters-simple", 0).exists()
     run_arm("characters-simple", 0, settings)
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
 
 
 def test_a_record_of_other_settings_is_refused(settings):

@@ -317,6 +317,18 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(clas
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [["--do_train", "--max_steps", 8], ["--do_eval"]], ids=["training", "evaluation"])
+def test_an_unusable_image_in_a_parquet_file_is_named_by_its_row(classifier, images, tmp_path, options):
+    contents = [(images / name / f"{i}.png").read_bytes() for i in range(4) for name in ("blue", "red")]
+    contents[5] = contents[5][:60]
+    features = Features({"image": Image(), "label": ClassLabel(names=["blue", "red"])})
+    rows = {"image": [{"bytes": content, "path": None} for content in contents], "label": [0, 1] * 4}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    data = ["--train", tmp_path / "rows.parquet", "--validation", tmp_path / "rows.parquet"]
+    with pytest.raises(ValueError, match="row 5: an image: cannot be read as an image"):
+        start(classifier, tmp_path / "out", *data, *options)
+
+
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
     second = [sys.executable, str(SCRIPT), "--model_name_or_path", str(classifier), "--output_dir", str(tmp_path)]
@@ -336,7 +348,7 @@ def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_train
         start(classifier, tmp_path, *options)
     assert refused[0].returncode == 1
     line = refused[0].stderr.strip().splitlines()[-1]
-    assert line.startswith(f"finetune.py: {tmp_path}/_run is in use by process {os.getpid()} on ")
+    assert line.startswith(f"finetune.py: {tmp_path} is in use by process {os.getpid()} on ")
     start(classifier, tmp_path, *options)  # it is free again
     assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
@@ -424,7 +436,9 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.trainer.torch.save", full)  # the last file of a model
-    with pytest.raises(OSError, match=rf"cannot write the model to {tmp_path} \(.*No space left.*stays as it was"):
+    with pytest.raises(
+        OSError, match=rf"cannot write the model to {tmp_path} \(.*No space left.*files in it are unchanged"
+    ):
         start(classifier, tmp_path, *options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
     assert not list(tmp_path.glob(".*"))
@@ -569,15 +583,9 @@ def test_wrong_options_for_text_are_told(options, message, language_model, text,
         start(language_model, tmp_path, "--do_train", "--train", text, *options)
 
 
-@pytest.mark.slow
-def test_a_wrong_path_ends_in_one_line(tmp_path):
-    command = [sys.executable, SCRIPT, "--do_train", "--model_name_or_path", "./missing", "--train", "x.txt"]
-    done = subprocess.run(
-        [*command, "--output_dir", tmp_path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+def test_a_wrong_path_ends_in_one_line(tmp_path, run_command):
+    options = ["--do_train", "--model_name_or_path", "./missing", "--train", "x.txt", "--output_dir", tmp_path]
+    done = run_command("finetune.py", *options)
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("finetune.py: ") and "./missing" in line

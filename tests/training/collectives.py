@@ -1,4 +1,4 @@
-"""What tests of several processes share: whole results from pieces, exact ones, and counts of what is sent."""
+"""Helpers for tests with several processes: gathered results, exact results, and counts of the bytes sent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from aft_hf import context_parallel
 
 
 def whole(x: torch.Tensor, group: Any, dim: int = 1) -> torch.Tensor:
-    """The pieces of all processes in one."""
+    """Gather the pieces of all processes and concatenate them."""
     pieces = [None] * group.size()
     distributed.all_gather_object(pieces, x, group)
     return torch.cat(pieces, dim)
 
 
 def averaged_gradients(model: torch.nn.Module, group: Any = None) -> dict[str, torch.Tensor]:
-    """By the names of the parameters, averages over the processes."""
+    """Return the gradients by parameter name, averaged over the processes."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if group is not None:
         for gradient in gradients.values():
@@ -28,8 +28,10 @@ def averaged_gradients(model: torch.nn.Module, group: Any = None) -> dict[str, t
 
 
 def exact_outcome(outcome: Callable[..., Any], model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, float]:
-    """The outcome in float64, and how exactly float32 knows it: exp(K) as exactly as K is rounded, when it is computed
-    and when w is added, in each layer.
+    """Return the outcome in float64, and the relative error to expect in float32.
+
+    The relative error of exp(K) is the rounding error of K. In each layer K is rounded twice: when it is computed, and
+    when w is added.
     """
     largest = []
     for layer in model.double().aft.layers:
@@ -41,7 +43,7 @@ def exact_outcome(outcome: Callable[..., Any], model: Any, inputs: dict[str, tor
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, int]]:
-    """Of all that is given to collectives within, the bytes by the name of the collective."""
+    """Count the bytes that are passed to each collective within the context, by its name."""
     counts: dict[str, int] = {}
     originals = {name: getattr(distributed, name) for name in ("all_gather", "all_to_all_single", "all_reduce")}
 
@@ -63,7 +65,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 def error_of(call: Callable[[Any], Any], group: Any) -> str:
-    """The message of the ValueError of a call within `context_parallel`."""
+    """Return the message of the ValueError that a call raises within `context_parallel`, "" if it raises none."""
     try:
         with context_parallel(group):
             call(group)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 
-pytest.register_assert_rewrite("runs")  # so that what it asserts is told, too
+pytest.register_assert_rewrite("runs")  # to report the values in its assertions
 
 from runs import write_images  # noqa: E402
 

@@ -26,7 +26,7 @@ from aft_hf.training.manifest import MANIFEST, file_check_sum, read_manifest, wr
 from aft_hf.training.recipe import build_recipe
 
 
-# Processes that begin with everything imported: that takes seconds, a tiny run does not.
+# The fork server preloads the imports, which take seconds; a tiny run takes less.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["aft_hf.training.loop"])
 
@@ -50,7 +50,7 @@ CLASSES = ["dark", "light", "red"]  # of `write_images`
 
 
 def write_text(path: Path, size: int = 6000) -> Path:
-    """A file of bytes in which each letter says which ones may follow, so that there is something to learn."""
+    """Write a file in which each letter limits the letters that may follow, so that a model can learn from it."""
     random = np.random.default_rng(0)
     letters = np.cumsum(random.integers(1, 3, size)) % 26 + ord("a")
     path.write_bytes(letters.astype(np.uint8).tobytes())
@@ -58,7 +58,7 @@ def write_text(path: Path, size: int = 6000) -> Path:
 
 
 def write_images(path: Path) -> Path:
-    """A parquet file of 8 x 8 images in three classes that any model can tell apart."""
+    """Write a parquet file of 8 x 8 images in three classes that any model can distinguish."""
     random = np.random.default_rng(0)
     colours = np.array([[40, 40, 40], [210, 210, 210], [200, 40, 40]])
     labels = [i % 3 for i in range(36)]
@@ -69,7 +69,7 @@ def write_images(path: Path) -> Path:
 
 
 def write_shards(folder: Path, images: Path) -> Path:
-    """A local dataset of 36 images: three files to train on, two to validate on, of which one is shorter."""
+    """Write a local dataset of 36 images: three training files, and two validation files, one of which is shorter."""
     rows = Dataset.from_parquet(str(images))
     for i in range(3):
         rows.shard(3, i).to_parquet(folder / f"train-{i}.parquet")
@@ -79,7 +79,7 @@ def write_shards(folder: Path, images: Path) -> Path:
 
 
 def bytes_recipe(directory: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe with all that is random or remembered: dropout, accumulation, warm-up, an average of the weights."""
+    """Return a recipe with random numbers and state to resume: dropout, accumulation, warm-up and EMA."""
     text = directory / "text"
     if not text.exists():
         write_text(text)
@@ -133,26 +133,26 @@ def streamed(values: dict, shards: Path, **data) -> dict:
 
 
 def run(values: dict[str, Any]) -> dict[str, Any]:
-    """Train here."""
+    """Train in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return train(build_recipe(values))
 
 
 def start(values: dict[str, Any], processes: int = 1, **environment: str) -> list[Any]:
-    """Train in other processes; what stops one is added to OUTPUT_DIR.error, and its exit code is then 1."""
+    """Train in other processes; one that fails appends its error to OUTPUT_DIR.error and exits with code 1."""
     return launch(_run_elsewhere, (values,), processes, **environment)
 
 
 def launch(target: Callable, arguments: tuple, processes: int = 1, **environment: str) -> list[Any]:
-    """Call a function in other processes that can find each other."""
+    """Call a function in other processes, with the environment for a process group if there are several."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     started = []
     for rank in range(processes):
         variables = dict(environment)
-        if processes > 1 or "DS_ACCELERATOR" in environment:  # DeepSpeed alone would look for MPI
+        if processes > 1 or "DS_ACCELERATOR" in environment:  # without it, DeepSpeed looks for MPI
             variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             variables |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(CONTEXT.Process(target=_call, args=(target, arguments, variables)))
@@ -161,7 +161,7 @@ def launch(target: Callable, arguments: tuple, processes: int = 1, **environment
 
 
 def finish(processes: list[Any], timeout: float = 300) -> list[int]:
-    """Wait for them; the exit codes."""
+    """Wait for processes, killing them after the timeout, and return their exit codes."""
     for process in processes:
         process.join(timeout)
         if process.exitcode is None:
@@ -171,7 +171,7 @@ def finish(processes: list[Any], timeout: float = 300) -> list[int]:
 
 
 def wait_for(path: Path, process: Any, timeout: float = 300) -> bool:
-    """Whether `path` appears before the process ends."""
+    """Return whether `path` appears before the process ends."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.exitcode is None:
         if path.exists():
@@ -181,15 +181,15 @@ def wait_for(path: Path, process: Any, timeout: float = 300) -> bool:
 
 
 def kill_at_random(values: dict[str, Any], kills: int, seed: int, processes: int = 1) -> int:
-    """Start a run without end that often, killing each start at a random moment; how many steps are done then.
+    """Start an endless run and kill it at a random moment, `kills` times; return the number of completed steps.
 
-    Every other step writes a checkpoint, so many of the moments lie in the middle of that.
+    Every second step writes a checkpoint, so many kills hit a run that is writing a checkpoint.
     """
     random, checkpoints, done = Random(seed), Path(values["output_dir"]) / "checkpoints", 0
-    endless = values | {"steps": 10**6, "save_every": 2}  # whatever the machine, each kill hits a run that goes on
+    endless = values | {"steps": 10**6, "save_every": 2}  # no kill comes after the end, however fast the machine
     for _ in range(kills):
         started = start(endless, processes)
-        # It gets some steps further, or none at all.
+        # The run makes up to four checkpoints before it is killed, or none.
         goal = done + 2 * random.randrange(5)
         if goal > done:
             assert wait_for(checkpoints / f"step-{goal:09d}", started[0])
@@ -199,19 +199,19 @@ def kill_at_random(values: dict[str, Any], kills: int, seed: int, processes: int
             process.kill()
             time.sleep(random.uniform(0, 0.02))
         codes = finish(started)
-        # A process that is alone for a moment may fail before it is killed.
+        # A process whose peers have been killed may fail before it is killed itself.
         assert codes[0] == -9 and set(codes) <= {-9, 1}
         done = max((int(path.name[-9:]) for path in checkpoints.glob("step-*")), default=0)
     return done
 
 
 def assert_killing_changes_nothing(values: dict[str, Any], kills: int, seed: int, processes: int = 1) -> None:
-    """That a run that is killed that often gives, bit by bit, what it gives when nothing happens."""
+    """Assert that a run that is killed `kills` times gives bitwise the results of an uninterrupted run."""
     done = kill_at_random(values, kills, seed, processes)
     values = values | {"steps": done + 3}
     reference = values | {"output_dir": f"{values['output_dir']}-reference"}
     assert finish(start(values, processes)) == [0] * processes
-    assert finish(start(values, processes)) == [0] * processes  # nothing is left to do but to read the last checkpoint
+    assert finish(start(values, processes)) == [0] * processes  # only loads the last checkpoint
     assert finish(start(reference, processes)) == [0] * processes
 
     results, expected = results_of(values), results_of(reference)
@@ -225,7 +225,7 @@ def assert_killing_changes_nothing(values: dict[str, Any], kills: int, seed: int
 
 
 def plant(checkpoint: Path, name: str, content: bytes) -> None:
-    """Write a file into a checkpoint, and its check sums anew, as somebody would who means it."""
+    """Write a file into a checkpoint and update its checksums, as an attacker would."""
     path = checkpoint / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
@@ -249,15 +249,14 @@ def assert_same_run(results: dict, expected: dict) -> None:
 def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # Workers that load data are children of this process, and end with it when it is killed. Those of a fork server of
-    # its own would not.
+    # Forked data workers are children of this process and end when it is killed. Workers of a fork server would not.
     multiprocessing.set_start_method("fork", force=True)
     target(*arguments)
 
 
 def _run_elsewhere(values: dict[str, Any]) -> None:
     if "ACCELERATE_USE_FSDP" in os.environ:
-        # Accelerate shards on accelerators alone; it does so here when it takes these CPU processes for such.
+        # Accelerate shards on accelerators only; here it must take the CPU processes for accelerators.
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     try:
         train(build_recipe(values))

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, and never in the way of each other."""
+"""Checkpoints: they are complete or absent, and do not interfere with each other."""
 
 import json
 import resource
@@ -26,7 +26,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def copied(tmp_path, original):
-    """A copy of that run which ends with the checkpoint of step 9: its recipe and the directory of its checkpoints."""
+    """The recipe and the checkpoint directory of a copy of that run, without checkpoints after step 9."""
     values = original[0] | {"output_dir": str(tmp_path / "run")}
     shutil.copytree(original[0]["output_dir"], values["output_dir"])
     shutil.rmtree(tmp_path / "run/checkpoints/step-000000012")
@@ -71,7 +71,7 @@ NESTED = "[" * 100_000
 SHAPES = ["", "null", "0", "-1", "1e999", "true", '""', "[]", "[[]]", "{", "{}", '{"":{}}', '{"files":[]}', NESTED]
 SHAPES += ['{"a":' * 100_000, "\ufeff{}", '"\\ud800"', "NaN", "{'step': 9}", "9" * 5000]
 WRONG = [None, True, -1, 1.5, "", "nine", [], [[]], {}, {"": None}, [None], 10**30, [1, 2, 3, {}], [[1, 2, 3]]]
-# A few values of each key that may stand there.
+# For each key, the values of `WRONG` that are valid.
 KEYS = {"format": [2], "step": [10**30], "rates": [[]], "record": [], "recipe": [{}, {"": None}], "data": ["", "nine"]}
 KEYS |= {"position": [[], [1, 2, 3, {}]], "files": []}
 
@@ -80,7 +80,7 @@ KEYS |= {"position": [[], [1, 2, 3, {}]], "files": []}
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[:12])
 def test_a_manifest_of_any_shape_is_damage(tmp_path, shape, sealed):
     content = shape.encode(errors="surrogatepass")
-    if sealed:  # by somebody who writes the sum anew
+    if sealed:  # with a correct checksum, as an attacker would write it
         content = b'"x":%s}' % content
         content = b'{"sum":"%s",%s' % (check_sum(content).encode(), content)
     (tmp_path / MANIFEST).write_bytes(content)
@@ -113,7 +113,7 @@ def test_a_manifest_of_another_step_is_damage_and_nothing_else_suffers(copied, o
     write_manifest(newest, read_manifest(newest).model_copy(update={"step": step}))
     results = run(values)
     said = capsys.readouterr().out
-    assert f"{newest} is damaged ({MANIFEST}" in said and f"going on from {checkpoints}/step-000000006" in said
+    assert f"{newest} is damaged ({MANIFEST}" in said and f"resuming from {checkpoints}/step-000000006" in said
     assert results["losses"] == original[1]["losses"]
     for path in checkpoints.glob("step-*"):
         assert find_damage(path) is None
@@ -165,9 +165,9 @@ def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_ski
     (checkpoints / ".partial-000000010").mkdir()
     results = run(values)
     said = capsys.readouterr().out
-    assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin is not what was written): skipped" in said
+    assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin does not match its checksum): skipped" in said
     assert f"{checkpoints}/step-000000006 is damaged (no checkpoint.json): skipped" in said
-    assert f"going on from {checkpoints}/step-000000003" in said
+    assert f"resuming from {checkpoints}/step-000000003" in said
     assert results["losses"] == original[1]["losses"]
     assert not (checkpoints / ".partial-000000010").exists()
 
@@ -176,7 +176,7 @@ def test_a_finished_run_started_again_removes_what_a_kill_left_of_a_checkpoint(t
     values = original[0] | {"output_dir": str(tmp_path / "run")}
     shutil.copytree(original[0]["output_dir"], values["output_dir"])
     checkpoints = tmp_path / "run/checkpoints"
-    left = checkpoints / ".partial-step-000000003"  # killed while it removed that checkpoint
+    left = checkpoints / ".partial-step-000000003"  # as after a kill while this checkpoint was being removed
     (checkpoints / "step-000000003").rename(left)
     (left / MANIFEST).unlink()
     results = run(values)
@@ -204,9 +204,9 @@ def test_a_disk_that_is_full_leaves_the_last_complete_checkpoint(copied, origina
     assert finish(launch(_run_with_little_room, (values,))) == [1]
     message = Path(f"{values['output_dir']}.error").read_text()
     assert "OSError: cannot write the checkpoint of step 12" in message and message.count("\n") == 1
-    assert f"the last complete one is {checkpoints}/step-000000009" in message
+    assert f"the last complete checkpoint is {checkpoints}/step-000000009" in message
     assert find_damage(checkpoints / "step-000000009") is None and not (checkpoints / "step-000000012").exists()
-    assert not list(checkpoints.glob(".*"))  # nothing holds what is left of the disk
+    assert not list(checkpoints.glob(".*"))  # no partial checkpoint occupies the disk
     assert run(values)["losses"] == original[1]["losses"]
 
 
@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_leaves_the_last_complete_checkpoint(copied, origina
     ],
 )
 def test_an_error_of_sharded_checkpoints_ends_in_one_line(copied, monkeypatch, method, message):
-    """That of `torch.distributed.checkpoint` is no Exception, and tells the errors of all processes."""
+    """A CheckpointException does not derive from Exception, and lists the errors of all processes."""
 
     def fail(*_):
         raise CheckpointException("failed", {0: (OSError(28, "No space left on device"), None)})
@@ -237,7 +237,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path
     assert finish(launch(_run_with_little_room, (values,))) == [1]
     message = Path(f"{values['output_dir']}.error").read_text()
     assert f"OSError: cannot write the model and its results to {tmp_path}/run (" in message
-    assert "the same command writes them when there is room" in message and message.count("\n") == 1
+    assert "free disk space and run the same command again to write them" in message and message.count("\n") == 1
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == files
     assert not list((tmp_path / "run").glob(".*"))
     assert run(values)["losses"] == original[1]["losses"]
@@ -260,7 +260,7 @@ def test_what_a_kill_left_of_a_model_holds_no_room_while_the_run_goes_on(tmp_pat
 def _run_with_little_room(values) -> None:
     from runs import _run_elsewhere
 
-    # A file longer than that cannot be written: an error as of a full disk, without one.
+    # Writing a longer file is an error, which stands for a full disk.
     limit = 4096
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     _run_elsewhere(values)
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written_stops_the_run_with_one_message(tmp_path
 def test_a_checkpoint_asked_for_by_name_has_to_be_complete(copied):
     values, checkpoints = copied
     cut_in_half(checkpoints / "step-000000009/model.safetensors")
-    with pytest.raises(ValueError, match=r"step-000000009 is no complete checkpoint: model.safetensors is not"):
+    with pytest.raises(ValueError, match=r"step-000000009 is not a complete checkpoint: model.safetensors does not"):
         run(values | {"resume": str(checkpoints / "step-000000009")})
 
 

@@ -1,4 +1,4 @@
-"""Bits per byte, per dimension, per character."""
+"""Bits per byte, per dimension and per character."""
 
 import math
 
@@ -9,7 +9,7 @@ from aft_hf.training.code_length import CodeLength
 
 def test_bits_are_summed_before_they_are_divided_by_each_unit():
     metric = CodeLength(keep_in_memory=True)
-    # A row of 8 bytes, 4 characters, and 16 bits; one of 2 bytes, 2 characters, and 24 bits.
+    # Two rows: 8 bytes and 4 characters in 16 bits, and 2 bytes and 2 characters in 24 bits.
     metric.add_batch(predictions=[16 * math.log(2)], references=[[8, 4]])
     metric.add_batch(predictions=[24 * math.log(2)], references=[[2, 2]])
     expected = {"bits_per_byte": pytest.approx(4.0), "bits_per_character": pytest.approx(40 / 6)}

@@ -1,12 +1,6 @@
-"""The table and the picture of finished runs."""
+"""The table and the plot of finished runs."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
-
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_runs.py"
 
 
 def write_run(directory, model, bits, **recipe):
@@ -23,18 +17,14 @@ def write_run(directory, model, bits, **recipe):
     return directory
 
 
-def compare(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
-
-
-def test_runs_are_compared_in_a_table_and_a_picture(tmp_path):
+def test_runs_are_compared_in_a_table_and_a_picture(tmp_path, run_command):
     runs = [
         write_run(tmp_path / "a", {"architecture": "aft", "aft_type": "local"}, 2.5),
         write_run(
             tmp_path / "b", {"architecture": "gpt2"}, 2.8, paper={"rows": ["Table 4: T", "Table 5: U"], "score": 1.13}
         ),
     ]
-    done = compare(*runs, "--picture", tmp_path / "runs.png")
+    done = run_command("compare_runs.py", *runs, "--picture", tmp_path / "runs.png")
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
     assert rows[2] == "| AFT-local | 1.50 M | 20 | 8 | bits per byte | 2.500 | 2.600 | - | ours |"
@@ -43,7 +33,7 @@ def test_runs_are_compared_in_a_table_and_a_picture(tmp_path):
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_directory_without_results_is_named(tmp_path):
-    done = compare(tmp_path)
+def test_a_directory_without_results_is_named(tmp_path, run_command):
+    done = run_command("compare_runs.py", tmp_path)
     assert done.returncode == 1
     assert "results.json" in done.stderr and "Traceback" not in done.stderr

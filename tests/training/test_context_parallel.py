@@ -21,12 +21,12 @@ from aft_hf.training.recipe import build_recipe
 
 
 TYPES = ("simple", "alibi", "local", "conv")
-LENGTH, BATCH = 45, 3  # 45 tokens divide neither by 2 nor by 4
+LENGTH, BATCH = 45, 3  # 45 is not divisible by 2 or 4
 WINDOW = 7
 
 
 def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTForCausalLM:
-    """A model whose layers differ from an average over everything, of large keys with a large offset on request."""
+    """Build a model whose layers differ from a plain average; "hostile" keys are large and have a large offset."""
     torch.manual_seed(0)
     config = AFTConfig(
         aft_type=aft_type,
@@ -51,10 +51,10 @@ def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTFor
 
 
 def build_inputs(kind: str) -> dict[str, torch.Tensor]:
-    """Whole rows: plain, with padding on all sides and within, with documents across the pieces, or with both."""
+    """Build whole rows: plain, with padding at both ends and inside, with documents across pieces, or with both."""
     tokens = torch.randint(0, 16, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": tokens, "labels": tokens.clone()}
-    if kind == "short":  # pieces of one token or two: a window reaches over several of them
+    if kind == "short":  # pieces of one or two tokens: a window spans several pieces
         inputs = {name: x[:, :6] for name, x in inputs.items()}
     if kind in ("padding", "both"):
         mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -69,7 +69,7 @@ def build_inputs(kind: str) -> dict[str, torch.Tensor]:
 
 
 def build_cases() -> dict[str, tuple[AFTForCausalLM, dict[str, torch.Tensor]]]:
-    """By name, models and whole rows."""
+    """Build models and whole rows, by the name of the case."""
     cases = {}
     for aft_type in TYPES:
         for kind in ("plain", "short", "padding", "documents", "both"):
@@ -90,7 +90,7 @@ def build_cases() -> dict[str, tuple[AFTForCausalLM, dict[str, torch.Tensor]]]:
 
 
 def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
-    """Loss, logits and the gradients of the parameters and of the embedded tokens, of whole rows or of a piece."""
+    """Return loss, logits and gradients of parameters and embeddings, on whole rows or on this process's pieces."""
     given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
     embedded = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
     if group is None:
@@ -108,17 +108,17 @@ def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any =
 
 
 def bytes_of_a_layer(aft_type: str, length: int, group: Any) -> dict[str, int]:
-    """What this process gives to the others in the forward and backward pass of one layer of one row."""
+    """Count the bytes that this process sends in the forward and backward pass of one layer on one row."""
     mixer = build_model(aft_type, max_position_embeddings=2048).aft.layers[0].mixer
     x = torch.randn(1, length, 16, requires_grad=True)
-    shard = SequenceShard(group, 1, length, x.device)  # once for all layers
+    shard = SequenceShard(group, 1, length, x.device)  # exchanged once for all layers
     with counted_bytes() as counts:
         mixer(x, shard=shard).sum().backward()
     return counts
 
 
 def compute(directory: Path) -> None:
-    """In each process: everything that the tests look at."""
+    """Compute in each process all results that the tests compare."""
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
     found = {name: outcome(*case, group) for name, case in build_cases().items()}
@@ -127,7 +127,7 @@ def compute(directory: Path) -> None:
     found["offset"] = {t: outputs_of_keys_with_an_offset(t, group) for t in ("simple", "alibi")}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
     torch.save(found, directory / f"{rank}.pt")
-    distributed.barrier()  # none leaves while another still receives
+    distributed.barrier()  # no process leaves while another is still receiving
     distributed.destroy_process_group()
 
 
@@ -136,9 +136,7 @@ PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
 
 @torch.no_grad()
 def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
-    """Logits of the last token of a prompt and of tokens after it, one at a time and some at once, whoever took in the
-    prompt: one process or several.
-    """
+    """Return logits of tokens after a prompt, one or several at a time; one process or a group reads the prompt."""
     model, inputs = build_model(aft_type).eval(), build_inputs(kind)
     labels = inputs.pop("labels")
     given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
@@ -159,7 +157,7 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
 
 @torch.no_grad()
 def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Tensor:
-    """Of keys 4096 + i / 1024, which float32 holds exactly, as it does their sums with the biases of ALiBi."""
+    """Return outputs for keys 4096 + i / 1024, which are exact in float32, as are their sums with ALiBi biases."""
     torch.manual_seed(0)
     mixer = build_model(aft_type).aft.layers[0].mixer
     mixer.k_proj.weight.copy_(torch.eye(16))
@@ -173,7 +171,7 @@ def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Te
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 CACHE = build_model("conv").aft.new_cache()
-# In every process: what cannot be done with a piece, by what the message must say.
+# Calls with a piece that must raise an error in some process, by part of the message.
 WRONG = {
     "causal AFTFull cannot take": lambda group: build_model("full")(TOKENS),
     "12 tokens is longer than max_position_embeddings=10": lambda group: build_model(
@@ -195,7 +193,7 @@ WRONG = {
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
-    """What each of 2 or 4 processes computed."""
+    """The results of each of 2 or 4 processes."""
     directory = tmp_path_factory.mktemp("pieces")
     assert finish(launch(compute, (directory,), request.param)) == [0] * request.param
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
@@ -203,7 +201,7 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, torch.Tensor]]:
-    """What one process computes."""
+    """The results of one process."""
     return {name: outcome(*case) for name, case in build_cases().items()}
 
 
@@ -216,7 +214,7 @@ CASES += ["mixed-reference", "local-checkpointing"]
 def test_pieces_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found, expected, case):
     for process in found:
         assert process[case].keys() == expected[case].keys()
-        for name, wanted in expected[case].items():  # sums over the tokens in another order
+        for name, wanted in expected[case].items():  # sums over tokens in another order
             error = float((process[case][name] - wanted).abs().max())
             assert error <= 1e-5 * max(1.0, float(wanted.abs().max())), name
 
@@ -239,7 +237,7 @@ def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(fou
         short, long = (process["bytes"][aft_type, length] for length in (50, 300))
         assert short == long
         assert long["all_gather"] == 2 * state  # sums in the forward pass, their gradients in the backward pass
-        # The last process has none to give keys and values to, the first one none to give their gradients to.
+        # The last process sends keys and values to no other process, the first one sends gradients to none.
         sent = (rank < len(found) - 1) + (rank > 0)
         assert long.get("all_to_all_single", 0) == sent * window
         assert "all_reduce" not in long
@@ -272,8 +270,8 @@ def rows_of_tokens() -> torch.Tensor:
 
 
 def step_with_accelerate(directory: Path) -> None:
-    """A step of a loop on Accelerate with a mesh of 2 x 2 processes: batches on one dimension, pieces on the other."""
-    # Accelerate shards on accelerators alone; it does so here when it takes these CPU processes for such.
+    """Take an Accelerate step on a mesh of 2 x 2 processes: batches along one dimension, pieces along the other."""
+    # Accelerate shards on accelerators only; here it must take the CPU processes for accelerators.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -296,7 +294,7 @@ def step_with_accelerate(directory: Path) -> None:
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     found = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
     torch.save(found, directory / f"{accelerator.process_index}.pt")
-    accelerator.wait_for_everyone()  # none leaves while another still receives
+    accelerator.wait_for_everyone()  # no process leaves while another is still receiving
     accelerator.end_training()
 
 
@@ -317,7 +315,7 @@ def test_a_loop_on_accelerate_takes_the_pieces_of_its_mesh(tmp_path):
 
 
 def recipe_without_dropout(directory: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe of layers of two types, with 17 tokens a sample; pieces could not have the dropout of whole rows."""
+    """Return a recipe with two layer types, and no dropout, since pieces draw other random numbers than whole rows."""
     values = bytes_recipe(directory)
     values["model"] |= {"hidden_dropout_prob": 0.0, "aft_type": ["local", "alibi"]}
     values["data"] |= {"seq_len": 17}
@@ -326,7 +324,7 @@ def recipe_without_dropout(directory: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, Any]:
-    """What one process makes of the recipe."""
+    """The results of the recipe in one process."""
     return run(recipe_without_dropout(tmp_path_factory.mktemp("alone")))
 
 

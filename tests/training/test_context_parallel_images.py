@@ -41,7 +41,7 @@ def build_config(rows: int, columns: int, **options: Any) -> AFTConfig:
 
 
 def build_case(rows: int = 11, columns: int = 3, keys: str = "moderate", **options: Any) -> tuple[Any, dict]:
-    """A classifier whose layers differ from an average over everything, and whole images with their classes."""
+    """Build a classifier whose layers differ from a plain average, and whole images with their classes."""
     torch.manual_seed(0)
     model = AFTForImageClassification(build_config(rows, columns, **options)).eval()
     with torch.no_grad():
@@ -78,7 +78,7 @@ CASES: dict[str, Callable[[], tuple[Any, dict]]] = {
 
 
 def outcome(model: AFTForImageClassification, inputs: dict[str, torch.Tensor], group: Any = None) -> dict:
-    """Loss, logits, hidden states and the gradients of parameters and pixels, of whole images or of rows of them."""
+    """Return loss, logits, hidden states and gradients of parameters and pixels, on whole images or on their rows."""
     pixels = inputs["pixel_values"]
     pixels = (pixels if group is None else rows_of(pixels, group)).clone().requires_grad_()
     if group is None:
@@ -100,7 +100,7 @@ def rows_of(pixels: torch.Tensor, group: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def feature_map(group: Any = None) -> torch.Tensor:
-    """Of a grid so large that no table of all pairs fits, and with pieces of very different heights."""
+    """Return the feature map of a grid too large for a table of all pairs, from pieces of very different heights."""
     torch.manual_seed(0)
     model = AFTBackbone(build_config(64, 50)).eval()
     model.layers[0].mixer.kernel_scale += 1.5
@@ -130,11 +130,11 @@ def sequence_seen_from_both_sides(name: str, group: Any = None) -> torch.Tensor:
 
 
 def bytes_of_a_layer(rows: int, group: Any) -> dict[str, int]:
-    """What this process gives to the others in the forward and backward pass of one layer of one image."""
+    """Count the bytes that this process sends in the forward and backward pass of one layer on one image."""
     mixer = build_case()[0].aft.layers[0].mixer
     x = torch.randn(1, rows * 3, 16, requires_grad=True)
     shard = SequenceShard(group, 1, rows * 3, x.device, columns=3)
-    _ = shard.from_the_end  # both once for all layers
+    _ = shard.from_the_end  # both are exchanged once for all layers
     with counted_bytes() as counts:
         mixer(x, shard=shard, grid_size=(rows, 3)).sum().backward()
     return counts
@@ -147,7 +147,7 @@ def of_different_widths(group: Any) -> None:
     build_case()[0](IMAGES[..., : (2 + group.rank() % 2) * PATCH])
 
 
-# In every process: what cannot be done with a piece, by what the message must say.
+# Calls with a piece that must raise an error in every process, by part of the message.
 WRONG = {
     "no class token and no attention_mask, got a class token": lambda group: build_case(
         aft_type="simple", use_cls_token=True
@@ -169,7 +169,7 @@ WRONG = {
 
 
 def compute(directory: Path) -> None:
-    """In each process: everything that the tests look at."""
+    """Compute in each process all results that the tests compare."""
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
     found: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
@@ -179,13 +179,13 @@ def compute(directory: Path) -> None:
     found["bytes"] = {rows: bytes_of_a_layer(rows, group) for rows in (4, 40)}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
     torch.save(found, directory / f"{rank}.pt")
-    distributed.barrier()  # none leaves while another still receives
+    distributed.barrier()  # no process leaves while another is still receiving
     distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
-    """What each of 2 or 4 processes computed."""
+    """The results of each of 2 or 4 processes."""
     directory = tmp_path_factory.mktemp("rows")
     assert finish(launch(compute, (directory,), request.param)) == [0] * request.param
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
@@ -196,7 +196,7 @@ def test_rows_have_the_outputs_the_loss_and_the_gradients_of_whole_images(found,
     expected = outcome(*CASES[case]())
     for process in found:
         assert process[case].keys() == expected.keys()
-        for name, wanted in expected.items():  # sums over the tokens in another order
+        for name, wanted in expected.items():  # sums over tokens in another order
             error = float((process[case][name] - wanted).abs().max())
             assert error <= 1e-5 * max(1.0, float(wanted.abs().max())), name
 
@@ -228,8 +228,8 @@ def test_a_layer_sends_two_states_and_the_rows_beside_its_own_each_way_whatever_
     for rank, process in enumerate(found):
         low, high = (process["bytes"][rows] for rows in (4, 40))
         assert low == high
-        assert high["all_gather"] == 4 * state  # above and below, sums and their gradients
-        # Inner processes have neighbours above and below, the first and the last one have one.
+        assert high["all_gather"] == 4 * state  # sums and their gradients, upwards and downwards
+        # Inner processes have a neighbor above and below, the first and the last process have only one.
         neighbours = (rank < len(found) - 1) + (rank > 0)
         assert high["all_to_all_single"] == 2 * neighbours * halo
         assert "all_reduce" not in high

@@ -1,4 +1,4 @@
-"""The losses of DeiT against its formulas, in float64."""
+"""The distillation losses of DeiT, compared with its formulas in float64."""
 
 import numpy as np
 import pytest

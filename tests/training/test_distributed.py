@@ -1,4 +1,4 @@
-"""Two processes give the run of one: DDP, FSDP2, and a run that goes on with another number of processes."""
+"""Two processes give the results of one: DDP, FSDP2, ZeRO-3, and a run resumed by another number of processes."""
 
 from importlib.util import find_spec
 
@@ -13,7 +13,7 @@ STRATEGIES = {"DDP": {}, "FSDP2": FSDP2}
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The recipe and results of one process; 7 evaluated windows do not divide by 2 processes x 2 samples."""
+    """The recipe and results of one process; 7 evaluated windows are no multiple of 2 processes x 2 samples."""
     values = bytes_recipe(tmp_path_factory.mktemp("single"))
     return values, run(values)
 
@@ -28,7 +28,7 @@ def test_two_processes_have_the_losses_of_one_also_after_a_restart(tmp_path, sin
     assert results["processes"] == 2
     assert_same_run(results, single[1])
 
-    # Not weight by weight: an AFT does not depend on the biases of its keys, whose gradients are rounding errors.
+    # Logits are compared, not weights: AFT does not depend on key biases, whose gradients are rounding errors.
     text = torch.arange(97, 113)[None]
     logits = [AutoModelForCausalLM.from_pretrained(v["output_dir"])(text).logits for v in (values, single[0])]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
@@ -37,7 +37,7 @@ def test_two_processes_have_the_losses_of_one_also_after_a_restart(tmp_path, sin
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed, which is no requirement")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_deepspeed_zero3_has_the_losses_of_one_process_also_after_a_restart(tmp_path, processes):
-    values = bytes_recipe(tmp_path, ema_decay=None, max_grad_norm=0.01)  # less than any gradient
+    values = bytes_recipe(tmp_path, ema_decay=None, max_grad_norm=0.01)  # below the norm of any gradient
     alone = run(values | {"output_dir": str(tmp_path / "alone")})
     # The first start may have to compile an operation of DeepSpeed.
     assert finish(start(values | {"steps": 6}, processes, **ZERO3), timeout=600) == [0] * processes
@@ -59,4 +59,4 @@ def test_a_run_of_two_processes_goes_on_in_one(tmp_path, single):
 def test_a_global_batch_that_the_processes_cannot_share_is_an_error_before_training(tmp_path):
     assert finish(start(bytes_recipe(tmp_path, micro_batch_size=8), 2)) == [1, 1]
     message = (tmp_path / "run.error").read_text()
-    assert "global_batch_size=8 is no multiple of the processes x micro_batch_size, 2 x 8" in message
+    assert "global_batch_size=8 is not a multiple of processes x micro_batch_size, 2 x 8" in message

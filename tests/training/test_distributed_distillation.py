@@ -1,4 +1,4 @@
-"""A distillation by two processes: it tells what both have computed, learns as one process does, and ends."""
+"""Distillation by two processes: it reports on both, learns the same as one process, and ends."""
 
 import json
 import os
@@ -27,7 +27,7 @@ LINE = re.compile(r"Distillation: +(\d+) %, step (\d+), KL ([\d.]+), hidden stat
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """With a ViT, and what one process and two have left."""
+    """A directory with a ViT, and the outputs of a distillation by one process and by two."""
     root = tmp_path_factory.mktemp("distillation")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -36,19 +36,19 @@ def directory(tmp_path_factory):
     vit.save_pretrained(root / "vit")
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(root / "vit")
     for processes in (1, 2):
-        # A process that waits for the other one in vain would be killed here.
+        # The timeout kills a process that waits for the other one forever.
         assert finish(launch(_distill, (str(root), processes), processes), timeout=120) == [0] * processes
     return root
 
 
 def _distill(root: str, processes: int) -> None:
-    """In each of the processes: a distillation of some steps, and one of some time."""
+    """Distill in each process, once for a number of steps and once for a time."""
     rank, random = os.environ.get("RANK", "0"), np.random.default_rng(0)
     images = [Image.fromarray(pixels) for pixels in random.integers(256, size=(24, 16, 16, 3), dtype=np.uint8)]
     source = read_source(Path(root, "vit"))
     torch.manual_seed(0)
     model = convert_deit(source, kernel_size=3, num_heads=2)[0]
-    # Without hidden states, whose errors are relative to the variance in the images of a process.
+    # Errors of hidden states are left out: they are relative to the variance over the images of one process.
     options = {"batch_size": 8, "hidden_states": 0.0, "augmentation": "none"}
     with Path(root, f"{processes}-{rank}.log").open("w") as log, redirect_stdout(log):
         done = [distill(model, source, images, steps=STEPS, **options)]
@@ -65,7 +65,7 @@ def test_the_first_process_alone_tells_what_both_have_computed(directory):
     expected, found = lines(directory / "1-0.log"), lines(directory / "2-0.log")
     assert [step for _, step, *_ in found] == [step for _, step, *_ in expected] == ["10", "20", "30"]
     for (*_, divergence, _, agreement), (*_, wanted, _, agreed) in zip(found, expected):
-        # Three digits are told; another order of sums may round the last one the other way.
+        # The log has three digits; sums in another order may round the last digit differently.
         assert float(divergence) == pytest.approx(float(wanted), abs=0.0011)
         assert float(agreement) == pytest.approx(float(agreed), abs=0.11)
     assert (directory / "2-1.log").read_text() == ""
@@ -76,7 +76,7 @@ def test_both_processes_have_the_same_account_and_weights_and_those_of_one(direc
     alone = json.loads((directory / "1-0.json").read_text())[0]
     for name in ("steps", "divergence", "agreement", "hidden_state_errors"):
         assert first[name] == second[name]
-    # Float32 through 30 steps of AdamW.
+    # The tolerance is for float32 after 30 steps of AdamW.
     assert (first["steps"], first["agreement"]) == (STEPS, pytest.approx(alone["agreement"], abs=1e-4))
     assert first["divergence"] == pytest.approx(alone["divergence"], rel=1e-3)
     assert timed["steps"] == timed_too["steps"] >= 1

@@ -1,4 +1,4 @@
-"""Metrics of saved models: what they are compared with here is computed by hand."""
+"""Metrics of saved models, compared with direct computations."""
 
 import io
 
@@ -46,13 +46,13 @@ def classifier(aft=True):
     config = AFTConfig(modality="image", aft_type="conv", num_labels=CLASSES, **SIZES)
     model = AFTForImageClassification(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=3.0 if "mixer.kernel" in name else 1.0)  # so that kernels change the metrics
     return model.eval()
 
 
 def metrics_by_hand(model, processor, images, **options):
-    """Top-1, top-5 and loss, one image at a time."""
+    """Compute top-1, top-5 and loss one image at a time."""
     first = fifth = loss = 0
     for row in images:
         pixels = processor([row["image"]], return_tensors="pt")["pixel_values"]
@@ -80,7 +80,7 @@ def test_images_of_another_size_go_through_models_that_can_take_them(images, aft
     model, processor = classifier(aft), ViTImageProcessorPil(size={"height": 16, "width": 16})
     larger = ViTImageProcessorPil(size={"height": 24, "width": 32})
     found = evaluate_classifier(model, processor, images, image_size=(24, 32))
-    if aft:  # the model itself is left as it is
+    if aft:  # the model itself is unchanged
         assert model.config.image_size == 16
         model.resize_position_biases((24, 32))
     expected = metrics_by_hand(model, larger, images, **({} if aft else {"interpolate_pos_encoding": True}))
@@ -98,8 +98,16 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
     assert found == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
 
 
+def test_kernels_are_kept_as_trained_on_request(images):
+    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    kept = evaluate_classifier(model, processor, images, image_size=(24, 24), stretch_kernels=False)
+    larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
+    assert kept == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
+    assert kept != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
+
+
 def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
-    """As after a fine-tuning at a larger size with the kernels as they were."""
+    """The kernels were not resized, as in a model fine-tuned at a larger size."""
     model, processor = classifier(), ViTImageProcessorPil(size={"height": 24, "width": 24})
     expected = metrics_by_hand(model, processor, images)
     assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
@@ -137,16 +145,16 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
     model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
     data = labelled(images, [f"tree {i}" for i in range(CLASSES)])
     expected = metrics_by_hand(model, processor, data)
-    with CaptureLogger(logger) as log:  # the model has no names of its own
+    with CaptureLogger(logger) as log:  # the model has no class names
         assert evaluate_classifier(model, processor, data) == pytest.approx(expected, rel=1e-4)
-    assert "taken by number: the data has 'tree 0'" in log.out and "the model 'LABEL_0'" in log.out
+    assert "matched by number: the data has 'tree 0'" in log.out and "the model 'LABEL_0'" in log.out
     model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
     with pytest.raises(ValueError, match=r"classes 'tree 0', .* \(7 in all\), the model 'animal 0'"):
         evaluate_classifier(model, processor, data)
 
 
 def test_labels_that_are_numbers_mean_these_classes_in_whatever_order_a_folder_sorts_them(images):
-    """As text "10" comes before "2"; and not every class need occur."""
+    """Sorted as text, "10" comes before "2". Not every class has to occur."""
     numbers = [10, 2, 0, 5, 10, 2, 11]
     names = sorted(map(str, set(numbers)))
     config = AFTConfig(modality="image", aft_type="conv", num_labels=12, **SIZES)
@@ -170,7 +178,7 @@ def test_labels_that_are_no_numbers_of_classes_are_refused(images, names):
         {"image": images["image"][:2], "label": [0, 1]},
         features=Features({"image": Image(), "label": ClassLabel(names=names)}),
     )
-    with pytest.raises(ValueError, match=f"label '{names[1]}' is none of the class numbers 0 .. 6"):
+    with pytest.raises(ValueError, match=f"label '{names[1]}' is not one of the class numbers 0 .. 6"):
         evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
 
 
@@ -241,7 +249,7 @@ def test_with_a_stride_every_token_but_the_first_counts_once_and_with_context(st
     piece = max(stride, 2)
     last = 10 + (len(tokens) // piece * piece - 10) // stride * stride
     for position in range(1, last):
-        begin = max(0, -(-(position - 9) // stride) * stride)  # of the first block that holds it
+        begin = max(0, -(-(position - 9) // stride) * stride)  # start of the first block that contains the token
         with torch.no_grad():
             logits = model(input_ids=tokens[None, begin:position]).logits[0, -1].double()
         losses.append(-torch.log_softmax(logits, -1)[tokens[position]].item())

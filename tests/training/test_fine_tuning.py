@@ -1,4 +1,4 @@
-"""Trainer with position biases at their own rate, augmentation, a teacher, mixed images, and an average of weights."""
+"""FineTuner: learning rate of position biases, augmentation, distillation, mixed images and EMA."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_position_biases_have_a_rate_of_their_own_and_no_weight_decay_through_th
 def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path):
     trainer = tuner(vit(8), tmp_path, optim="adafactor", learning_rate=0.1)
     assert "Adafactor" in type(trainer.create_optimizer()).__name__
-    assert len(trainer.optimizer.param_groups) == 2  # a ViT has no position biases in this sense
+    assert len(trainer.optimizer.param_groups) == 2  # a ViT has none of AFT's position biases
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path):
 def test_a_rate_of_their_own_for_position_biases_with_a_multiplier_is_noticed(tmp_path, multiplier, scale, warns):
     with CaptureLogger(logger) as log:
         tuner(classifier(position_bias_multiplier=multiplier), tmp_path, position_bias_scale=scale)
-    assert ("leave out the first" in log.out) == warns
+    assert ("leave out position_bias_scale" in log.out) == warns
 
 
 # The teacher
@@ -161,7 +161,7 @@ def test_a_teacher_that_numbers_the_classes_otherwise_is_refused(tmp_path):
 
 def test_a_teacher_of_other_classes_is_refused_with_both_lists(tmp_path):
     student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
-    with pytest.raises(ValueError, match=r"knows the classes 'oak', 'elm', the model 'cat', 'dog'"):
+    with pytest.raises(ValueError, match=r"has the classes 'oak', 'elm', the model 'cat', 'dog'"):
         tuner(student, tmp_path, teacher=vit(8, id2label={0: "oak", 1: "elm"}))
 
 
@@ -182,7 +182,7 @@ def test_a_teacher_whose_classes_have_no_names_is_taken_by_number_with_a_warning
     ("teacher", "message"),
     [
         (lambda: vit(8, num_labels=CLASSES).base_model, "ViTModel, which has no classifier"),
-        (lambda: vit(8, num_labels=CLASSES + 1), "knows 4 classes, the model 3"),
+        (lambda: vit(8, num_labels=CLASSES + 1), "has 4 classes, the model 3"),
     ],
     ids=["backbone", "other classes"],
 )
@@ -216,7 +216,7 @@ def test_evaluating_draws_no_random_number_that_training_would_miss(tmp_path):
 
 
 def constant_rows(count: int) -> list[dict]:
-    """Rows that take no random numbers to make."""
+    """Return rows that are made without random numbers."""
     return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": i % CLASSES} for i in range(count)]
 
 
@@ -348,7 +348,7 @@ def test_a_resumed_training_has_the_average_of_an_uninterrupted_one(tmp_path):
         (
             {"ema_decay": 0.9, "load_best_model_at_end": True, "save_strategy": "best"}
             | {"eval_strategy": "steps", "evaluated": rows(1), "metric_for_best_model": "loss"},
-            "does not go with load_best_model_at_end",
+            "does not work with load_best_model_at_end",
         ),
     ],
 )

@@ -1,6 +1,6 @@
-"""A run that is killed (SIGKILL) at random moments and started again is the run that was never killed.
+"""A run that is killed (SIGKILL) at random moments and resumed gives the results of an uninterrupted run.
 
-`make soak` kills each kind of run 20 times; here it is one kind, a few times.
+`make soak` kills each kind of run 20 times; this test kills one kind a few times.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The training loop: that it learns, that it goes on as if nothing had happened, and what it leaves behind."""
+"""The training loop: learning, resuming to the same results, and the files that it writes."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from aft_hf.training.tasks import BytesTask
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that nothing happened to: its recipe and its results."""
+    """The recipe and results of an uninterrupted run."""
     values = bytes_recipe(tmp_path_factory.mktemp("finished"))
     return values, run(values)
 
@@ -44,7 +44,7 @@ def test_the_loss_of_a_text_with_rules_falls(tmp_path):
     values = bytes_recipe(tmp_path, steps=60, save_every=60, evaluate_every=60, micro_batch_size=None)
     first, *_, last = losses(run(values))
     assert first == pytest.approx(math.log(256), abs=0.1)
-    assert last < 3.5 < math.log(256) - 2  # of 26 letters, two can follow: log 2 in the end
+    assert last < 3.5 < math.log(256) - 2  # 2 of 26 letters can follow: the loss tends to log 2
 
 
 def test_a_run_leaves_a_model_a_tokenizer_its_results_and_a_picture(finished):
@@ -133,7 +133,7 @@ def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
     state = torch.load(checkpoint, weights_only=True)["state"]
     parameters = [p for group in build_adamw(model, recipe.optimizer).param_groups for p in group["params"]]
     assert len(parameters) == len(state) == len(list(model.parameters()))
-    # A gradient of the run sums 8 x 16 tokens in float32; some are nothing but what such sums leave of zero.
+    # Gradients are sums over 8 x 16 tokens in float32; some that should be 0 are only rounding errors of such sums.
     largest = max(parameter.grad.abs().max().item() for parameter in parameters)
     rounding = 8 * 16 * torch.finfo(torch.float32).eps * largest
     for i, parameter in enumerate(parameters):
@@ -214,7 +214,7 @@ def test_the_precision_of_a_launch_is_not_that_of_the_recipe_and_that_is_told(
 ):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)  # what `accelerate launch` sets
     run(bytes_recipe(tmp_path, steps=1))
-    line = "mixed_precision='no' by the recipe; 'fp16' of the launch has no effect"
+    line = "mixed_precision='no' of the recipe is used; 'fp16' of the launch has no effect"
     assert (line in capsys.readouterr().out) == told
 
 
@@ -226,7 +226,7 @@ def test_a_schedule_goes_on_from_the_numbers_in_the_manifest(tmp_path, name):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(loop, "show", lambda run, _: interrupt(run.record.curve()[-1][0] == 5))
         run(values)
-    assert run(values)["losses"] == whole["losses"]  # which have the learning rates
+    assert run(values)["losses"] == whole["losses"]  # losses are recorded with learning rates
 
 
 def interrupt(now: bool) -> None:
@@ -237,7 +237,7 @@ def interrupt(now: bool) -> None:
 def test_resume_never_refuses_to_run_over_checkpoints(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
-    with pytest.raises(ValueError, match="is of an earlier run"):
+    with pytest.raises(ValueError, match="is from an earlier run"):
         run(values | {"resume": "never"})
 
 
@@ -262,7 +262,7 @@ def test_gpt2_trains_by_the_same_recipe(tmp_path):
 
 def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):
     values = bytes_recipe(tmp_path, steps=1, save_every=1, label_smoothing=0.9)
-    # A new model gives all bytes about the same probability, whatever the targets are.
+    # A new model gives all bytes about the same probability, so the loss does not depend on the targets.
     assert losses(run(values)) == pytest.approx([math.log(256)], abs=0.1)
     plain = losses(run(values | {"label_smoothing": 0.0, "output_dir": str(tmp_path / "plain")}))
     assert plain != losses(run(values))
@@ -301,7 +301,7 @@ def test_other_data_are_another_run(tmp_path):
     with pytest.raises(ValueError, match="other training data"):
         run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
     content = bytearray((tmp_path / "text").read_bytes())
-    content[1234] ^= 1  # of no sample that is looked at beforehand
+    content[1234] ^= 1  # any byte must count, not only those of the first samples
     other.write_bytes(content)
     with pytest.raises(ValueError, match="other training data"):
         run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})

@@ -1,4 +1,4 @@
-"""Metrics against a few lines of numpy."""
+"""Metrics, compared with a few lines of numpy."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_the_loss_of_a_classifier_is_the_cross_entropy_of_every_row_also_for_lar
     scores, labels = (1000 * random.normal(size=(9, 3))).astype(np.float32), random.integers(0, 3, 9)
     expected = torch.nn.functional.cross_entropy(torch.tensor(scores).double(), torch.tensor(labels)).item()
     metric = AccuracyAndLoss(keep_in_memory=True)
-    for part in (slice(0, 8), slice(8, 9)):  # of batches of other sizes, a mean of means would be another number
+    for part in (slice(0, 8), slice(8, 9)):  # batches of unequal size, where a mean of means would be wrong
         metric.add_batch(predictions=scores[part], references=labels[part])
     result = metric.compute(top_k=(1, 2))
     assert result.pop("loss") == pytest.approx(expected, rel=1e-12) and expected > 100

@@ -34,9 +34,9 @@ def test_each_parameter_is_in_one_group_and_position_biases_are_apart(rank):
 
 @pytest.mark.parametrize(("aft_type", "rank", "scale"), [("conv", 4, 9.0), ("full", None, 9.0), ("full", 4, 3.0)])
 def test_a_multiplier_of_w_trains_as_a_learning_rate_of_its_own(aft_type, rank, scale):
-    """AdamW's steps do not depend on the size of gradients: m times a parameter moves m times as fast.
+    """AdamW's steps do not depend on the scale of gradients, so a parameter times m moves m times as fast.
 
-    Factors have sqrt(m) each, and so sqrt(m) times the learning rate.
+    The two factors of a factorized w have a multiplier of sqrt(m) each, equal to sqrt(m) times the learning rate.
     """
     biases = []
     for multiplier, position_bias_scale in ((9.0, 1.0), (1.0, scale)):
@@ -55,14 +55,14 @@ def test_a_multiplier_of_w_trains_as_a_learning_rate_of_its_own(aft_type, rank, 
         tokens = torch.arange(9).unsqueeze(0)
         optimizer = build_optimizer(model, 1e-2, position_bias_scale=position_bias_scale)
         for group in optimizer.param_groups:
-            group["eps"] = 0.0  # the one thing that gradients are compared with
+            group["eps"] = 0.0  # eps would make steps depend on the scale of gradients
         for _ in range(3):
             optimizer.zero_grad()
             model(input_ids=tokens, labels=tokens).loss.backward()
-            for parameter in model.parameters():  # rows of w that nothing depends on
+            for parameter in model.parameters():  # avoids 0 / 0 for rows of w without effect
                 parameter.grad += 1e-30
             optimizer.step()
-        # The first token sees itself alone, whatever w is there: its gradient is 0 but for rounding.
+        # The first token sees only itself, so the gradient of its w is 0 up to rounding; it is left out.
         biases.append(model.aft.layers[0].mixer.position_bias(9)[:, 1:])
     assert biases[0].abs().max() > 0.05
     torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-6)

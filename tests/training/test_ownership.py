@@ -27,15 +27,15 @@ def test_a_second_process_is_told_who_is_there_and_changes_nothing(tmp_path):
     (second,) = start(values | {"optimizer": {"learning_rate": 1.0}})
     assert finish([second]) == [1]
     message = (tmp_path / "run.error").read_text()
-    assert f"OSError: {checkpoints} is in use by process {first.pid} on {socket.gethostname()} since 20" in message
+    assert f"OSError: {tmp_path}/run is in use by process {first.pid} on {socket.gethostname()} since 20" in message
     assert "give another output directory" in message and message.count("\n") == 1
-    # It is killed; the lock is free, and the run goes on.
+    # After a kill the lock is free, and the run can be resumed.
     first.kill()
     assert finish([first]) == [-9]
     done = max(int(path.name[-9:]) for path in checkpoints.glob("step-*"))
     results = run(values | {"steps": done + 1})
     assert len(results["losses"]) == done + 1
-    assert not (checkpoints / OWNER).exists()
+    assert not (tmp_path / "run" / OWNER).exists()
 
 
 def test_a_killed_run_is_not_held_by_the_workers_that_read_its_data(tmp_path, images):
@@ -45,13 +45,13 @@ def test_a_killed_run_is_not_held_by_the_workers_that_read_its_data(tmp_path, im
     assert wait_for(tmp_path / "run/checkpoints/step-000000002", first)
     first.kill()
     assert finish([first]) == [-9]
-    with owned(tmp_path / "run/checkpoints"):
+    with owned(tmp_path / "run"):
         pass
 
 
 def test_the_processes_of_one_launch_share_the_directory_and_a_second_launch_is_refused(tmp_path):
     values = bytes_recipe(tmp_path, steps=4)
-    with owned(tmp_path / "run/checkpoints"):
+    with owned(tmp_path / "run"):
         assert finish(start(values, 2)) == [1, 1]
     lines = (tmp_path / "run.error").read_text().splitlines()
     assert len(lines) == 2 and len(set(lines)) == 1 and f"in use by process {os.getpid()}" in lines[0]
@@ -102,6 +102,7 @@ def test_who_holds_a_directory_is_told_in_a_line(tmp_path):
 
 
 def test_what_a_killed_run_left_is_taken_over(tmp_path):
+    (tmp_path / LOCK).parent.mkdir()
     (tmp_path / LOCK).write_text("")
     (tmp_path / OWNER).write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "since": "long ago"}))
     with owned(tmp_path):

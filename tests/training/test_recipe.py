@@ -1,4 +1,4 @@
-"""Recipes: what they fill in, and how they say what is wrong."""
+"""Recipes: defaults, overrides and error messages."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_there_are_recipes():
 def test_every_recipe_of_the_repository_is_valid_with_and_without_smoke(path):
     full, smoke = load_recipe(path), load_recipe(path, smoke=True)
     assert full.output_dir != smoke.output_dir
-    assert full.data.train is None  # no paths of one machine
+    assert full.data.train is None  # no path of a particular machine
     assert smoke.steps is not None
 
 
@@ -71,7 +71,7 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     [
         ("optimizer.learning_rat=1", r"^unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?$"),
         ("optimizer.weight-decay=1", r"^unknown key optimizer.weight-decay; did you mean optimizer.weight_decay\?$"),
-        ("weight-decay=1", r"^unknown key weight-decay; there are "),
+        ("weight-decay=1", r"^unknown key weight-decay; known: "),
         ("global_batchsize=1", r"^unknown key global_batchsize; did you mean global_batch_size\?$"),
         ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
         ("data.image_size=1", r"^unknown key data.image_size; "),
@@ -82,11 +82,11 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
         ("compile=1", r"^compile=1: must be a valid boolean$"),
-        ("schedule.name=cosin", r"^schedule.name='cosin': not a schedule that is known; did you mean cosine\?$"),
+        ("schedule.name=cosin", r"^schedule.name='cosin': not a known schedule; did you mean cosine\?$"),
         ("task=byte", r"^task='byte': must be one of bytes, pixels, images$"),
         ("data=3", r"^data=3: must be a mapping of keys to values$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
-        ("steps", r"^'steps' is no override: write key=value"),
+        ("steps", r"^'steps' is not an override: write key=value"),
         ("steps=[", r"^steps=\[: not YAML"),
     ],
 )
@@ -104,7 +104,7 @@ def test_control_characters_of_an_override_do_not_reach_the_terminal(recipe, ove
     except ValueError as error:
         assert str(error).isprintable()
     else:
-        assert override == "notes={}" and control == "\u202e"  # a text may hold what is no control character
+        assert override == "notes={}" and control == "\u202e"  # it is not a control character
 
 
 @pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x9b2J", "\u202e"], ids=ascii)
@@ -170,5 +170,5 @@ def test_accumulation_follows_from_processes_and_micro_batches(recipe, processes
 @pytest.mark.parametrize(("processes", "micro"), [(3, 1), (2, 3), (16, None)])
 def test_a_batch_that_cannot_be_shared_is_an_error(recipe, processes, micro):
     resolved = load_recipe(recipe, [f"micro_batch_size={micro or 'null'}"])
-    with pytest.raises(ValueError, match="global_batch_size=8 is no multiple of the processes x micro_batch_size"):
+    with pytest.raises(ValueError, match="global_batch_size=8 is not a multiple of processes x micro_batch_size"):
         resolved.accumulation(processes)

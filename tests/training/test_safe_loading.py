@@ -1,4 +1,4 @@
-"""No file of a checkpoint runs code when a run resumes, also where its check sums have been written anew."""
+"""No file of a checkpoint runs code when a run resumes, even if an attacker has updated the checksums."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
 
 
 class Payload:
-    """A pickle that makes a directory when it is read."""
+    """An object whose pickle makes a directory when it is loaded."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -48,7 +48,7 @@ def saved_without_zip(payload: Payload) -> bytes:
     return file.getvalue()
 
 
-# Those of a run by one process, and names that other strategies or an earlier version read.
+# The files of a run by one process, and names that other strategies or an earlier version read.
 FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl"]
 OTHERS = ["pytorch_model.bin", "custom_checkpoint_0.pkl", "scheduler.bin", "scaler.pt", "sampler.bin"]
 OTHERS += ["dl_state_dict.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"]
@@ -70,7 +70,7 @@ def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, origina
     if name != "model.safetensors":
         assert f"{name} is not read" in str(stopped.value)
     assert not (tmp_path / "marker").exists()
-    assert checkpoint.is_dir()  # set aside only after another one has been loaded
+    assert checkpoint.is_dir()  # renamed only after another checkpoint has been loaded
 
 
 @pytest.mark.parametrize("content", [pickled, saved_by_torch])
@@ -80,7 +80,7 @@ def test_a_payload_in_the_manifest_is_not_run(tmp_path, original, content, capsy
     checkpoint = tmp_path / "run/checkpoints/step-000000003"
     (checkpoint / MANIFEST).write_bytes(content(Payload(tmp_path / "marker")))
     run(values)
-    assert f"{checkpoint} is damaged ({MANIFEST} is not what was written): skipped" in capsys.readouterr().out
+    assert f"{checkpoint} is damaged ({MANIFEST} does not match its checksum): skipped" in capsys.readouterr().out
     assert not (tmp_path / "marker").exists()
 
 
@@ -94,17 +94,17 @@ def test_what_names_the_function_that_it_calls_is_told(tmp_path, original):
 
 
 def test_objects_among_the_shards_of_a_checkpoint_are_not_run(tmp_path):
-    """`torch.distributed.checkpoint` itself reads all that is no tensor as any pickle."""
+    """By itself, `torch.distributed.checkpoint` unpickles everything but tensors without restriction."""
     state = {"weight": torch.arange(3.0), "rate": Payload(tmp_path / "marker")}
     sharded.save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
-    shutil.rmtree(tmp_path / "marker", ignore_errors=True)  # saving may copy
+    shutil.rmtree(tmp_path / "marker", ignore_errors=True)  # saving may copy the payload, which makes the directory
     loaded = {"weight": torch.zeros(3), "rate": 0.0}
-    with pytest.raises(UnsafeCheckpointError, match="has objects other than tensors"), data_only(tmp_path):
+    with pytest.raises(UnsafeCheckpointError, match="contains objects other than tensors"), data_only(tmp_path):
         sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
     assert not (tmp_path / "marker").exists()
 
     sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
-    assert (tmp_path / "marker").exists()  # so this is a payload
+    assert (tmp_path / "marker").exists()  # the payload works without `data_only`
 
 
 def test_a_folder_of_shards_that_lies_elsewhere_is_not_followed(tmp_path):
@@ -113,7 +113,7 @@ def test_a_folder_of_shards_that_lies_elsewhere_is_not_followed(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "pytorch_model_fsdp_0").symlink_to(tmp_path / "elsewhere")
     with (
-        pytest.raises(UnsafeCheckpointError, match="pytorch_model_fsdp_0 is not read: it is a link"),
+        pytest.raises(UnsafeCheckpointError, match="pytorch_model_fsdp_0 is not read: it is a symlink"),
         data_only(tmp_path / "checkpoint"),
     ):
         sharded.load({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "checkpoint" / "pytorch_model_fsdp_0"))
@@ -158,6 +158,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(tmp_path, origin
     (checkpoint / MANIFEST).write_text('{"step": 3, "files": {}}')
     torch.save({}, checkpoint / "custom_checkpoint_0.pkl")
     for resume in ("auto", str(checkpoint)):
-        with pytest.raises(ValueError, match="is of an earlier version of aft-hf, which pickled what could run code"):
+        with pytest.raises(
+            ValueError, match="was written by an earlier version of aft-hf, with a pickle that could run code"
+        ):
             run(values | {"resume": resume})
     assert checkpoint.is_dir()

@@ -1,4 +1,4 @@
-"""The tasks on generated images and texts: what is counted, and what is saved."""
+"""The tasks on small images and texts: metrics, and saved models."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_model_of_pixels_generates_images_from_the_start_token(tmp_path, image
 
 def test_a_model_of_the_bytes_alone_is_trained_further_with_its_embeddings(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "position_bias_dim": 2, "max_position_embeddings": 16}
-    source = AFTForCausalLM(AFTConfig(**sizes))  # of 256 tokens, as they were before there were special tokens
+    source = AFTForCausalLM(AFTConfig(**sizes))  # 256 tokens: no special tokens, as in earlier versions
     source.save_pretrained(tmp_path / "source")
     values = bytes_recipe(tmp_path, model={"pretrained": str(tmp_path / "source")})
     task = BytesTask(build_recipe(values))
@@ -66,7 +66,7 @@ def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):
         logits = model.eval()(**processor([row["image"] for row in rows], return_tensors="pt")).logits
     accuracy = (logits.argmax(-1) == torch.tensor(rows["label"])).float().mean().item()
     assert results["metrics"]["validation"]["accuracy"] == pytest.approx(accuracy)
-    loss = F.cross_entropy(logits.double(), torch.tensor(rows["label"])).item()  # without smoothing
+    loss = F.cross_entropy(logits.double(), torch.tensor(rows["label"])).item()  # without label smoothing
     assert results["metrics"]["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_overlapping_windows_count_each_byte_once_with_the_longest_context_there
     test = text[len(text) * 95 // 100 :]
     model, nats = AutoModelForCausalLM.from_pretrained(values["output_dir"]).eval(), 0.0
     for position in range(1, len(test)):
-        begin = max(0, -(-(position - 16) // 4) * 4)  # of the first window that reaches so far
+        begin = max(0, -(-(position - 16) // 4) * 4)  # start of the first window that predicts the byte
         with torch.no_grad():
             logits = model(torch.tensor([list(test[begin:position])])).logits[0, -1]
         nats -= logits.log_softmax(-1)[test[position]].item()
@@ -124,7 +124,7 @@ TEXTS = {"train": ["naïve\n", "", "文字 🙂"] * 50, "validation": ["eins", N
 
 
 def text_dataset(directory: Path, splits: tuple[str, ...] = ("train", "validation", "test")) -> Path:
-    """A local dataset with a parquet file for each split."""
+    """Write a local dataset with a parquet file for each split."""
     for split in splits:
         directory.mkdir(exist_ok=True)
         Dataset.from_dict({"content": TEXTS[split]}).to_parquet(directory / f"{split}.parquet")
@@ -132,7 +132,7 @@ def text_dataset(directory: Path, splits: tuple[str, ...] = ("train", "validatio
 
 
 def parts_of(values: dict) -> dict[str, bytes]:
-    """The bytes that the windows of each split are taken from."""
+    """Return the bytes from which the windows of each split are taken."""
     task = BytesTask(build_recipe(values))
     windows = {"train": task.train, **task.evaluated}
     return {name: Path(w.dataset.path).read_bytes()[w.dataset.start : w.dataset.stop] for name, w in windows.items()}

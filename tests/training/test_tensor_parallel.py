@@ -1,4 +1,4 @@
-"""Two processes that share the features of a model compute what one computes."""
+"""Tensor parallelism: two processes that share the features of a model give the results of one."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ TOKENS = torch.arange(20)[None] % 16
 
 
 def sharded_logits(directory: Path) -> None:
-    """In each process: load its part of the model, and write down the logits and its share of mixers and of MLPs."""
+    """Load a shard of the model in each process, and save the logits and the process's share of mixers and MLPs."""
     distributed.init_process_group("gloo")
     plan = DistributedConfig(tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan).eval()
@@ -28,14 +28,14 @@ def sharded_logits(directory: Path) -> None:
 
 
 def share(model: torch.nn.Module, part: str) -> float:
-    """The share of the weights of `part` that this process holds."""
+    """Return the share of the weights of `part` that this process holds."""
     weights = [weight for name, weight in model.named_parameters() if part in name]
     here = sum(getattr(weight, "_local_tensor", weight).numel() for weight in weights)
     return here / sum(weight.numel() for weight in weights)
 
 
 def sharded_gradients(directory: Path) -> None:
-    """In each process: load its part of the model, and write down the logits, the loss and the whole gradients."""
+    """Load a shard of the model in each process, and save the logits, the loss and the full gradients."""
     distributed.init_process_group("gloo")
     plan = DistributedConfig(tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan)

@@ -1,6 +1,6 @@
-"""Looking at what an AFT has learned, and at what the vision transformer before it had.
+"""Analysis of the position biases, keys and attention of a trained AFT, and of the attention of a vision transformer.
 
-Arrays come from one function each, and `pictures` draws them; `aft-hf visualize` does both.
+Functions of this package compute arrays, and `pictures` draws them; `aft-hf visualize` does both.
 """
 
 from .completions import complete_images

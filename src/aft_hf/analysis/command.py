@@ -1,4 +1,4 @@
-"""`aft-hf visualize`: the paper's figures of any checkpoint. What it needs is imported when it runs."""
+"""The command `aft-hf visualize`: the paper's figures for any checkpoint. It imports its libraries when it runs."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Kind(str, Enum):
-    """What there is to see."""
+    """Kinds of pictures."""
 
     biases = "biases"
     attention = "attention"
@@ -31,15 +31,16 @@ class Kind(str, Enum):
 
 
 KINDS = (
-    "biases: w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: average relative attention of a ViT or "
-    "DeiT over --images (1, 5). keys: of all layers over an image (9 to 12) or a text. implicit: the weight that one "
-    "position gives to each (Eq. 3). completions: of images by a model of sub-pixels (4). losses: of a training run."
+    "biases: position biases w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: attention of a ViT or "
+    "DeiT by relative position, averaged over --images (Figures 1, 5). keys: keys of all layers for an image "
+    "(Figures 9 to 12) or a text. implicit: implicit attention of one position (Eq. 3). completions: images completed "
+    "by a model of sub-pixels (Figure 4). losses: losses of a training run."
 )
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be drawn of what."""
+    """Arguments of the command."""
 
     checkpoint: str
     values: str
@@ -54,29 +55,29 @@ class Request:
 
 
 def visualize_command(
-    checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id.")],
+    checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
     kind: Annotated[Kind, typer.Argument(help=KINDS)],
     out: Annotated[
-        list[Path] | None, typer.Option(help="A picture, .png or .svg, as often as you like; by default KIND.png.")
+        list[Path] | None, typer.Option(help="Output file, .png or .svg; repeat for several. By default KIND.png.")
     ] = None,
-    values: Annotated[str, typer.Option(help="Of biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "expm1",
-    layers: Annotated[str | None, typer.Option(help="The layers to draw, such as 1,3,5; by default all.")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="The most heads, or features, of a layer to draw.")] = 16,
+    values: Annotated[str, typer.Option(help="For biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "expm1",
+    layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 1,3,5; by default all.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Maximum number of heads or features to draw per layer.")] = 16,
     images: Annotated[Path | None, typer.Option(help="An image, a folder of images, or parquet files.")] = None,
     num_images: Annotated[
-        int | None, typer.Option(min=1, help="How many of them: by default 256 for attention, 8 for completions.")
+        int | None, typer.Option(min=1, help="Number of images; by default 256 for attention, 8 for completions.")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="For keys and implicit, of a model of text.")] = None,
+    text: Annotated[str | None, typer.Option(help="For keys and implicit of a text model: the text.")] = None,
     position: Annotated[
         str | None,
-        typer.Option(help="For implicit: ROW,COLUMN of a patch (the centre), or the index of a token (the last)."),
+        typer.Option(
+            help="For implicit: ROW,COLUMN of a patch (default: center), or index of a token (default: last)."
+        ),
     ] = None,
-    rows: Annotated[
-        int | None, typer.Option(help="For completions: how many rows are given; by default half.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="For completions: of the random numbers.")] = 0,
+    rows: Annotated[int | None, typer.Option(help="For completions: number of given rows; by default half.")] = None,
+    seed: Annotated[int, typer.Option(help="For completions: random seed.")] = 0,
 ) -> None:
-    """Draw what a checkpoint has learned: pictures that can be read on light and on dark pages."""
+    """Draw what a checkpoint has learned, as pictures that are readable on light and dark backgrounds."""
     from .pictures import check_path, save
 
     paths = out or [Path(f"{kind.value}.png")]
@@ -127,7 +128,7 @@ def _implicit(request: Request) -> "Figure":
     model = _load(request.checkpoint)
     inputs, image = _inputs(model, request)
     attention = implicit_attention(model, _position(model, inputs, request.position), **inputs)
-    if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ by their gates alone
+    if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ only in their gates
         attention = [each[:: len(each) // model.config.num_heads] for each in attention]
     options = _maps_of_features(model, attention, inputs, request)
     return draw_maps(
@@ -161,8 +162,8 @@ def _losses(request: Request) -> "Figure":
     path = find_file(request.checkpoint, "results.json")
     results = {} if path is None else read_json(path, dict[str, Any])
     if not results.get("losses"):
-        raise ValueError(f"{request.checkpoint}: no results.json with losses; it is not what a training run leaves")
-    with explained(f"{path}: is not what a training run leaves"):
+        raise ValueError(f"{request.checkpoint}: no results.json with losses; give the output of a training run")
+    with explained(f"{path}: is not the results.json of a training run"):
         return draw_losses([(Path(request.checkpoint).name, results)])
 
 
@@ -177,7 +178,7 @@ DRAW = {
 
 
 def _load(checkpoint: str) -> "AFTPreTrainedModel":
-    """An AFT with the head that it was saved with, in evaluation mode."""
+    """Load an AFT with the head that it was saved with, in evaluation mode."""
     from transformers import AutoConfig
 
     from ..configuration_aft import AFTConfig
@@ -187,7 +188,7 @@ def _load(checkpoint: str) -> "AFTPreTrainedModel":
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
-            f"{checkpoint} is no AFT but a {config.model_type}: of a ViT or DeiT there is the kind attention to see"
+            f"{checkpoint} is no AFT but a {config.model_type}; for a ViT or DeiT, give the kind attention"
         )
     classes = {each.__name__: each for each in HEADS}
     model = classes.get((config.architectures or [""])[0], AFTModel)
@@ -195,7 +196,7 @@ def _load(checkpoint: str) -> "AFTPreTrainedModel":
 
 
 def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProcessor]":
-    """A ViT or DeiT of any dialect, or a BEiT, as which our recipes train DeiT, and its image processor."""
+    """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
     from ..conversion import read_source
@@ -203,7 +204,7 @@ def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProce
 
     try:
         is_beit = load(AutoConfig, checkpoint).model_type == "beit"
-    except (ValueError, OSError):  # the dialects without a config of transformers
+    except (ValueError, OSError):  # formats without a config of transformers
         is_beit = False
     if is_beit:
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
@@ -216,12 +217,12 @@ def _images(request: Request, usual: int) -> "list[Image.Image]":
     from ..conversion.images import read_images
 
     if request.images is None:
-        raise ValueError("give the images to look at: --images FILE_OR_FOLDER")
+        raise ValueError("this kind needs images; give --images FILE_OR_FOLDER")
     return list(read_images(request.images, request.num_images or usual))
 
 
 def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, Any], Image.Image | None]":
-    """What the model is run on, and the image if it is one."""
+    """Return the inputs of the model, and the image if the model reads images."""
     from ..loading import load
 
     if model.config.modality == "image":
@@ -230,7 +231,7 @@ def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, A
         image = _images(request, 1)[0]
         return dict(load(AutoImageProcessor, request.checkpoint)(image, return_tensors="pt")), image
     if request.text is None:
-        raise ValueError('the model reads text: give some with --text "..."')
+        raise ValueError('the model reads text; give --text "..."')
     from transformers import AutoTokenizer
 
     tokenizer = load(AutoTokenizer, request.checkpoint)
@@ -238,7 +239,7 @@ def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, A
 
 
 def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | None) -> int:
-    """The index of the query that --position names."""
+    """Return the index of the query that --position names."""
     from .implicit_attention import grid_of
 
     if "input_ids" in inputs:
@@ -255,8 +256,8 @@ def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | N
 def _maps_of_features(
     model: "AFTPreTrainedModel", features: "list[torch.Tensor]", inputs: dict[str, Any], request: Request
 ) -> dict[str, Any]:
-    """(n, T) of each layer for `draw_maps`: a map over the patches for each feature, or all features of a text in
-    one."""
+    """Return arguments of `draw_maps` for the features (n, T) of each layer: for an image a map over the patches for
+    each feature, for a text one map of all features."""
     from .implicit_attention import grid_of, on_patches
 
     features, names = _chosen(features, request.layers)
@@ -269,11 +270,11 @@ def _maps_of_features(
 
 
 def _chosen(layers: "list[torch.Tensor]", numbers: str | None) -> "tuple[list[torch.Tensor], list[str]]":
-    """Those of the layers that --layers names, counted from 1, and their names."""
+    """Return the layers that --layers lists, counted from 1, and their names."""
     if numbers is None:
         chosen = list(range(1, len(layers) + 1))
     else:
         chosen = [int(number) if number.strip().isdigit() else 0 for number in numbers.split(",")]
     if not all(1 <= number <= len(layers) for number in chosen):
-        raise ValueError(f"--layers {numbers}: give numbers from 1 to {len(layers)}, with commas between")
+        raise ValueError(f"--layers {numbers}: give numbers from 1 to {len(layers)}, separated by commas")
     return [layers[number - 1] for number in chosen], [f"layer {number}" for number in chosen]

@@ -1,4 +1,4 @@
-"""Images whose lower part a model of sub-pixels draws (Figure 4)."""
+"""Image completion: a model of sub-pixels generates the lower part of an image (Figure 4)."""
 
 import math
 
@@ -7,16 +7,16 @@ import torch
 from ..modeling_aft import AFTForCausalLM
 
 
-# Tokens are the values of a sub-pixel, in raster order with the channels of a pixel side by side, after one more token
-# that begins a sequence.
+# Tokens 0 .. 255 are the values of sub-pixels, in raster order with the channels of a pixel side by side. Token 256
+# begins a sequence.
 VALUES = 256
 
 
 def image_side(model: AFTForCausalLM) -> int:
-    """The side in pixels of the images that a model of sub-pixels draws.
+    """Return the side in pixels of the images that a model of sub-pixels generates.
 
     Raises:
-        ValueError: it is a model of something else.
+        ValueError: the model is not a model of sub-pixels.
     """
     config = model.config
     side = math.isqrt(config.max_position_embeddings // 3)
@@ -29,20 +29,20 @@ def image_side(model: AFTForCausalLM) -> int:
 def complete_images(
     model: AFTForCausalLM, images: torch.Tensor, *, rows: int | None = None, temperature: float = 1.0, seed: int = 0
 ) -> torch.Tensor:
-    """Draw the rest of images of which the first rows are given.
+    """Complete images of which the first rows are given.
 
     Args:
-        model: of sub-pixels, in evaluation mode.
-        images: (N, side, side, 3) bytes.
-        rows: how many rows are given; half by default.
-        temperature: of the softmax that sub-pixels are drawn from.
-        seed: of PyTorch's global generator, whose state is left as it was.
+        model: a model of sub-pixels, in evaluation mode.
+        images: images of dtype uint8, (N, side, side, 3).
+        rows: number of given rows. Default: half of the rows.
+        temperature: temperature of the softmax that sub-pixels are sampled from.
+        seed: seed of PyTorch's global generator, whose previous state is restored.
 
     Returns:
-        (N, side, side, 3) bytes; the given rows are unchanged.
+        The completed images of dtype uint8, (N, side, side, 3); the given rows are unchanged.
 
     Raises:
-        ValueError: not a model of sub-pixels, or images or rows of another size.
+        ValueError: the model is not a model of sub-pixels, or the size of the images or `rows` does not fit it.
     """
     side = image_side(model)
     rows = side // 2 if rows is None else rows

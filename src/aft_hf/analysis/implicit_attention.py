@@ -13,14 +13,14 @@ from .recording import mixer_inputs
 
 
 def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]:
-    """K of every layer: (h, T) for AFT-conv, which has a key for each head, else (d, T); float32.
+    """Return the keys K of every layer in float32: (h, T) for AFT-conv, which has one key per head, else (d, T).
 
     Args:
         model: any AFT model in evaluation mode.
-        **inputs: one sequence or image, without padding.
+        **inputs: inputs of the model for one sequence or image, without padding.
 
     Raises:
-        ValueError: a batch of several.
+        ValueError: the inputs are a batch of more than one sequence or image.
     """
     mixers, hidden = _mixers(model), _one(mixer_inputs(model, **inputs))
     with torch.no_grad():
@@ -29,20 +29,20 @@ def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
 
 @torch.no_grad()
 def implicit_attention(model: AFTPreTrainedModel, position: int, **inputs: Any) -> list[torch.Tensor]:
-    """Eq. 3 of one query in every layer: a_t' = sigma(Q_t) exp(K_t' + w_tt') / sum exp(K_t'' + w_tt''), by feature.
+    """Return Eq. 3 for one query in every layer: a_t' = sigma(Q_t) exp(K_t' + w_tt') / sum exp(K_t'' + w_tt'').
 
-    Needs O(d T) memory, unlike `output_attentions`, which holds it for all queries.
+    The weights differ by feature. They need O(d T) memory; `output_attentions` returns them for all queries.
 
     Args:
         model: any AFT model in evaluation mode.
-        position: t, the index of the query, counted with the class token if there is one.
-        **inputs: one sequence or image, without padding.
+        position: index t of the query; a class token counts as position 0.
+        **inputs: inputs of the model for one sequence or image, without padding.
 
     Returns:
-        For each layer (d, T) in float32; in causal models 0 after t.
+        The weights of each layer, (d, T) in float32; in causal models they are 0 after t.
 
     Raises:
-        ValueError: a position that does not exist, or a batch of several.
+        ValueError: the position does not exist, or the inputs are a batch of more than one sequence or image.
     """
     hidden = _one(mixer_inputs(model, **inputs))
     length = hidden[0].shape[1]
@@ -53,18 +53,18 @@ def implicit_attention(model: AFTPreTrainedModel, position: int, **inputs: Any) 
 
 
 def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """(n, T) as maps (n, rows, columns); a class token before the patches is left out."""
+    """Reshape features (n, T) to maps (n, rows, columns); a class token before the patches is left out."""
     return features[:, -grid_size[0] * grid_size[1] :].unflatten(-1, grid_size)
 
 
 def grid_of(model: AFTPreTrainedModel, pixel_values: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of the patches of (B, channels, height, width) pixels."""
+    """Return the rows and columns of patches of pixel values (B, channels, height, width)."""
     height, width = pair(model.config.patch_size)
     return pixel_values.shape[-2] // height, pixel_values.shape[-1] // width
 
 
 def _implicit(mixer: AFTMixer, x: torch.Tensor, position: int, grid_size: tuple[int, int] | None) -> torch.Tensor:
-    """(d, T) of one layer."""
+    """Return the weights (d, T) of one layer."""
     length = x.shape[1]
     biases = mixer.position_bias(length, grid_size)[:, position : position + 1]  # (h, 1, T)
     visible = (torch.arange(length, device=x.device) <= position).view(1, 1, 1, -1) if mixer.causal else None

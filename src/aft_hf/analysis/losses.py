@@ -1,18 +1,18 @@
-"""What results.json of a training run says about its score."""
+"""The score of a training run, from its results.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
-# What a run is scored by, the first of these that it has.
+# Metrics by which a run is scored, in order of preference.
 METRICS = ("bits_per_byte", "bits_per_dim", "accuracy")
 
 
 def metric_of(results: Mapping[str, Any]) -> str:
-    """The metric that a run is about.
+    """Return the name of the metric by which a run is scored.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: the results contain none of `METRICS`.
     """
     measured: Mapping[str, Any] = next(iter(results["metrics"].values()), {})
     for name in METRICS:

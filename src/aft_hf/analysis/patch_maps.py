@@ -1,4 +1,4 @@
-"""What one patch of an image reads from all others: keys, position biases, and the weights that they make."""
+"""Maps of what one patch of an image attends to: keys, position biases, and the weights that they result in."""
 
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ from ..scaled_sums_aft import widen
 
 
 class PatchMaps(NamedTuple):
-    """One layer's maps over the patches, (h, rows, columns) each, in float32. A class token is left out."""
+    """Maps of one layer over the patches, (h, rows, columns) each, in float32. A class token is left out."""
 
     keys: torch.Tensor  # exp(K) / sum exp(K): the weights if w were 0, mean over the features of a head
-    biases: torch.Tensor  # w from the query; -inf where the query does not look
+    biases: torch.Tensor  # w from the query; -inf at patches that it does not see
     weights: torch.Tensor  # exp(K + w) / sum exp(K + w) from the query, mean over the features of a head
 
 
@@ -26,19 +26,19 @@ def patch_maps(
     layer: int,
     query: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, PatchMaps]:
-    """Classify an image, and see what the query at one patch reads in one layer.
+    """Classify an image, and return the maps of one layer for the query at one patch.
 
     Args:
         model: an image classifier in evaluation mode.
-        pixel_values: (1, channels, height, width).
+        pixel_values: pixel values of one image, (1, channels, height, width).
         layer: index of the layer, from 0.
-        query: row and column of the patch, from 0; None for the centre.
+        query: row and column of the patch, from 0. Default: the center.
 
     Returns:
         The logits, (1, num_labels), and the maps.
 
     Raises:
-        ValueError: a layer or a patch that does not exist.
+        ValueError: the layer or the patch does not exist.
     """
     layers = model.aft.layers
     if not 0 <= layer < len(layers):
@@ -57,7 +57,7 @@ def patch_maps(
     finally:
         hook.remove()
     keys = widen(projected[0]).unflatten(-1, (mixer.num_heads, -1)).transpose(1, 2)  # (1, h, T, k)
-    first = keys.shape[2] - rows * columns  # after the class token, if there is one
+    first = keys.shape[2] - rows * columns  # index of the first patch: 1 after a class token, else 0
     position = first + row * columns + column
     biases = mixer.position_bias(keys.shape[2], grid_size)[:, position : position + 1]  # (h, 1, T)
 

@@ -1,7 +1,7 @@
-"""Pictures of the arrays of this package: grids of maps, rows of images, curves.
+"""Pictures of the arrays of this package: grids of maps, rows of images, and curves.
 
-They have no background and draw all lines and letters in one grey, so that they can be read on light and dark pages.
-matplotlib, an extra ("viz"), is imported when something is drawn.
+Pictures have no background, and all lines and text are in one gray, so that they are readable on light and dark pages.
+matplotlib, from the extra "viz", is imported when a picture is drawn.
 """
 
 import itertools
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-INK = "#797979"  # a contrast of more than 4 to white and to the black of dark pages
-CURVES = ("#2f7fd0", "#d06a1f", "#3a9150", "#b0569b", "#9a7d1a")  # at least 3 to both
+INK = "#797979"  # contrast ratio of more than 4 on white and on the black of dark pages
+CURVES = ("#2f7fd0", "#d06a1f", "#3a9150", "#b0569b", "#9a7d1a")  # contrast ratio of at least 3 on both
 STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "legend.labelcolor"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
@@ -36,19 +36,20 @@ STYLE = {
     "font.size": 8.0,
     "axes.titlesize": 8.0,
     "legend.frameon": False,
-    "svg.hashsalt": "aft-hf",  # the same picture is the same file
+    "svg.hashsalt": "aft-hf",  # the same picture gives the same file
 }
 FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
 LAYERS_IN_A_ROW = 8
-# How maps are coloured: on one scale around 0 or from 0 on; or each on its own, around 0 or from its lowest value on.
+# Color scales of maps and their color maps: one scale for all maps, symmetric around 0 ("signed") or beginning at 0
+# ("positive"); or a scale for each map, symmetric around 0 ("own signed") or beginning at its lowest value ("own").
 SCALES = {"signed": "RdBu_r", "positive": "viridis", "own signed": "RdBu_r", "own": "viridis"}
-OUTLIERS = 0.001  # the share of values that lie beyond the ends of a common scale
-# Of `bias_maps`: the label and the scale of values. Some heads' exp(w) are a thousand times those of others.
+OUTLIERS = 0.001  # the share of values that may lie beyond the ends of a scale
+# Label and scale for the `values` of `bias_maps`. exp(w) of some heads is a thousand times that of others.
 BIASES = {"w": ("position bias w", "signed"), "exp": ("exp(w)", "own"), "expm1": ("exp(w) - 1", "own signed")}
 
 
 def _style() -> AbstractContextManager[None]:
-    """Our settings, whatever the user's are."""
+    """Context with matplotlib's defaults and `STYLE`, independent of the user's settings."""
     import matplotlib
 
     kept: dict[Any, Any] = {
@@ -58,7 +59,7 @@ def _style() -> AbstractContextManager[None]:
 
 
 def styled(draw: Callable[..., "Figure"]) -> Callable[..., "Figure"]:
-    """Have a function draw in our style."""
+    """Decorate a function to draw with the settings of `_style`."""
 
     @wraps(draw)
     def in_style(*args: Any, **kwargs: Any) -> "Figure":
@@ -69,16 +70,16 @@ def styled(draw: Callable[..., "Figure"]) -> Callable[..., "Figure"]:
 
 
 def check_path(path: Path) -> None:
-    """Raise a ValueError unless a picture can be written in the format that the suffix says."""
+    """Raise a ValueError unless the suffix of a path is that of a supported format."""
     if path.suffix not in FORMATS:
         raise ValueError(f"{path}: the name of a picture must end in {' or '.join(FORMATS)}")
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a picture; the suffix gives the format.
+    """Save a picture; the suffix determines the format.
 
     Raises:
-        ValueError: a suffix that is neither .png nor .svg.
+        ValueError: the suffix is neither .png nor .svg.
     """
     path = Path(path)
     check_path(path)
@@ -98,25 +99,26 @@ def draw_maps(
     axes_labels: tuple[str, str] = ("", ""),
     picture: "Image.Image | None" = None,
 ) -> "Figure":
-    """Maps of layers (rows) and heads (columns). Layers of a single map stand side by side.
+    """Draw maps in a grid of layers (rows) and heads (columns). Layers with a single map each are drawn side by side.
 
     Args:
-        layers: (n, rows, columns) for each layer.
-        scale: of the colours, one of `SCALES`.
-        label: what the colours show.
-        names: of the layers; "layer 1", "layer 2" ... by default.
-        column: what the maps of a layer are.
-        most: the most maps of a layer that are drawn, the first ones.
-        axes_labels: of columns and rows of a map.
-        picture: the image that the maps are of, to be drawn above them.
+        layers: maps of each layer, (n, rows, columns).
+        scale: color scale: "signed" (symmetric around 0) or "positive" (from 0) for one scale of all maps, or
+            "own signed" or "own" for a scale of each map.
+        label: label of the color scale.
+        names: names of the layers. Default: "layer 1", "layer 2" ...
+        column: name of a map of a layer, such as "head" or "feature".
+        most: maximum number of maps to draw per layer; the first ones are drawn.
+        axes_labels: labels of the columns and rows of a map.
+        picture: the image that the maps belong to, drawn above them.
     """
     maps = [layer[:most].numpy() for layer in layers]
     names = [f"layer {i + 1}" for i in range(len(maps))] if names is None else names
     alone = max(map(len, maps)) == 1
     across = min(len(maps), LAYERS_IN_A_ROW) if alone else max(map(len, maps))
-    above = int(picture is not None)  # rows of the grid
+    above = int(picture is not None)  # rows of the grid above the maps
     down = above + (math.ceil(len(maps) / across) if alone else len(maps))
-    free = axes_labels != ("", "") or maps[0].shape[-1] > 3 * maps[0].shape[-2]  # of the aspect ratio
+    free = axes_labels != ("", "") or maps[0].shape[-1] > 3 * maps[0].shape[-2]  # aspect ratio
     cell = (2.2 if free else 1.4) if alone else 0.75
     common = not scale.startswith("own")
     figure, axes = new_figure(down, across, (cell * across + (1.2 if common else 0.4), cell * down + 0.5))
@@ -149,7 +151,7 @@ def draw_maps(
 
 @styled
 def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
-    """Rows of images, (N, H, W, 3) bytes each, by the name of the row."""
+    """Draw rows of images of dtype uint8, (N, H, W, 3) each, given by the name of the row."""
     across = max(map(len, rows.values()))
     figure, axes = new_figure(len(rows), across, (1.0 * across + 0.5, 1.0 * len(rows) + 0.1))
     for (name, images), row in zip(rows.items(), axes):
@@ -164,7 +166,7 @@ def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
 
 @styled
 def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
-    """Training losses, and what the runs are scored by on the validation data, over the steps.
+    """Draw the training losses and the validation scores of runs over the steps.
 
     Args:
         runs: the name of each run, and the content of its results.json.
@@ -190,13 +192,13 @@ def plot_position_biases(
 ) -> None:
     """Draw the position biases of every layer (rows) and the first heads (columns), and save the picture.
 
-    Of AFT-conv the kernels are drawn, of all other types the whole T x T biases. Colours of w and exp(w) - 1 are
-    centred on 0, where a position counts like one outside the window; red counts more, blue less.
+    For AFT-conv the kernels are drawn, for all other types the T x T biases. The colors of w and exp(w) - 1 are
+    centered on 0, which is the value outside the window: red positions have more weight, blue ones less.
 
     Args:
         model: any AFT model.
-        path: where to write; .png or .svg.
-        max_heads: the most heads to draw.
+        path: output file, .png or .svg.
+        max_heads: maximum number of heads to draw.
         values: "w", "exp" or "expm1", see `bias_maps`.
     """
     maps = bias_maps(model, values)
@@ -205,7 +207,7 @@ def plot_position_biases(
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Figure", np.ndarray]:
-    """A figure that no window shows, and its (rows, columns) axes."""
+    """Return a figure without a window, and its (rows, columns) axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -215,12 +217,12 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Fig
 
 
 def _limit(values: np.ndarray) -> float:
-    """The size that hardly a value exceeds; 1 where all are 0. What is hidden (w = -inf) does not count."""
+    """Return the absolute value that a share of `OUTLIERS` exceeds; 1 if all are 0. Masked values are ignored."""
     sizes = np.abs(values[np.isfinite(values)])
     return float(np.quantile(sizes, 1 - OUTLIERS) if sizes.size else 0) or float(sizes.max(initial=0)) or 1.0
 
 
 def _colours(scale: str, limit: float) -> dict[str, Any]:
-    """Options of imshow. What is hidden has the colour of the lowest value."""
+    """Return the color options of imshow. Masked values (w = -inf) get the color of the lowest value."""
     ends = {"signed": (-limit, limit), "own signed": (-limit, limit), "positive": (0.0, limit), "own": (None, None)}
     return {"cmap": SCALES[scale], "vmin": ends[scale][0], "vmax": ends[scale][1]}

@@ -1,4 +1,4 @@
-"""Position biases of every layer and head as maps."""
+"""Maps of the position biases of every layer and head."""
 
 from typing import Any
 
@@ -8,25 +8,25 @@ from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTPreTrainedModel
 
 
-# What of w is looked at: itself, the factor that it puts on exp(K), or how far that is from 1, the factor outside the
-# window: what Eq. 6 convolves with.
+# Functions of w that can be drawn: w itself; exp(w), the factor of exp(K); or exp(w) - 1, with which Eq. 6 convolves:
+# the difference from 1, the factor outside the window.
 VALUES = {"w": lambda w: w, "exp": torch.exp, "expm1": torch.expm1}
 
 
 @torch.no_grad()
 def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor]:
-    """w, exp(w) or exp(w) - 1 of every layer.
+    """Return w, exp(w) or exp(w) - 1 of every layer.
 
     Args:
         model: any AFT model.
         values: "w", "exp" or "expm1".
 
     Returns:
-        For each layer (h, rows, columns) in float32: the kernels of AFT-conv (of text in one row), and of all other
-        types the T x T biases for the longest sequence of the model, rows being queries.
+        The maps of each layer, (h, rows, columns) in float32: for AFT-conv the kernels (for text, a single row), for
+        all other types the T x T biases of the longest sequence of the model, with a row for each query.
 
     Raises:
-        ValueError: other values.
+        ValueError: `values` is none of these.
     """
     if values not in VALUES:
         raise ValueError(f"values must be one of {', '.join(VALUES)}, got {values!r}")

@@ -1,4 +1,4 @@
-"""What the mixers of a model get as input: all that keys and implicit attention are made of."""
+"""Recording the inputs of the mixers of a model, from which keys and implicit attention are computed."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from ..modeling_aft import AFTPreTrainedModel
 
 @torch.no_grad()
 def mixer_inputs(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]:
-    """Run a model, and keep what the mixer of each layer gets.
+    """Run a model, and return the input of the mixer of each layer.
 
     Args:
         model: any AFT model, in evaluation mode if it has dropout.
-        **inputs: of the model, such as `pixel_values` or `input_ids`.
+        **inputs: inputs of the model, such as `pixel_values` or `input_ids`.
 
     Returns:
-        For each layer (B, T, d).
+        The input of the mixer of each layer, (B, T, d).
     """
     kept: dict[int, torch.Tensor] = {}
 

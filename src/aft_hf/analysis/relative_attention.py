@@ -1,4 +1,4 @@
-"""Where a trained vision transformer looks: its attention, averaged over images and by relative position."""
+"""Attention of a trained vision transformer, averaged over images and by relative position."""
 
 import math
 from collections.abc import Iterable
@@ -16,21 +16,21 @@ from ..scaled_sums_aft import widen
 def mean_attention(
     model: PreTrainedModel, batches: Iterable[torch.Tensor], *, keep_class_token: bool = False
 ) -> tuple[list[torch.Tensor], int]:
-    """The attention of every layer and head of a vision transformer between patches, averaged over images.
+    """Return the attention between patches of every layer and head of a vision transformer, averaged over images.
 
-    Other tokens are left out and each row is normalized again, image by image: A_tt' / sum_t' A_tt' over the tokens
-    that stay. The maps of one layer and one batch are all that is held beside the averages.
+    Other tokens are left out, and each row is renormalized for each image: A_tt' / sum_t' A_tt' over the remaining
+    tokens. Besides the averages, only the maps of one layer and one batch are held in memory.
 
     Args:
         model: a ViT, DeiT or BEiT of transformers.
-        batches: pixel values, (B, channels, height, width) each.
-        keep_class_token: whether the class token stays, as position 0. A distillation token never does.
+        batches: batches of pixel values, (B, channels, height, width) each.
+        keep_class_token: whether to keep the class token, as position 0. A distillation token is always left out.
 
     Returns:
-        For each layer (heads, T, T) in float32, rows being queries, and the number of images.
+        The mean attention of each layer, (heads, T, T) in float32 with a row for each query, and the number of images.
 
     Raises:
-        ValueError: there is no image.
+        ValueError: there are no images.
     """
     num_patches = math.prod(patch_grid(model))
     layers: Any = model.base_model.layers
@@ -48,7 +48,7 @@ def mean_attention(
         for i, layer in enumerate(layers)
     ]
     implementation, count = model.config._attn_implementation, 0
-    model.set_attn_implementation("eager")  # the only one that computes maps at all
+    model.set_attn_implementation("eager")  # the only implementation that returns attention maps
     try:
         for pixels in logging.tqdm(batches, desc="Attention", unit="batch"):
             model(pixels.to(model.device, model.dtype))
@@ -63,17 +63,17 @@ def mean_attention(
 
 
 def patch_grid(model: PreTrainedModel) -> tuple[int, int]:
-    """Rows and columns of the patches of a vision transformer, at the image size of its config."""
+    """Return the rows and columns of patches of a vision transformer at the image size of its config."""
     (height, width), patch_size = pair(model.config.image_size), pair(model.config.patch_size)
     return height // patch_size[0], width // patch_size[1]
 
 
 def relative_attention(attention: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Attention between patches, averaged over all queries by the offset from query to key.
+    """Return the attention between patches, averaged over all queries by the offset from query to key.
 
     Args:
-        attention: (heads, T, T) for T = rows * columns patches, rows being queries.
-        grid_size: rows and columns.
+        attention: attention maps, (heads, T, T) for T = rows * columns patches, with a row for each query.
+        grid_size: rows and columns of patches.
 
     Returns:
         M, (heads, 2 rows - 1, 2 columns - 1): M[:, dr + rows - 1, dc + columns - 1] is the mean of A_tt' over all
@@ -85,13 +85,13 @@ def relative_attention(attention: torch.Tensor, grid_size: tuple[int, int]) -> t
 
 
 def num_offsets(grid_size: tuple[int, int]) -> torch.Tensor:
-    """How many pairs of patches there are for each offset, (2 rows - 1, 2 columns - 1)."""
+    """Return the number of pairs of patches for each offset, (2 rows - 1, 2 columns - 1)."""
     rows, columns = (n - torch.arange(1 - n, n).abs() for n in grid_size)
     return rows[:, None] * columns
 
 
 def offset_index(grid_size: tuple[int, int]) -> torch.Tensor:
-    """(T, T): for each query and key the index of their offset among the flattened offsets."""
+    """Return for each query and key the index of their offset among the flattened offsets, (T, T)."""
     rows, columns = grid_size
     positions = torch.arange(rows * columns)
     row, column = positions // columns, positions % columns

@@ -1,5 +1,5 @@
-"""DeiT -> AFT: what the paper transfers from a trained vision transformer (its Table 8), from any dialect of it; and
-labml's AFT-local -> ours."""
+"""Conversion of pretrained weights to AFT: ViT and DeiT checkpoints of transformers, timm or the original DeiT, as in
+Table 8 of the paper, and AFT-local of labml."""
 
 from .deit import (
     KERNEL_SIZE,

@@ -1,9 +1,9 @@
-"""Position biases that begin where a teacher looks: w of each AFT layer fitted to the attention of its ViT.
+"""Initialization of position biases from a teacher: w of each AFT layer is fitted to the attention of the ViT.
 
-Of Eq. 2, exp(w_tt') is what an AFT layer with equal keys gives position t' before it is normalized. So w is a log of
-the teacher's mean attention, up to a constant for each row, which the sums of Eq. 2 divide out. AFT head i owns
-features [i d/h, (i+1) d/h), teacher head j its own: head i is fitted to the mean of the teacher's maps weighted by the
-features that they share.
+In Eq. 2, exp(w_tt') is the unnormalized weight of position t' in an AFT layer whose keys are all equal. So w is the
+logarithm of the teacher's mean attention, up to a constant for each row, which the normalization of Eq. 2 cancels. AFT
+head i owns the features [i d/h, (i+1) d/h), and each teacher head owns its features likewise. AFT head i is fitted to
+the mean of the teacher's attention maps, weighted by the number of features that the two heads share.
 """
 
 import math
@@ -21,11 +21,12 @@ from .images import pixel_batches
 from .source import VisionTransformerSource
 
 
-# Where a teacher (nearly) never looks, a log has no end. Beyond e^10 = 22026 the training could not come back.
+# Bound of |w|: the logarithm diverges where the attention of the teacher is (nearly) 0, and training could not recover
+# from factors beyond e^10 = 22026.
 LARGEST_BIAS = 10.0
 
-# Of the factors of AFT-local. Less of a ridge fits w a little better by factors so large that training could not move
-# them: at 1e-6 some are 1000, at 1e-2 ten.
+# Alternating least squares for the factors of AFT-local. A smaller ridge fits w a little better, but with factors so
+# large that training could not move them: up to 1000 with a ridge of 1e-6, up to 10 with 1e-2.
 ALTERNATIONS, RIDGE = 5, 1e-2
 
 
@@ -33,18 +34,18 @@ ALTERNATIONS, RIDGE = 5, 1e-2
 def fit_position_biases(
     model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[torch.Tensor | Image.Image]
 ) -> dict[str, str]:
-    """Set the position biases of every layer to what the attention of the teacher on images says.
+    """Fit the position biases of every layer to the mean attention of the teacher over images, in place.
 
     Args:
-        model: converted from `source`, at its image size unless all position biases are relative.
+        model: the model converted from `source`, at the image size of the source unless all biases are relative.
         source: the teacher.
-        images: pictures, or pixel values of one image or a batch.
+        images: PIL images, or tensors of pixel values of one image or of a batch.
 
     Returns:
-        The names of the parameters that were set, and in words to what.
+        The names of the fitted parameters, each with a description of what it was fitted to.
 
     Raises:
-        ValueError: there is no image.
+        ValueError: there are no images.
     """
     teacher = source.to_transformers().float()
     batches = pixel_batches(images, source.image_processor)
@@ -69,7 +70,7 @@ def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Te
 
 
 def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """The parameters of a mixer by name, fitted to (h, T, T)."""
+    """Return the position-bias parameters of a mixer by name, fitted to attention maps (h, T, T)."""
     if isinstance(mixer, AFTConv):
         bias = conv_bias(attention, grid_size, mixer.window)
         return _as_reparameterized(bias / mixer.position_bias_multiplier)
@@ -82,23 +83,23 @@ def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -
 
 
 def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: int) -> torch.Tensor:
-    """w(offset) = log(M(offset) / M_outside), of AFT-conv.
+    """Return w(offset) = log(M(offset) / M_outside) for AFT-conv.
 
-    M is the attention by offset, the mean over all queries; M_outside its mean per position outside the window, where
-    Eq. 6 has w = 0. Where the window covers the grid the constant is free, and w is centred. Offsets that no two
-    patches have get 0.
+    M is the attention by offset, averaged over all queries. M_outside is the mean attention per position outside the
+    window, where Eq. 6 has w = 0. If the window covers the grid, the constant is free, and w is centered. Offsets
+    between no two patches of the grid get 0.
 
     Args:
-        attention: (h, T, T), T = rows * columns.
-        grid_size: rows and columns.
-        kernel_size: s, odd.
+        attention: attention maps, (h, T, T) with T = rows * columns.
+        grid_size: rows and columns of patches.
+        kernel_size: kernel size s, odd.
 
     Returns:
-        (h, s, s).
+        The position biases w, (h, s, s).
     """
     relative, counts = relative_attention(attention, grid_size), num_offsets(grid_size)
     centre = kernel_size // 2
-    # Of the grid of offsets the window, cut or padded on each side: from centre n - 1 to centre s // 2.
+    # Crop or pad the grid of offsets to the window: its center moves from n - 1 to s // 2.
     margins = [centre - (n - 1) for n in reversed(grid_size) for _ in range(2)]
     window, window_counts = (nn.functional.pad(x, margins) for x in (relative, counts))
     mass = (relative * counts).sum((1, 2)) - (window * window_counts).sum((1, 2))
@@ -106,34 +107,35 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
     bias = _log(window)
     inside = window_counts > 0
     constant = _log(mass / pairs) if pairs else bias[:, inside].mean(-1)
-    # Where nothing is left outside, the constant has no end: the largest w is then what there is room for.
+    # Without attention outside the window, the constant diverges to -inf; it is bounded so that the largest w is
+    # `LARGEST_BIAS`.
     constant = constant.maximum(bias[:, inside].amax(-1) - LARGEST_BIAS)
     return (bias - constant[:, None, None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
 
 
 def full_bias(attention: torch.Tensor) -> torch.Tensor:
-    """w_tt' = log A_tt' of AFT-full, each row centred: (h, T, T) to (h, T, T)."""
+    """Return w_tt' = log A_tt' for AFT-full with each row centered, (h, T, T), from attention maps (h, T, T)."""
     bias = _log(attention)
     return (bias - bias.mean(-1, keepdim=True)).clamp(-LARGEST_BIAS, LARGEST_BIAS)
 
 
 def band(length: int, window_size: int) -> torch.Tensor:
-    """(T, T), the pairs with |t - t'| < s (Eq. 4)."""
+    """Return a boolean mask (T, T) of the pairs with |t - t'| < s (Eq. 4)."""
     positions = torch.arange(length)
     return (positions[:, None] - positions).abs() < window_size
 
 
 def local_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """w_tt' = log(A_tt' / the row's mean outside the window) of AFT-local inside the window, else 0.
+    """Return w_tt' = log(A_tt' / the row's mean outside the window) for AFT-local inside the window, and 0 outside.
 
-    A row without an outside is centred.
+    A row whose window covers all positions is centered.
 
     Args:
-        attention: (h, T, T).
-        inside: (T, T), the window of each row.
+        attention: attention maps, (h, T, T).
+        inside: boolean mask (T, T), True inside the window of each row.
 
     Returns:
-        (h, T, T).
+        The position biases w, (h, T, T).
     """
     bias, outside = _log(attention), (~inside).sum(-1)
     mean_outside = (attention * ~inside).sum(-1) / outside.clamp_min(1)
@@ -146,20 +148,21 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_reparameterized(bias: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Kernel, gamma and beta with which Eq. 8 gives this w: its own deviation and mean undo the standardization."""
+    """Return kernel, gamma and beta for which Eq. 8 gives this w: std(w) and mean(w) undo the standardization."""
     variance, mean = torch.var_mean(bias.flatten(1), -1, correction=0)
-    # As Eq. 8 is computed, 1e-12 included.
+    # `AFTConv` computes Eq. 8 with the same 1e-12.
     return {"kernel": bias, "kernel_scale": (variance + 1e-12).sqrt(), "kernel_shift": mean}
 
 
 def _as_factors(bias: torch.Tensor, inside: torch.Tensor, mixer: AFTFull) -> dict[str, torch.Tensor]:
-    """The table, or the factors of Eq. 7 with the least squared error over the pairs inside."""
+    """Return the position-bias table, or the factors of Eq. 7 with the least squared error inside the window."""
     if not mixer.factorized:
         return {"position_bias_table": bias / mixer.position_bias_multiplier}
     rank = min(mixer.position_bias_query.shape[-1], bias.shape[-1])
     factors = [factorize(head, rank, inside) for head in bias]
     query, key = (torch.stack(matrices) / math.sqrt(mixer.position_bias_multiplier) for matrices in zip(*factors))
-    # Columns beyond the rank add nothing to w, but learn: with both factors 0 they never would.
+    # Columns beyond the rank contribute nothing to w, since those of the query are 0, but they can learn. If both
+    # factors were 0, both gradients would be 0, too.
     padding = mixer.position_bias_key[..., rank:]
     return {
         "position_bias_query": torch.cat([query, torch.zeros_like(padding)], -1),
@@ -168,10 +171,10 @@ def _as_factors(bias: torch.Tensor, inside: torch.Tensor, mixer: AFTFull) -> dic
 
 
 def factorize(bias: torch.Tensor, rank: int, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """u and v, (T, rank) each, with u v^T near to a (T, T) `bias` for the pairs inside, (T, T).
+    """Return u and v, (T, rank) each, such that u v^T approximates `bias` (T, T) where `inside` (T, T) is True.
 
-    The largest singular values are the best for all pairs. Where not all of them count, alternating least squares go
-    on from there.
+    If all pairs count, the truncated singular value decomposition is optimal. Otherwise, alternating least squares
+    start from it.
     """
     u, singular, v = torch.linalg.svd(bias)
     root = singular[:rank].sqrt()
@@ -184,7 +187,7 @@ def factorize(bias: torch.Tensor, rank: int, inside: torch.Tensor) -> tuple[torc
 
 
 def _least_squares(bias: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """The u_t that minimize the sum over the pairs inside of (u_t . v_t' - w_tt')^2, (T, rank)."""
+    """Return the u (T, rank) that minimize the sum inside of (u_t . v_t' - w_tt')^2, plus a ridge penalty on u."""
     products = (key[:, :, None] * key[:, None, :]).flatten(1)  # (T, rank * rank)
     gram = (inside.to(key.dtype) @ products).unflatten(1, (key.shape[1], key.shape[1]))
     return torch.linalg.solve(gram + RIDGE * torch.eye(key.shape[1], dtype=key.dtype), (bias * inside) @ key)

@@ -1,6 +1,6 @@
-"""The one naming of a vision transformer's tensors that all dialects are brought to.
+"""Canonical names and shapes of the tensors of a vision transformer, to which all checkpoint formats are mapped.
 
-It is that of the files that transformers writes for ViT and DeiT, without their prefix `vit.` or `deit.`.
+The names are those in the files that transformers writes for ViT and DeiT, without the prefix `vit.` or `deit.`.
 """
 
 import re
@@ -12,25 +12,25 @@ from ..configuration_aft import pair
 
 
 HEAD = ("classifier",)
-# The two heads of a distilled DeiT, on its class and its distillation token. It predicts the mean of both.
+# The two heads of a distilled DeiT, for its class token and its distillation token. The model predicts their mean.
 DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
-# What may be in a file beside the network that classifies.
+# Tensors that a file may hold in addition to the classifier network.
 OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
 
 
 def grid_of(config: ViTConfig | DeiTConfig) -> tuple[int, int]:
-    """Rows and columns of patches."""
+    """Return the rows and columns of patches."""
     (height, width), (patch_height, patch_width) = pair(config.image_size), pair(config.patch_size)
     return height // patch_height, width // patch_width
 
 
 def num_prefix_tokens(config: ViTConfig | DeiTConfig) -> int:
-    """Tokens before the patches: the class token, and the distillation token of a DeiT."""
+    """Return the number of tokens before the patches: the class token, and the distillation token of a DeiT."""
     return 2 if config.model_type == "deit" else 1
 
 
 def canonical_shapes(config: ViTConfig | DeiTConfig, heads: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a ViT (`DeiTConfig`: with distillation token) with these heads."""
+    """Return the shapes of all tensors of a ViT, or of a DeiT with distillation token, with these heads, by name."""
     d, mlp = config.hidden_size, config.intermediate_size
     rows, columns = grid_of(config)
     shapes = {
@@ -55,7 +55,7 @@ def canonical_shapes(config: ViTConfig | DeiTConfig, heads: Iterable[str]) -> di
 
 
 def is_optional(name: str) -> bool:
-    """Whether a tensor of this name may be there and is not needed."""
+    """Whether a tensor of this name is allowed in a checkpoint but not needed."""
     return re.fullmatch(OPTIONAL, name) is not None
 
 

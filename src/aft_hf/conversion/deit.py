@@ -1,4 +1,4 @@
-"""Converting a trained ViT or DeiT to an AFT of any image type."""
+"""Conversion of a trained ViT or DeiT to an AFT of any image type."""
 
 import os
 import re
@@ -26,12 +26,12 @@ from .source import VisionTransformerSource, read_source
 KERNEL_SIZE, NUM_HEADS = 11, 16
 POSITION_BIAS_DIM = 128
 LOCAL_WINDOW_SIZE = 32
-# With which Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
+# With it, Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
 POSITION_BIAS_MULTIPLIER = 1000.0
 
 INITS = ("paper", "attention")
 
-# Canonical tensors and modules of a ViT or DeiT, and what they become. {i} is the layer.
+# Canonical tensors and modules of a ViT or DeiT, and their names in the AFT. {i} is the layer.
 COPIED = {
     "embeddings.cls_token": "aft.embeddings.cls_token",
     "embeddings.position_embeddings": "aft.embeddings.position_embeddings",
@@ -49,7 +49,7 @@ COPIED = {
     "distillation_classifier": "classifier",
 }
 
-# What the target has no place for, or what the paper leaves behind.
+# Tensors without a counterpart in the AFT or that the paper does not transfer, with the reason for the report.
 DROPPED = {
     r"embeddings\.cls_token": "AFT-conv has no class token",
     r"embeddings\.distillation_token": "AFT has no distillation token",
@@ -75,36 +75,37 @@ def convert_deit(
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Turn a trained ViT or DeiT image classifier into an AFT, as the paper does for its Table 8.
+    """Convert a trained ViT or DeiT image classifier to an AFT, as the paper does for its Table 8.
 
-    Patch embedding, layer norms, value and output projections, MLPs and classifier are copied, and the class token and
-    position embeddings where the target has them (no layer, or not every layer, being `conv`). Query and key
-    projections are new, and so are the position biases unless `init="attention"`: the model is to be fine-tuned.
+    The patch embedding, layer norms, value and output projections, MLPs and classifier are copied. The class token is
+    copied if no layer is `conv`, and the position embeddings are copied if not all layers are `conv`. The query and
+    key projections are newly initialized, and so are the position biases unless `init="attention"`, so the model has
+    to be fine-tuned.
 
     Args:
-        source: what `read_source` reads, or what it made of it.
-        aft_type: "conv", "full", "local" or "simple", or a list with one for each layer.
-        kernel_size: s of `conv`, odd.
-        num_heads: position-bias heads h; divides the width of the source. By default 16 where any layer is `conv`,
-            whose keys are one per head, else 1.
-        local_window_size: s of `local`.
-        position_bias_dim: d' of `full` and `local`; None for one unfactorized table.
-        position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough; 1
-            for the paper's, with `position_bias_scale` in `build_optimizer`.
-        image_size: (height, width) or one for both in pixels, multiples of the patch size; the source's by default.
-            Position embeddings that are kept are interpolated as ViT does.
-        init: "paper" for new position biases, or "attention" for those that `fit_position_biases` finds in the
-            attention of the source on `images`.
-        images: for `init="attention"`: pictures, or pixel values of one image or of a batch.
+        source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.
+        aft_type: "conv", "full", "local" or "simple", or a list with one type for each layer.
+        kernel_size: kernel size s of `conv`, odd.
+        num_heads: number of position-bias heads h; must divide the width of the source. Default: 16 if any layer is
+            `conv`, which has one key per head, else 1.
+        local_window_size: window size s of `local`.
+        position_bias_dim: rank d' of the factorized biases of `full` and `local`; None for an unfactorized table.
+        position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough. 1
+            is the value of the paper, to be used with `position_bias_scale` of `build_optimizer`.
+        image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
+            Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
+        init: "paper" for new position biases, or "attention" for position biases that `fit_position_biases` fits to
+            the attention of the source on `images`.
+        images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
         source_image_size, source_num_heads: as for `read_source`.
 
     Returns:
-        The model (in the dtype of the source) and the account of every tensor.
+        The model, in the dtype of the source, and a report on every tensor.
 
     Raises:
         ConversionError: the source cannot be read, is not a ViT or DeiT, or holds NaN or infinity.
         TypeError: the source is neither a path nor a model.
-        ValueError: options that make no sense, or not for this source.
+        ValueError: an option is invalid, or does not fit this source.
     """
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
@@ -129,9 +130,9 @@ def convert_deit(
     for name, copy in copies.items():
         target[name].copy_(copy.of(source.tensors))
     fitted = {} if images is None else fit_position_biases(model, source, images)
-    _check_finite(f"{source.name}, converted", target)
+    _check_finite(f"{source.name}, after the conversion", target)
 
-    # It is published with the model: where the source lay is of no use elsewhere.
+    # The report is published with the model, so it names a local source without its directory.
     name = Path(source.name).name if Path(source.name).exists() else source.name
     report = ConversionReport(name, {**options, "init": init, **_reading(source)}, _versions())
     report.records += _target_records(target, copies, fitted)
@@ -141,16 +142,16 @@ def convert_deit(
 
 
 def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights that no training made, or that one spoilt: of a model with them nothing comes but NaN.
+    """Refuse weights that are not finite, with which a model outputs only NaN.
 
     Raises:
-        ConversionError: a tensor holds NaN or infinity; the first is named.
+        ConversionError: a tensor holds NaN or infinity; the message names the first one.
     """
     for tensor_name, tensor in tensors.items():
         if wrong := int((~tensor.isfinite()).sum()):
             raise ConversionError(
                 f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
-                "damaged, or its training diverged: take an earlier one"
+                "damaged, or its training diverged; give an earlier checkpoint"
             )
 
 
@@ -173,25 +174,25 @@ def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransform
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
     if init == "paper":
         if images is not None:
-            raise ValueError('images are for init="attention"; give both or neither')
+            raise ValueError('images are used only with init="attention"; give both or neither')
         return
     if images is None:
         raise ValueError(
-            'init="attention" needs images to look at; give images, some hundred of those it was trained on'
+            'init="attention" needs images; give a few hundred of the images that the source was trained on'
         )
     types = set(config.layer_aft_types)
     if types == {"simple"}:
         raise ValueError('init="attention" sets position biases, and aft_type="simple" has none; give init="paper"')
     if types & {"full", "local"} and config.grid_size != source.grid_size:
         raise ValueError(
-            "init='attention' sets biases of 'full' and 'local' for each pair of patches, and has them for "
-            f"image_size={source.config.image_size} of the source alone, not for {config.image_size}; leave it, or "
-            "take 'conv'"
+            "init='attention' fits the biases of 'full' and 'local' for each pair of patches, which works only at "
+            f"image_size={source.config.image_size} of the source, not at {config.image_size}; leave out image_size, "
+            "or give aft_type='conv'"
         )
 
 
 def _counterparts(canonical_names: Iterable[str], target: Collection[str]) -> dict[str, list[str]]:
-    """For each tensor of the target that comes from the source, the canonical names of what it comes from."""
+    """Return the canonical names of the source tensors that each target tensor is copied from, by its name."""
     counterparts: dict[str, list[str]] = {}
     for canonical in canonical_names:
         layer = re.search(r"\.(\d+)\.", canonical)
@@ -205,7 +206,7 @@ def _counterparts(canonical_names: Iterable[str], target: Collection[str]) -> di
 
 
 def _copy(source: VisionTransformerSource, config: AFTConfig, canonical: Sequence[str]) -> Derivation:
-    """How a tensor of the target is made of its counterparts: one tensor, or those of the two heads."""
+    """Return the derivation of a target tensor from its counterparts: one tensor, or the mean over two heads."""
     first, *others = (source.derivations[name] for name in canonical)
     derivation = first
     if others:
@@ -217,7 +218,7 @@ def _copy(source: VisionTransformerSource, config: AFTConfig, canonical: Sequenc
 
 
 def _position_steps(source: VisionTransformerSource, config: AFTConfig) -> Iterable[str]:
-    """Of all tokens' positions those that the target has, interpolated where its image size is another."""
+    """Yield the steps that drop the positions of tokens that the target lacks, and resize the rest to its grid."""
     if source.config.model_type == "deit":
         yield drop_position(1)
     if not config.use_cls_token:
@@ -241,7 +242,7 @@ def _target_records(
 
 
 def _source_records(source: VisionTransformerSource, copied: Collection[str]) -> Iterable[TensorRecord]:
-    """What the source has beside the tensors that are copied, given by their canonical names."""
+    """Yield the records of the dropped and folded source tensors; `copied` are the canonical names of all others."""
     for canonical, derivation in source.derivations.items():
         if canonical not in copied:
             reason = next(why for pattern, why in DROPPED.items() if re.fullmatch(pattern, canonical))
@@ -254,7 +255,7 @@ def _source_records(source: VisionTransformerSource, copied: Collection[str]) ->
 
 
 def _reading(source: VisionTransformerSource) -> dict[str, Any]:
-    """As what the source was read, given or not."""
+    """Return how the source was read, as given by the caller or as inferred."""
     config = source.config
     processor = "of the source" if source.own_image_processor else "assumed: the source has none"
     return {

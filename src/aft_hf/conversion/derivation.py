@@ -1,4 +1,4 @@
-"""How a tensor is made of tensors of a checkpoint: in words that a report can hold and a program can execute."""
+"""Derivation of a tensor from tensors of a checkpoint: steps as text, which a report stores and `of` executes."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,12 +12,12 @@ from ..scaled_sums_aft import widen
 
 @dataclass(frozen=True)
 class Derivation:
-    """A tensor as the result of `steps`, one after the other, on tensors of a checkpoint.
+    """A tensor as the result of applying `steps` in order to tensors of a checkpoint.
 
     Attributes:
-        sources: their names in the checkpoint; several only where `MEAN` is the step that joins them.
-        steps: what is done; none for a plain copy. `STEPS` lists what there is.
-        factor: the name of the tensor that `SCALE` multiplies with.
+        sources: the names of the tensors in the checkpoint; more than one only if the step `MEAN` averages them.
+        steps: the steps, each `SCALE` or a step that matches a key of `STEPS`; empty for a plain copy.
+        factor: the name of the tensor that the step `SCALE` multiplies by.
     """
 
     sources: tuple[str, ...]
@@ -25,16 +25,16 @@ class Derivation:
     factor: str | None = None
 
     def then(self, *steps: str) -> "Derivation":
-        """The same with more steps at the end."""
+        """Return this derivation with more steps appended."""
         return replace(self, steps=self.steps + steps)
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Execute it.
+        """Compute the tensor from the tensors of a checkpoint.
 
         Raises:
             KeyError: a tensor is missing.
-            ValueError: a step that is not known.
-            RuntimeError: shapes to which a step cannot be applied.
+            ValueError: a step is unknown.
+            RuntimeError or IndexError: a step cannot be applied to a tensor of this shape.
         """
         given = [tensors[name] for name in self.sources]
         tensor = given[0] if len(given) == 1 else torch.stack(given)
@@ -55,22 +55,22 @@ def rows(start: int, stop: int) -> str:
 
 
 def drop_position(index: int) -> str:
-    """The step that leaves out one of the positions of (1, T, d)."""
+    """The step that drops the position at an index from position embeddings (1, T, d)."""
     return f"drop position {index}"
 
 
 def resize_positions(old: tuple[int, int], new: tuple[int, int]) -> str:
-    """The step that interpolates the last positions of (1, T, d), a grid, and keeps those before them."""
+    """The step that interpolates the grid at the end of position embeddings (1, T, d) and keeps the others."""
     return f"resize positions {old[0]}x{old[1]} to {new[0]}x{new[1]}, bicubic"
 
 
 def cast(dtype: torch.dtype) -> str:
-    """The step that changes the dtype."""
+    """The step that casts to a dtype."""
     return f"cast to {str(dtype).removeprefix('torch.')}"
 
 
 def row_range(steps: tuple[str, ...], length: int) -> range:
-    """The rows of a source of `length` rows that a derivation with these steps takes."""
+    """Return the rows that a derivation with these steps uses of a source tensor of `length` rows."""
     match = next(filter(None, (re.fullmatch(ROWS, step) for step in steps)), None)
     return range(*map(int, match.groups())) if match else range(length)
 
@@ -93,7 +93,7 @@ def _drop_position(positions: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _resize_positions(positions: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """As ViT interpolates them: bicubic, corners not aligned, no antialiasing."""
+    """Interpolate as ViT does: bicubic, corners not aligned, no antialiasing."""
     old, new = sizes[:2], sizes[2:]
     start = positions.shape[1] - old[0] * old[1]
     grid = widen(positions[:, start:]).unflatten(1, old).permute(0, 3, 1, 2)  # (1, d, rows, columns)
@@ -102,7 +102,7 @@ def _resize_positions(positions: torch.Tensor, *sizes: int) -> torch.Tensor:
 
 
 ROWS = r"rows (\d+):(\d+)"
-# The whole vocabulary: the numbers in a step are the arguments of its function.
+# All steps but `SCALE`, by pattern: the numbers in a step are the arguments of its function.
 STEPS: dict[str, Callable[..., torch.Tensor]] = {
     ROWS: lambda tensor, start, stop: tensor[start:stop],
     MEAN: _mean,

@@ -1,4 +1,4 @@
-"""The dialects of ViT and DeiT checkpoints: how each canonical tensor is made of the tensors of a file."""
+"""Formats of ViT and DeiT checkpoints: how each canonical tensor is derived from the tensors of a file."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_opti
 from .derivation import PREPEND_POSITION, SCALE, Derivation, rows
 
 
-# Modules of a layer as transformers 5 names them in memory, which `torch.save(model.state_dict())` writes, and in the
-# files that it writes itself.
+# Modules of a layer: their names in transformers 5 in memory, which `torch.save(model.state_dict())` writes, and in
+# the files of `save_pretrained`.
 TRANSFORMERS_IN_MEMORY = {
     ".attention.q_proj.": ".attention.attention.query.",
     ".attention.k_proj.": ".attention.attention.key.",
@@ -21,10 +21,10 @@ TRANSFORMERS_IN_MEMORY = {
     ".mlp.fc1.": ".intermediate.dense.",
     ".mlp.fc2.": ".output.dense.",
 }
-# Modules of a layer of DINOv2, whose other names are those of ViT in files or in memory.
+# Norms of a layer of DINOv2; its other modules have the names of ViT, in files or in memory.
 DINOV2 = {".norm1.": ".layernorm_before.", ".norm2.": ".layernorm_after."}
 
-# Canonical modules and tensors in the names of timm and of the original DeiT.
+# Canonical modules and tensors, and their names in timm and the original DeiT.
 TIMM = {
     "embeddings.cls_token": "cls_token",
     "embeddings.distillation_token": "dist_token",
@@ -42,16 +42,16 @@ TIMM_LAYER = {
     "intermediate.dense": "mlp.fc1",
     "output.dense": "mlp.fc2",
 }
-# The layer scale of DeiT-III, in timm's names and in its own: x + gamma * branch(x), a factor of the branch's last
-# module.
+# The layer scales of DeiT-III, by their names in timm and in the original code: gamma in x + gamma * branch(x) is
+# folded into the last module of the branch.
 LAYER_SCALES = {"attention.output.dense": ("ls1.gamma", "gamma_1"), "output.dense": ("ls2.gamma", "gamma_2")}
 DINOV2_LAYER_SCALES = {"attention.output.dense": "layer_scale1.lambda1", "output.dense": "layer_scale2.lambda1"}
-# The rows of the fused projection.
+# The parts of the fused projection, in the order of its rows.
 FUSED = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
 
 
 def transformers_derivations(config: ViTConfig | DeiTConfig, names: Iterable[str]) -> dict[str, Derivation]:
-    """For the files that transformers writes: everything is there as it is, but for the layer scales of DINOv2."""
+    """Return the derivations for checkpoints of transformers: copies, but for modules with a layer scale of DINOv2."""
     here = {_canonical_name(name): name for name in names}
     heads = _heads(config, "classifier.weight" in here, "cls_classifier.weight" in here)
     needed = [*canonical_shapes(config, heads), *filter(is_optional, here)]
@@ -66,7 +66,7 @@ def transformers_derivations(config: ViTConfig | DeiTConfig, names: Iterable[str
 
 
 def timm_derivations(config: ViTConfig | DeiTConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Derivation]:
-    """For timm and the original DeiT: queries, keys and values are fused, layer scales stand apart."""
+    """Return the derivations for timm and the original DeiT: fused projections are split, layer scales folded in."""
     heads = _heads(config, "head.weight" in tensors, "head_dist.weight" in tensors)
     derivations = {}
     for name in canonical_shapes(config, heads):
@@ -78,7 +78,7 @@ def timm_derivations(config: ViTConfig | DeiTConfig, tensors: Mapping[str, torch
             derivations[name] = Derivation((TIMM.get(name) or f"{TIMM[module]}.{kind}",))
     positions = "embeddings.position_embeddings"
     if len(tensors["pos_embed"][0]) == grid_of(config)[0] * grid_of(config)[1]:
-        # The class token of DeiT-III has no position.
+        # The class token of DeiT-III has no position embedding.
         derivations[positions] = derivations[positions].then(PREPEND_POSITION)
     return derivations
 

@@ -1,15 +1,15 @@
-"""Distillation without labels: a converted model learns what its teacher computes, from images alone.
+"""Distillation without labels: a converted model learns the outputs of its teacher from images alone.
 
-Two objectives, one after the other, in one run:
+A run optimizes two objectives, one after the other:
 
-1. Layer by layer, for a share of the budget, which is 0 unless it is asked for. Each block is fed with the teacher's
-   hidden states and fitted to its next ones; the last block is fitted with the classifier to the teacher's logits,
-   since what a ViT leaves in the patches after its last block nobody reads. Blocks do not depend on each other.
-2. End to end. The model sees images, and is fitted to the logits and, less and less, to the hidden states. This alone
-   measured best (docs/conversion.md).
+1. Layer by layer, for a share of the budget (default: 0). Each block gets the teacher's hidden states as input and is
+   fitted to the teacher's next hidden states. The last block is fitted together with the classifier to the teacher's
+   logits, since a ViT does not use the hidden states of the patches after its last block. The blocks are independent.
+2. End to end. The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its
+   hidden states. This objective alone measured best (docs/conversion.md).
 
-Teacher and student see the same augmented images. Hidden states are those of one batch: memory does not depend on the
-number of images.
+Teacher and student see the same augmented images. Only the hidden states of one batch are held in memory, so memory
+does not depend on the number of images.
 """
 
 import math
@@ -47,24 +47,24 @@ from .source import VisionTransformerSource
 WARMUP = 0.1  # share of the budget
 MAX_GRAD_NORM = 1.0
 SAVE_EVERY = 300.0  # seconds
-WINDOW = 0.95  # of the running means of the losses
+WINDOW = 0.95  # decay of the running means of the losses
 
 
 @dataclass(frozen=True)
 class DistillationOptions:
-    """How to distill: a budget of `steps` or of `minutes`, and the hyper-parameters.
+    """Options of a distillation: the budget, in `steps` or in `minutes`, and the hyperparameters.
 
     Attributes:
-        steps: updates; None where the budget is time. A run of as many steps and one seed is reproducible.
-        minutes: of the whole distillation, the time of interrupted runs included.
-        batch_size: images per update, over all processes.
-        learning_rate: the peak; it rises over a tenth of the budget and falls by a cosine.
-        weight_decay: of AdamW.
-        layer_by_layer: the share of the budget for the first objective, in [0, 1).
-        hidden_states: the weight of the hidden states where the second one begins, beside 1 for the logits; it falls
-            to 0 in a straight line, since an AFT cannot have all hidden states of its source, and need not.
-        augmentation: of `build_augmentation`.
-        seed: of the order of the images and of their augmentation.
+        steps: number of updates; None for a budget in minutes. Runs with the same steps and seed are reproducible.
+        minutes: duration of the whole distillation, including interrupted runs; None for a budget in steps.
+        batch_size: images per update, summed over all processes.
+        learning_rate: peak learning rate; it rises over the first tenth of the budget and then decays by a cosine.
+        weight_decay: weight decay of AdamW.
+        layer_by_layer: share of the budget for the layer-by-layer objective, in [0, 1).
+        hidden_states: initial weight of the hidden states in the end-to-end objective, where the logits have weight
+            1. It decays linearly to 0, since an AFT cannot reproduce all hidden states of its source, and need not.
+        augmentation: name of the augmentation, as for `build_augmentation`.
+        seed: seed of the order of the images and of their augmentation.
     """
 
     steps: int | None = None
@@ -79,14 +79,18 @@ class DistillationOptions:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
-            raise ValueError(f"distillation takes steps or minutes, got steps={self.steps} and minutes={self.minutes}")
+            raise ValueError(
+                f"distillation takes steps or minutes, exactly one, got steps={self.steps} and minutes={self.minutes}"
+            )
         for name in ("steps", "minutes", "batch_size", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} of a distillation must be greater than 0, got {value}")
+                raise ValueError(f"{name} of a distillation must be greater than 0 and finite, got {value}")
         for name in ("weight_decay", "hidden_states"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} of a distillation must not be negative, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} of a distillation must be finite and not negative, got {getattr(self, name)}"
+                )
         if not 0 <= self.layer_by_layer < 1:
             raise ValueError(f"layer_by_layer must be in [0, 1), a share of the budget, got {self.layer_by_layer}")
 
@@ -103,38 +107,47 @@ def distill(
     owner: ExitStack | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Fit a converted model to its source on images without labels; in place, and on what Accelerate finds.
+    """Train a converted model in place on the outputs of its source, on images without labels.
+
+    Accelerate chooses the device and the processes.
 
     Args:
-        model: what `convert_deit` made of `source`.
+        model: the model that `convert_deit` returned for `source`.
         source: the teacher.
-        images: pictures, which are opened when they are asked for; some thousand of those that the model is for.
-        checkpoints: a directory to save to every five minutes and when stopped (SIGTERM, Ctrl-C), and to go on from.
-            One distillation at a time can use it.
-        accelerator: a new one by default.
-        workers: processes that read images.
-        conversion: how `model` was made, as far as its config does not tell it, in what JSON holds. Checkpoints of
-            another conversion are refused.
-        owner: what keeps the directory of the checkpoints from other distillations, until it is closed: for a caller
-            who still has to write what came of this one. By default nobody does after the return.
-        **options: those of `DistillationOptions`; `steps` or `minutes` is needed.
+        images: sequence of PIL images, each loaded when it is accessed: some thousand images of the model's domain.
+        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes and when the run is
+            stopped (SIGTERM, Ctrl-C), and the run resumes from the newest one. Only one distillation at a time can
+            use the directory. Default: no checkpoints.
+        accelerator: the `Accelerator` to train with. Default: a new one.
+        workers: number of processes that load images.
+        conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
+            Checkpoints of another conversion are refused.
+        owner: exit stack that holds the lock of the checkpoint directory until it is closed, for a caller that still
+            has to save the model. By default, the lock is released on return.
+        **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
-        What was done, for the report: the options, images, steps and minutes, the last mean losses, and the share of
-        images on which model and teacher agreed in the last steps.
+        The record of the distillation for the report: the options, the numbers of images, steps and minutes, the last
+        running means of the losses, and the share of images on which model and teacher agreed in the last steps.
 
     Raises:
-        ValueError: a source without a classifier or with other classes, no images, options that make no sense,
-            checkpoints of other options or of another conversion, or a loss that is not finite.
-        OSError: another process uses the directory of the checkpoints.
-        SystemExit: with 128 + the number of the signal, after a signal and a checkpoint.
+        ValueError: the source has no classifier, or another number of classes than the model; there are no images; an
+            option is invalid; the checkpoints belong to other options or to another conversion; or the loss is not
+            finite.
+        OSError: another process uses the checkpoint directory, or it cannot be written.
+        SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
     settings = DistillationOptions(**options)
     if not source.heads:
-        raise ValueError(f"{source.name}: has no classifier, and so no logits to learn from")
+        raise ValueError(
+            f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
+        )
+    given, expected = model.config.num_labels, source.config.num_labels
+    if given != expected:
+        raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
     if len(images) == 0:
-        raise ValueError("there are no images to distill on; give some thousand of those that the model is for")
-    # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
+        raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
+    # Accelerate creates a process group on CPUs only with cpu=True.
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
     with ExitStack() as alone:
@@ -151,7 +164,7 @@ def distill(
 
 
 class Objectives(nn.Module):
-    """The two objectives of a student: the divergence from the teacher's logits, and the errors of hidden states.
+    """Losses of a student: the KL divergence from the teacher's logits, and the errors of the hidden states.
 
     Args:
         student: the model to train.
@@ -164,23 +177,25 @@ class Objectives(nn.Module):
     def forward(
         self, pixels: torch.Tensor, states: Sequence[torch.Tensor], logits: torch.Tensor, layer_by_layer: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
+        """Compute the losses of a batch.
+
         Args:
-            pixels: (B, channels, height, width).
-            states: of the teacher before each block, (B, T, d) for the tokens that the student has.
-            logits: of the teacher, (B, classes).
-            layer_by_layer: whether each block is fed with `states` in place of the output of the one before it.
+            pixels: pixel values, (B, channels, height, width).
+            states: hidden states of the teacher before each block, (B, T, d) for the tokens that the student has.
+            logits: logits of the teacher, (B, classes).
+            layer_by_layer: whether each block gets `states` as input instead of the output of the previous block.
 
         Returns:
-            KL(teacher || student) of the classes in nats; for the embeddings and each block but the last the squared
-            error of its output relative to the variance of the teacher's, (layers,); the share of images with the
-            teacher's class.
+            The divergence KL(teacher || student) of the classes in nats; the squared errors of the outputs of the
+            embeddings and of each block but the last, relative to the variance of the teacher's, (layers,); and the
+            share of images for which the student predicts the class of the teacher.
         """
         model = self.student.aft
         hidden_states, grid_size = model.embeddings(pixels)
         errors = [relative_error(hidden_states, states[0])]
         for i, layer in enumerate(model.layers):
-            # The embeddings are the student's own: those of the teacher have positions, which AFT-conv has not.
+            # The first block gets the student's own embeddings: the teacher's include position embeddings, which
+            # AFT-conv lacks.
             hidden_states = layer(states[i] if layer_by_layer and i > 0 else hidden_states, grid_size=grid_size)
             if i + 1 < len(model.layers):
                 errors.append(relative_error(hidden_states, states[i + 1]))
@@ -195,7 +210,7 @@ class Objectives(nn.Module):
 
 
 class _Run:
-    """A distillation: what it works on, and how far it is."""
+    """One distillation run: its components and its progress."""
 
     def __init__(
         self,
@@ -219,7 +234,7 @@ class _Run:
         )
         self.augment = build_augmentation(settings.augmentation, self.size)
         self.step, self.seconds = 0, 0.0
-        self.means: torch.Tensor | None = None  # of the last steps: divergence, agreement, errors
+        self.means: torch.Tensor | None = None  # running means of divergence, agreement and errors
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
         set_seed(settings.seed, device_specific=True)
         self._resume()
@@ -236,7 +251,7 @@ class _Run:
             batch_size // processes,
             seed=self.settings.seed,
             start=self.step,
-            stop=self.settings.steps or 2**31,  # time has no number of steps
+            stop=self.settings.steps or 2**31,  # a budget in minutes has no number of steps
             process=self.accelerator.process_index,
             processes=processes,
         )
@@ -245,14 +260,14 @@ class _Run:
             batch_sampler=batches,
             collate_fn=dataset.collate,
             num_workers=workers,
-            generator=torch.Generator(),  # or beginning to read would draw from the random numbers of the run
+            generator=torch.Generator(),  # otherwise, the start of the loader would advance the global generator
         )
 
     def train(self) -> None:
-        """Spend what is left of the budget."""
+        """Train until the budget is spent."""
         show, saved, since = self.accelerator.is_main_process, time.monotonic(), time.monotonic()
         reported = 100 * self._progress(own=True)
-        options = {"disable": None if show else True}  # none in a log
+        options = {"disable": None if show else True}  # None: no bar unless in a terminal
         bar = tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", **options)
         with StopSignal(self.accelerator) as stop, bar:
             batches: Iterator[torch.Tensor] = iter(self.loader)
@@ -262,7 +277,7 @@ class _Run:
                 self.step, self.seconds, since = self.step + 1, self.seconds + now - since, now
                 done = 100 * self._progress(own=True)
                 bar.update(done - bar.n)
-                if self.step % 10 == 0:  # in all processes: the losses are means over them
+                if self.step % 10 == 0:  # in all processes, since the losses are reduced over them
                     self._check()
                     line = self._line()
                     bar.set_postfix_str(line)
@@ -273,7 +288,7 @@ class _Run:
                 if self.checkpoints is not None and (stopped or self._agreed(now - saved) > SAVE_EVERY):
                     path, saved = self._save(), now
                 if stopped:
-                    place = "nothing was saved" if self.checkpoints is None else f"{path}: the same command goes on"
+                    place = "no checkpoint saved" if self.checkpoints is None else f"run again to resume from {path}"
                     self.accelerator.print(f"stopped after {self.step} steps; {place}")
                     raise SystemExit(128 + stopped)
         self._check()
@@ -288,7 +303,7 @@ class _Run:
         with self.accelerator.autocast():
             states, logits = self._teach(pixels)
             divergence, errors, agreement = self.objectives(pixels, states, logits, layer_by_layer)
-        # Alone, the blocks have one loss each; together, hidden states are a help for the logits.
+        # Layer by layer, each block has a loss of its own; end to end, the hidden states are an auxiliary loss.
         of_states = errors.sum() if layer_by_layer else weight_of_hidden_states(settings, progress) * errors.mean()
         self.accelerator.backward(divergence + of_states)
         self.accelerator.clip_grad_norm_(self.objectives.parameters(), MAX_GRAD_NORM)
@@ -299,7 +314,7 @@ class _Run:
 
     @torch.no_grad()
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The teacher's hidden states before each block, for the tokens that the student has, and its logits."""
+        """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}
         outputs = self.teacher(pixel_values=pixels, output_hidden_states=True, **options)
         patch_size = pair(self.teacher.config.patch_size)
@@ -310,10 +325,10 @@ class _Run:
         return states, outputs.logits
 
     def _progress(self, *, own: bool = False) -> float:
-        """The share of the budget that is spent: for all processes that of the first one."""
+        """The share of the budget that is spent, by the time of the main process or (`own`) of this process."""
         if self.settings.steps is not None:
             return self.step / self.settings.steps
-        assert self.settings.minutes is not None  # the options have one of them
+        assert self.settings.minutes is not None  # `DistillationOptions` requires one of the two
         spent = self.seconds / (60 * self.settings.minutes)
         return min(spent if own else self._agreed(spent), 1.0)
 
@@ -323,7 +338,7 @@ class _Run:
         return float(broadcast(torch.tensor(number, device=self.accelerator.device)))
 
     def _mean_losses(self) -> torch.Tensor:
-        """Of all processes."""
+        """The running means, averaged over all processes."""
         assert self.means is not None
         return self.accelerator.reduce(self.means, "mean")
 
@@ -340,7 +355,7 @@ class _Run:
         return f"step {self.step}, KL {divergence:.3f}, hidden states {error:.3f}, agreement {agreement:.1%}"
 
     def record(self) -> dict[str, Any]:
-        """What was done, in words and numbers that JSON holds."""
+        """Return the record of the distillation, serializable as JSON."""
         divergence, agreement, *errors = (round(value, 5) for value in self._mean_losses().tolist())
         return {
             **asdict(self.settings),
@@ -360,7 +375,7 @@ class _Run:
         return self.checkpoints.save(self.step, state)
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
+        """Resume from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             return
         self.checkpoints.remove_partial()
@@ -373,18 +388,18 @@ class _Run:
         if then != now:
             raise ValueError(
                 f"{self.checkpoints.directory}: the distillation that was begun there has the options {then}, and "
-                f"these are {now}; give those, or remove the directory"
+                f"this one has {now}; give the options of the first one, or remove the directory"
             )
         self.checkpoints.load(path)
         self.checkpoints.set_aside(manifest.step)
         self.step, self.seconds = manifest.step, manifest.record.seconds
         (means,) = manifest.record.evaluations
         self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
-        self.accelerator.print(f"going on from {path}")
+        self.accelerator.print(f"resuming from {path}")
 
 
 class _Images(Dataset[Image.Image]):
-    """Pictures by the keys of `GlobalBatches`, and batches of them as pixel values."""
+    """Dataset of images, indexed by the keys of `GlobalBatches`; `collate` converts images to pixel values."""
 
     def __init__(self, images: Sequence[Image.Image], processor: BaseImageProcessor):
         self.images, self.processor = images, processor
@@ -393,25 +408,25 @@ class _Images(Dataset[Image.Image]):
         return self.images[key.index].convert("RGB")
 
     def collate(self, pictures: list[Image.Image]) -> torch.Tensor:
-        """(B, channels, height, width)."""
+        """Return the pixel values of a batch, (B, channels, height, width)."""
         return self.processor(pictures, return_tensors="pt")["pixel_values"]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The mean squared error relative to the variance of what is expected."""
+    """Return the mean squared error relative to the variance of the expected values."""
     expected = expected.float()
     return mse_loss(found.float(), expected) / expected.var().clamp_min(1e-12)
 
 
 def rate(progress: float) -> float:
-    """The learning rate relative to its peak: a linear warm-up, then a cosine to 0."""
+    """Return the learning rate relative to its peak: a linear warm-up, then a cosine decay to 0."""
     if progress < WARMUP:
         return max(progress, 1e-3) / WARMUP
     return 0.5 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
 
 
 def weight_of_hidden_states(settings: DistillationOptions, progress: float) -> float:
-    """That of their mean error beside 1 for the logits, when the model is trained end to end."""
+    """Return the weight of the mean error of the hidden states in the end-to-end objective (logits: 1)."""
     return settings.hidden_states * (1 - progress) / (1 - settings.layer_by_layer)
 
 

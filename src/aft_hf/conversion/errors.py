@@ -1,5 +1,5 @@
-"""The error of this package."""
+"""The exception of the conversion package."""
 
 
 class ConversionError(ValueError):
-    """A conversion that cannot be made, said in one line: what is wrong with which file, and what to do."""
+    """A conversion is impossible. The message is one line: the file, the problem and the fix."""

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: a directory, a repository of the Hub, or a single file of weights."""
+"""Reading the weights of a checkpoint: a directory, a repository of the Hub, or a single weight file."""
 
 import argparse
 import os
-import pickle  # nosec B403  # for its class of errors: torch reads the files, with weights_only=True
+import pickle  # nosec B403  # only for its exception; torch reads the files, with weights_only=True
 import warnings
 import zipfile
 from pathlib import Path
@@ -22,22 +22,22 @@ from .errors import ConversionError
 
 
 PICKLE_SUFFIXES = (".bin", ".pth", ".pt")
-# Under which training scripts put the weights, beside optimizers and the like.
+# Keys under which training scripts store the weights, next to optimizer states and the like.
 WEIGHT_KEYS = ("model", "state_dict")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_tensors(source: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by their names in its files, mapped into memory: pages are read when looked at.
+    """Return all tensors of a checkpoint by their names in its files, memory-mapped: pages are loaded on access.
 
     Raises:
-        ConversionError: there are no weights, they are damaged, or they are not tensors alone.
+        ConversionError: the weights are missing, damaged or not floating point, or a file holds other objects.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in _weight_files(str(source)):
         for name, tensor in _read_weight_file(path).items():
             if name in tensors:
-                raise ConversionError(f"{source}: {name} is in two of its weight files")
+                raise ConversionError(f"{source}: {name} is in two of the weight files")
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
                 raise ConversionError(f"{path}: {name} is {tensor.dtype}; weights must be one of {dtypes}")
@@ -55,13 +55,13 @@ def _weight_files(source: str) -> list[Path]:
         if index := find_file(source, filename, ConversionError):
             shards = sorted(set(read_json(index, WeightsIndex, ConversionError).weight_map.values()))
             return [_shard(source, shard) for shard in shards]
-    raise ConversionError(f"{source}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with one")
+    raise ConversionError(f"{source}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
 
 
 def _shard(source: str, filename: str) -> Path:
     path = find_file(source, filename, ConversionError)
     if path is None:
-        raise ConversionError(f"{source}: {filename} is missing, though its index of weights names it")
+        raise ConversionError(f"{source}: {filename} is missing, although the weight index lists it")
     return path
 
 
@@ -71,7 +71,7 @@ def _read_weight_file(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix in PICKLE_SUFFIXES:
         return _read_pickle(path)
     known = ", ".join(WEIGHT_SUFFIXES)
-    raise ConversionError(f"{path}: no file of weights by its name; give one that ends in one of {known}")
+    raise ConversionError(f"{path}: is no weight file by its suffix; give a file that ends in one of {known}")
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -81,22 +81,24 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Only tensors, and the harmless record of its options that a training script leaves; nothing is executed."""
+    """Read the tensors of a pickle; nothing is executed. Options of a training script (a `Namespace`) are ignored."""
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")
-            # Files in the format of torch < 1.6 are no archives, and cannot be mapped.
+            # Files in the format of torch < 1.6 are not zip archives and cannot be memory-mapped.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # there is no telling what reading an arbitrary file as a pickle raises
+    except Exception as error:  # reading an arbitrary file as a pickle can raise anything
         if isinstance(error, pickle.UnpicklingError):
             raise ConversionError(
-                f"{path}: holds not tensors alone; anything else in a pickle is not loaded, since it can run code; "
-                "save its state dict, best as safetensors"
+                f"{path}: holds objects other than tensors, which are not loaded, since a pickle can run code; "
+                "save the state dict alone, preferably as safetensors"
             ) from error
-        raise ConversionError(f"{path}: damaged, truncated, or no checkpoint of PyTorch; get it again") from error
+        raise ConversionError(f"{path}: damaged, truncated, or no checkpoint of PyTorch; download it again") from error
     for key in WEIGHT_KEYS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
-        raise ConversionError(f"{path}: holds no state dict, neither at the top nor as {' or '.join(WEIGHT_KEYS)}")
+        raise ConversionError(
+            f"{path}: holds no state dict, neither at the top level nor under {' or '.join(WEIGHT_KEYS)}"
+        )
     return {str(name): tensor.detach() for name, tensor in content.items()}

@@ -1,4 +1,4 @@
-"""What a distillation has in common with the interrupted one that it resumes: options, teacher, student and images."""
+"""Identity of a distillation: options, teacher, student and images, which must not change when a run is resumed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ def distillation_identity(
     images: Sequence[Image.Image],
     conversion: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All that decides what a distillation computes, as a JSON object.
+    """Return everything that determines the result of a distillation, as a JSON object.
 
-    The initial weights of the student are not part of it: a resumed run takes those of its checkpoint.
+    The initial weights of the student are not included, since a resumed run loads the weights of its checkpoint.
 
     Args:
-        options: of the distillation.
+        options: options of the distillation.
         model: the student.
         source: the teacher.
-        images: those to distill on.
-        conversion: how the student was made, as far as its config does not tell it.
+        images: the images to distill on.
+        conversion: how the student was converted, as far as its config does not contain it.
     """
     identity = {
         **options,
@@ -41,12 +41,12 @@ def distillation_identity(
         "model": _config(model.config),
         "conversion": conversion,
     }
-    # As it is read back from a checkpoint: with lists for tuples, and strings for the keys of labels.
+    # In the form in which a checkpoint is read back: lists for tuples, and strings for the keys of labels.
     return json.loads(json.dumps(identity, default=str))
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parts of two nested mappings that differ; both are empty where none does."""
+    """Return the entries of each of two nested mappings that differ from the other; both are empty if none does."""
     before, after = {}, {}
     for key in sorted(then.keys() | now.keys()):
         old, new = then.get(key), now.get(key)
@@ -58,12 +58,12 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _config(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config, but for the version of the library."""
+    """Return a config as a JSON object, without the version of transformers."""
     values = json.loads(config.to_json_string(use_diff=False))
     values.pop("transformers_version", None)
     return values
 
 
 def _sum_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The check sum of their bytes: NumPy has not all dtypes."""
+    """Return a check sum of the bytes of all tensors; of bytes, since NumPy does not have all dtypes."""
     return sum_samples([{name: tensors[name].reshape(-1).view(torch.uint8)} for name in sorted(tensors)])

@@ -1,4 +1,4 @@
-"""Image processors: what a checkpoint was trained to see, in the words of transformers."""
+"""Image processors of transformers that reproduce the preprocessing that a checkpoint was trained with."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ INTERPOLATIONS = {
 
 
 def vit_image_processor(image_size: tuple[int, int]) -> BaseImageProcessor:
-    """That of transformers' ViT: resized to (height, width), values in -1 .. 1."""
+    """Return the image processor of transformers' ViT: resize to (height, width), scale values to -1 .. 1."""
     height, width = image_size
     return ViTImageProcessorPil(size={"height": height, "width": width})
 
@@ -30,19 +30,19 @@ def vit_image_processor(image_size: tuple[int, int]) -> BaseImageProcessor:
 def timm_image_processor(
     name: str, pretrained_cfg: Mapping[str, Any], image_size: tuple[int, int]
 ) -> BaseImageProcessor:
-    """As timm's transform for evaluation: the shorter side to floor(size / crop_pct), a centre crop, normalized.
+    """Return timm's evaluation transform: resize the shorter side to floor(size / crop_pct), center crop, normalize.
 
-    What `pretrained_cfg` does not say is timm's default, which is also the transform of the original DeiT: bicubic, a
-    crop of 224 out of 256, ImageNet's mean and standard deviation. Where a margin is odd, the crop may lie one pixel
-    beside torchvision's.
+    Entries that `pretrained_cfg` lacks get timm's defaults, which are also the transform of the original DeiT:
+    bicubic, a crop of 224 from 256, ImageNet's mean and standard deviation. If a margin is odd, the crop may be one
+    pixel off torchvision's.
 
     Args:
-        name: of the checkpoint, for messages.
-        pretrained_cfg: of timm's config.json; may be empty.
+        name: name of the checkpoint, for error messages.
+        pretrained_cfg: the `pretrained_cfg` of timm's config.json; may be empty.
         image_size: (height, width) in pixels.
 
     Raises:
-        ConversionError: a way to crop or interpolate that transformers does not have.
+        ConversionError: transformers does not have the crop mode or the interpolation.
     """
     crop_mode, interpolation = (
         pretrained_cfg.get("crop_mode", "center"),
@@ -50,8 +50,8 @@ def timm_image_processor(
     )
     if crop_mode != "center" or interpolation not in INTERPOLATIONS:
         raise ConversionError(
-            f"{name}: images cropped by {crop_mode!r} and resized by {interpolation!r} are not supported; edit its "
-            f"pretrained_cfg to 'center' and one of {', '.join(INTERPOLATIONS)}"
+            f"{name}: crop_mode {crop_mode!r} with interpolation {interpolation!r} is not supported; set crop_mode to "
+            f"'center' and interpolation to one of {', '.join(INTERPOLATIONS)} in its pretrained_cfg"
         )
     height, width = image_size
     return DeiTImageProcessorPil(

@@ -1,4 +1,4 @@
-"""Images to look at with a teacher: a folder of them, or parquet files."""
+"""Reading unlabeled images for a teacher from a folder of image files or from parquet files."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,14 +18,15 @@ BATCH_SIZE = 8
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
-    """Up to `limit` images in RGB, evenly spaced: where they are sorted by class, all classes are seen.
+    """Read up to `limit` images in RGB, evenly spaced, so that images sorted by class cover all classes.
 
     Args:
-        path: a folder with image files somewhere in it, a parquet file with a column of images, or a folder of such.
-        limit: the most images, at least 1.
+        path: a folder with image files at any depth, a parquet file with a column of images, or a folder of parquet
+            files.
+        limit: maximum number of images, at least 1.
 
     Raises:
-        ConversionError: there are no images, or one cannot be read.
+        ConversionError: there are no images, or an image cannot be read.
     """
     if limit < 1:
         raise ConversionError(f"the number of images must be at least 1, got {limit}")
@@ -35,13 +36,13 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
 
 
 class ImagesOnDisk(Sequence[Image.Image]):
-    """The images of a path in RGB, each opened when it is asked for.
+    """Sequence of the images of a path in RGB; each image is opened when it is accessed.
 
     Args:
         path: as for `read_images`.
 
     Raises:
-        ConversionError: there are no images; when asked for one, that it cannot be read.
+        ConversionError: there are no images, or an image cannot be read when it is accessed.
     """
 
     def __init__(self, path: str | Path):
@@ -57,7 +58,7 @@ class ImagesOnDisk(Sequence[Image.Image]):
 
 
 def _find_images(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
-    """(how many, the one with a number)."""
+    """Return the number of images, and a function that opens the image at an index."""
     if not path.exists():
         raise ConversionError(f"{path}: no such folder or file of images")
     parquet = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
@@ -70,7 +71,7 @@ def _find_images(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
 def pixel_batches(
     images: Iterable[torch.Tensor | Image.Image], processor: BaseImageProcessor
 ) -> Iterator[torch.Tensor]:
-    """Batches (B, channels, height, width) of pixel values: tensors as they are, images through the processor."""
+    """Yield batches of pixel values, (B, channels, height, width): tensors unchanged, PIL images preprocessed."""
     waiting: list[Image.Image] = []
     for image in images:
         if isinstance(image, torch.Tensor):
@@ -85,22 +86,22 @@ def pixel_batches(
 
 
 def _image_files(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
-    """(how many, the one with a number)."""
+    """As `_find_images`, for a folder of image files or a single file."""
     files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES] if path.is_dir() else [path]
     return len(files), lambda index: _opened(files[index], str(files[index]))
 
 
 def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int], Image.Image]]:
-    """As `_image_files`, of the rows of the first column of images."""
+    """As `_find_images`, for the first column of images in parquet files."""
     try:
-        import datasets  # an extra ("train"), needed here only
+        import datasets  # from the extra "train", needed only here
         from pyarrow import parquet
     except ImportError as error:
         raise ConversionError(f"{path}: parquet files need the library datasets: pip install datasets") from error
     try:
         table = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
         ends = list(accumulate(parquet.read_metadata(file).num_rows for file in files))
-    except Exception as error:  # of many kinds, by pyarrow and by datasets
+    except Exception as error:  # pyarrow and datasets raise many types
         raise ConversionError(f"{path}: no readable parquet file ({first_line(error)})") from error
     columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
     if not columns:

@@ -1,7 +1,8 @@
-"""AFT-local of labml's annotated implementations (labml_nn.transformers.aft) -> AFT-local of this package.
+"""Conversion of AFT-local of labml's annotated implementations (labml_nn.transformers.aft) to this package.
 
-Its layer keeps one table of position biases in `pos_bias` and its window as a matrix, `local_mask`; its models are the
-pre-norm blocks of labml_nn.transformers between an embedding (`src_embed`) and a linear head (`generator`).
+labml's layer stores its position biases as one table, `pos_bias`, and its window as a matrix, `local_mask`. labml's
+models are the pre-norm blocks of labml_nn.transformers between an embedding (`src_embed`) and a linear head
+(`generator`).
 """
 
 import math
@@ -20,7 +21,7 @@ from .errors import ConversionError
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# Modules of a layer, and of a block and a model around it, by what they become.
+# Modules of a layer and of a block in labml, and their names in this package.
 LAYER = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 BLOCK = {
     "norm_self_attn": "layernorm_before",
@@ -28,27 +29,27 @@ BLOCK = {
     "feed_forward.layer1": "mlp.fc1",
     "feed_forward.layer2": "mlp.fc2",
 }
-# Embeddings are multiplied by sqrt(d) before the encodings of positions, learned or not, are added.
+# labml multiplies the token embeddings by sqrt(d) before it adds the positional encodings, learned or fixed.
 EMBEDDINGS = ("src_embed.linear.weight", "src_embed.positional_encodings")
 
 
 def convert_labml(
     state_dict: Mapping[str, torch.Tensor], *, causal: bool = True, hidden_act: str = "relu"
 ) -> AFTLocal | AFTForCausalLM:
-    """Load the weights of a trained AFT-local layer, or of a model of such layers, into ours, which computes the same.
+    """Convert a trained AFT-local layer of labml, or a model of such layers, to the equivalent class of this package.
 
     Args:
-        state_dict: of an `AFTLocal` of labml_nn, or of the autoregressive model of its experiment.
-        causal: of a layer alone: whether it was used with a mask that hides the future. Models always are.
-        hidden_act: of a model: the activation of its feed-forward layers, which the weights do not tell.
+        state_dict: state dict of an `AFTLocal` of labml_nn, or of the autoregressive model of labml's experiment.
+        causal: for a layer: whether it was used with a causal mask. Models are always causal.
+        hidden_act: for a model: the activation of its feed-forward layers, which the weights do not determine.
 
     Returns:
         An `AFTLocal` for a layer, an `AFTForCausalLM` for a model, in the dtype of the weights and in evaluation mode.
-        Dropout, which the weights do not tell either, is 0. A bias of the head becomes part of the bias of the last
-        layer norm.
+        Dropout, which the weights do not determine either, is 0. The bias of a head is merged into the bias of the
+        last layer norm.
 
     Raises:
-        ConversionError: tensors that are missing, that AFT has no place for, or whose shapes do not fit.
+        ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
     """
     state = dict(state_dict)
     if "pos_bias" in state:
@@ -75,7 +76,7 @@ def _model(state: dict[str, torch.Tensor], hidden_act: str) -> AFTForCausalLM:
         raise ConversionError("neither a layer (pos_bias) nor a model (encoder.layers.0 ...) of labml's AFT-local")
     sizes = {_table_size(state, f"encoder.layers.{i}.self_attn.") for i in range(count)}
     if len(sizes) > 1:
-        raise ConversionError(f"layers of different (length, window): {sorted(sizes)}; AFT has one for all")
+        raise ConversionError(f"layers of different (length, window): {sorted(sizes)}; AFT has the same for all")
     ((length, window),) = sizes
     embeddings = _embeddings(state, length)
     tensors = {f"aft.embeddings.{name}.weight": value for name, value in embeddings.items()}
@@ -86,7 +87,7 @@ def _model(state: dict[str, torch.Tensor], hidden_act: str) -> AFTForCausalLM:
         tensors |= {f"{ours}mixer.{name}": value for name, value in attention.items()}
         for theirs, name in BLOCK.items():
             weight = tensors[f"{ours}{name}.weight"] = _take(state, f"{layer}{theirs}.weight")
-            bias = state.pop(f"{layer}{theirs}.bias", None)  # of the feed-forward layers, labml makes it optional
+            bias = state.pop(f"{layer}{theirs}.bias", None)  # optional in labml's feed-forward layers
             tensors[f"{ours}{name}.bias"] = weight.new_zeros(weight.shape[0]) if bias is None else bias
     head = tensors["lm_head.weight"] = _take(state, "generator.projection.weight")
     tensors["aft.layernorm.weight"] = _take(state, "encoder.norm.weight")
@@ -110,7 +111,7 @@ def _model(state: dict[str, torch.Tensor], hidden_act: str) -> AFTForCausalLM:
 
 
 def _layer_tensors(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Those of one mixer by our names, taken out of `state`."""
+    """Remove the tensors of one mixer from `state`, and return them by their names in this package."""
     tensors = {"position_bias_table": _take(state, f"{prefix}pos_bias").unsqueeze(0)}
     _take(state, f"{prefix}local_mask")
     for theirs, ours in LAYER.items():
@@ -121,7 +122,7 @@ def _layer_tensors(state: dict[str, torch.Tensor], prefix: str) -> dict[str, tor
 
 
 def _table_size(state: dict[str, torch.Tensor], prefix: str) -> tuple[int, int]:
-    """(longest sequence, window s): the mask is True where |t - t'| < s."""
+    """Return the longest sequence length and the window size s; the mask must be True exactly where |t - t'| < s."""
     table, mask = (_take(state, f"{prefix}{name}", peek=True) for name in ("pos_bias", "local_mask"))
     length = len(table)
     window = int(mask[0].sum()) if mask.dim() == 2 else 0
@@ -132,33 +133,33 @@ def _table_size(state: dict[str, torch.Tensor], prefix: str) -> tuple[int, int]:
 
 
 def _embeddings(state: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """Of tokens, and of as many positions as the biases cover, if there are any."""
-    if "src_embed.weight" in state:  # without positions, and then not scaled
+    """Return the token embeddings and, if there are any, the embeddings of the `length` positions of the biases."""
+    if "src_embed.weight" in state:  # without positional encodings; these embeddings are not scaled
         return {"word_embeddings": state.pop("src_embed.weight")}
     tokens, positions = (_take(state, name) for name in EMBEDDINGS)
     if len(positions) < length:
-        raise ConversionError(f"{EMBEDDINGS[1]} has {len(positions)} positions, and pos_bias {length}")
+        raise ConversionError(f"{EMBEDDINGS[1]} has {len(positions)} positions, but pos_bias has {length}")
     scaled = tokens * math.sqrt(tokens.shape[1])
     return {"word_embeddings": scaled, "position_embeddings": positions[:length, 0].to(tokens.dtype)}
 
 
 def _shift_of_head(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What the input of a head needs in place of the head's bias: x with weight x = bias.
+    """Return the shift x of the head's input that replaces the bias of the head: weight x = bias.
 
     Raises:
-        ConversionError: there is none, as may be with more tokens than features.
+        ConversionError: there is no such shift, which can happen if there are more tokens than features.
     """
     if bias is None:
         return weight.new_zeros(weight.shape[1])
     exact, wanted = weight.double(), bias.double()
     shift = (torch.linalg.pinv(exact) @ wanted).to(weight.dtype)
     error = (exact @ shift.double() - wanted).abs()
-    # What rounding x to the dtype of the weights accounts for, with a little room.
+    # A bound of the error from rounding x to the dtype of the weights, with a margin.
     rounding = 4 * torch.finfo(weight.dtype).eps * (exact.abs() @ shift.double().abs() + wanted.abs())
     if (error > rounding).any():
         raise ConversionError(
-            "generator.projection.bias: the head of an AFT has no bias, and no bias of the last layer norm can stand "
-            f"for one of {len(bias)} tokens with {weight.shape[1]} features; set it to 0 before, and fine-tune"
+            "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
+            f"this one of {len(bias)} tokens with {weight.shape[1]} features; set it to 0, convert, and fine-tune"
         )
     return shift
 
@@ -170,7 +171,7 @@ def _take(state: dict[str, torch.Tensor], name: str, *, peek: bool = False) -> t
 
 
 def _loaded(module: Module, tensors: dict[str, torch.Tensor], left: dict[str, torch.Tensor]) -> Module:
-    """A module with these weights, if there is nothing left over."""
+    """Return a module with these weights in its dtype, if no tensor is left over."""
     if left:
         raise ConversionError(f"AFT has no place for {', '.join(sorted(left))}")
     module = module.to(tensors[next(name for name in tensors if name.endswith("position_bias_table"))].dtype)

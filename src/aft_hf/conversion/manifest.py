@@ -1,4 +1,4 @@
-"""What a conversion wrote, by name and sum: all that overwriting it may delete."""
+"""Manifest of a conversion: the names and check sums of the files that it wrote. Overwriting deletes no others."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ MANIFEST_NAME = "conversion_manifest.json"
 
 
 class Manifest(BaseModel):
-    """The SHA-256 of each file that a conversion wrote, by its name."""
+    """SHA-256 of each file that a conversion wrote, by file name."""
 
     model_config = ConfigDict(strict=True)
 
@@ -24,27 +24,27 @@ class Manifest(BaseModel):
 
 
 def write_manifest(directory: Path) -> None:
-    """Write the manifest of all that is in `directory`."""
+    """Write the manifest of all files in `directory`."""
     sums = {name: sha256(directory / name) for name in _names(directory)}
     write_json(directory / MANIFEST_NAME, Manifest(files=sums).model_dump())
 
 
 def written_files(directory: Path) -> set[str]:
-    """The names of what the conversion in `directory` wrote, as far as it is still there.
+    """Return the names of the files that the conversion in `directory` wrote and that still exist.
 
     Raises:
-        ConversionError: there is no manifest that can be read, or a file was changed since.
+        ConversionError: the manifest is missing or not readable, or a file was changed since the conversion.
     """
     path = directory / MANIFEST_NAME
     if not path.is_file():
         raise ConversionError(
-            f"{directory}: only an earlier conversion is overwritten, and there is no {MANIFEST_NAME} in it, without "
-            "which nobody knows what is of a conversion; delete it yourself, or give another directory"
+            f"{directory}: only an earlier conversion is overwritten, and there is no {MANIFEST_NAME} in the "
+            "directory that lists its files; delete the directory yourself, or give another one"
         )
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: no readable list of what a conversion wrote ({first_line(error)})") from error
+        raise ConversionError(f"{path}: is no readable manifest of a conversion ({first_line(error)})") from error
     present = manifest.files.keys() & _names(directory)
     for name in sorted(present):
         if (directory / name).is_symlink() or sha256(directory / name) != manifest.files[name]:
@@ -56,10 +56,12 @@ def written_files(directory: Path) -> set[str]:
 
 
 def keep_other_files(earlier: Path, later: Path) -> None:
-    """Put beside the conversion in `later` what the one in `earlier` did not write. It stays in `earlier`, too.
+    """Copy the files in `earlier` that its conversion did not write to the conversion in `later`.
+
+    The copies are hard links where possible, and the files also stay in `earlier`.
 
     Raises:
-        ConversionError: as `written_files`, or `later` needs the name of such a file.
+        ConversionError: as for `written_files`, or `later` has a file of the same name.
     """
     written = written_files(earlier)
     if taken := sorted((_names(earlier) - written) & _names(later)):
@@ -75,7 +77,7 @@ def keep_other_files(earlier: Path, later: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """The same file under another name, which takes no space; a copy where the file system has no hard links."""
+    """Hard-link a file, which takes no space; copy it where the file system has no hard links."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -83,6 +85,6 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _names(directory: Path) -> set[str]:
-    """Files and links somewhere in a directory, relative to it."""
+    """Return the names of all files and links at any depth in a directory, relative to it."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(directory).as_posix() for path in paths}

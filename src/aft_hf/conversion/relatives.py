@@ -1,4 +1,4 @@
-"""Models that compute what a ViT computes, under other names: DINOv2 and ViT-MAE; and why others cannot be read."""
+"""Models that are equivalent to a ViT under other names, DINOv2 and ViT-MAE, and why others cannot be converted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +8,17 @@ from transformers import DeiTConfig, Dinov2Config, PreTrainedConfig, ViTConfig, 
 from .errors import ConversionError
 
 
-# By `model_type`, how transformers describes what can be read.
+# Config classes of the models that can be converted, by `model_type`.
 CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, "vit_mae": ViTMAEConfig}
-# Whose images are normalized by the mean and deviation of ImageNet, where no image processor says otherwise.
+# Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
 IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
-# What cannot be read, and what an AFT has no place for.
+# Types that cannot be converted, and why.
 REASONS = {
     "dinov2_with_registers": "its register tokens take part in every layer, and an AFT has none",
-    "clip": "it has a norm before its first block, which an AFT has not",
-    "clip_vision_model": "it has a norm before its first block, which an AFT has not",
-    "siglip_vision_model": "it has no class token and pools by attention, which an AFT does not",
-    "beit": "its attention has relative position biases, which are no part of a ViT",
+    "clip": "it has a norm before its first block, which an AFT lacks",
+    "clip_vision_model": "it has a norm before its first block, which an AFT lacks",
+    "siglip_vision_model": "it has no class token and pools by attention, which an AFT does not support",
+    "beit": "its attention has relative position biases, which a ViT lacks",
 }
 SAME: tuple[str, ...] = (
     "hidden_size",
@@ -32,11 +32,11 @@ SAME += ("num_channels", "qkv_bias")
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse what does not compute what a ViT computes, by what config.json says.
+    """Check by its config.json that a model is equivalent to a ViT.
 
     Raises:
-        ConversionError: another type, with the types that can be read and why this one cannot where that is known; or
-            an MLP that a ViT has not.
+        ConversionError: the type cannot be converted, in which case the message lists the types that can be and, if
+            known, the reason; or the MLPs are not those of a ViT.
     """
     model_type = config["model_type"]
     if model_type not in CONFIG_CLASSES:
@@ -46,11 +46,11 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
             f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
         )
     if config.get("use_swiglu_ffn"):
-        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT has not; take a smaller DINOv2")
+        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
 
 
 def as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
-    """The config in the words of ViT and DeiT, for weights into which layer scales are folded."""
+    """Return the config as that of a ViT or DeiT, for weights into which the layer scales are folded."""
     if isinstance(config, (ViTConfig, DeiTConfig)):
         return config
     width = config.hidden_size

@@ -1,4 +1,4 @@
-"""What became of every tensor in a conversion."""
+"""Report of a conversion: what became of every tensor."""
 
 import json
 import math
@@ -24,16 +24,16 @@ STATUSES = get_args(Status)
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor, and what became of it.
+    """Record of one tensor of the target or the source, and what became of it.
 
     Attributes:
-        status: "copied" from the source to `target`, as `sources`, `steps` and `factor` say; "fitted" to the attention
-            of the source; "new" in the target; "distilled", one of these and then trained on what the source
-            computes; "dropped" from the source; "folded", the factor of a copied one.
-        target: its name in the target, None where it has no place there.
-        shape: in the target, or else in the source after `steps`.
-        sources, steps, factor: a `Derivation`.
-        note: why, in words.
+        status: "copied" from the source to `target` by `sources`, `steps` and `factor`; "fitted" to the attention of
+            the source; "new", initialized in the target; "distilled", any of these and then trained on the outputs of
+            the source; "dropped" from the source; or "folded", multiplied into a copied tensor.
+        target: name of the tensor in the target; None if the target does not have it.
+        shape: shape in the target, or else in the source after `steps`.
+        sources, steps, factor: as for `Derivation`.
+        note: the reason for the status, as text.
     """
 
     status: str
@@ -46,19 +46,19 @@ class TensorRecord:
 
     @property
     def derivation(self) -> Derivation:
-        """How the tensor is made of those of the source."""
+        """The derivation of the tensor from tensors of the source."""
         return Derivation(self.sources, self.steps, self.factor)
 
 
 @dataclass
 class ConversionReport:
-    """The account of a conversion: every row of each tensor of the source, and each tensor of the target, once.
+    """Report of a conversion: every row of each source tensor and every target tensor, each exactly once.
 
     Attributes:
-        source: what was converted.
-        options: how, as given to `convert_deit`, defaults filled in.
-        versions: of the libraries.
-        records: one for each tensor of the target, and for what the source has beside these.
+        source: name of the converted checkpoint.
+        options: options of `convert_deit` with defaults filled in, and how the source was read.
+        versions: versions of the libraries.
+        records: a record for each tensor of the target, and for each dropped or folded tensor of the source.
     """
 
     source: str
@@ -67,14 +67,14 @@ class ConversionReport:
     records: list[TensorRecord] = field(default_factory=list)
 
     def with_status(self, status: str) -> list[TensorRecord]:
-        """The records with one status."""
+        """Return the records with a given status."""
         return [record for record in self.records if record.status == status]
 
     def add_distillation(self, done: dict[str, Any]) -> None:
-        """Say that all tensors of the target were trained on the outputs of the source, and how.
+        """Mark all tensors of the target as distilled, and add the record of the distillation to the options.
 
         Args:
-            done: what `distill` returns.
+            done: the record that `distill` returns.
         """
         self.options["distillation"] = done
         self.records = [
@@ -85,10 +85,10 @@ class ConversionReport:
         ]
 
     def check(self, source: Mapping[str, torch.Tensor], target: Collection[str]) -> None:
-        """Compare with the tensors there are.
+        """Check that the report lists all tensors of the source and the target.
 
         Raises:
-            ConversionError: a tensor is missing from the account, or stands in it twice.
+            ConversionError: the report does not list a tensor exactly once, or a record has a wrong status.
         """
         rows = Counter(
             (name, row)
@@ -114,7 +114,7 @@ class ConversionReport:
             )
 
     def summary(self) -> str:
-        """One line: how many tensors and parameters were copied, are new, were dropped."""
+        """Return one line with the number of tensors and parameters of each status."""
         parts = []
         for status in STATUSES:
             if records := self.with_status(status):
@@ -123,7 +123,7 @@ class ConversionReport:
         return ", ".join(parts)
 
     def table(self) -> Table:
-        """For people, in 80 columns or a log: a row for each module, with the layers that share its fate counted."""
+        """Return a table for a terminal or a log: a row for each module and status, with all layers in one row."""
         rows = Counter(
             (
                 record.status,
@@ -147,22 +147,22 @@ class ConversionReport:
         return table
 
     def to_json(self) -> str:
-        """For programs: everything, as JSON."""
+        """Return the whole report as JSON."""
         head = {"source": self.source, "options": self.options, "versions": self.versions}
         return json.dumps(head | {"tensors": [asdict(record) for record in self.records]}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ConversionReport":
-        """What `to_json` wrote.
+        """Read a report from the output of `to_json`.
 
         Raises:
-            ConversionError: it is something else.
+            ConversionError: the text is not a valid report.
         """
         return cls.from_saved(parse_json(text, SavedReport, REPORT_NAME, ConversionError))
 
     @classmethod
     def from_saved(cls, saved: "SavedReport") -> "ConversionReport":
-        """The report that a file holds."""
+        """Create a report from the validated content of its file."""
         records = [TensorRecord(**{key: getattr(each, key) for key in RECORD_FIELDS}) for each in saved.tensors]
         return cls(saved.source, saved.options, saved.versions, records)
 
@@ -171,7 +171,7 @@ RECORD_FIELDS = [each.name for each in fields(TensorRecord)]
 
 
 class SavedRecord(Document):
-    """A `TensorRecord` in a file."""
+    """Schema of a `TensorRecord` in a file."""
 
     status: Status
     target: str | None = None
@@ -183,7 +183,7 @@ class SavedRecord(Document):
 
 
 class SavedReport(Document):
-    """conversion_report.json, as `ConversionReport.to_json` writes it."""
+    """Schema of conversion_report.json, as `ConversionReport.to_json` writes it."""
 
     source: str
     options: dict[str, Any] = {}
@@ -192,12 +192,12 @@ class SavedReport(Document):
 
 
 def _length(tensor: torch.Tensor | None) -> int:
-    """How many rows a tensor has to be accounted for: one where it has none of its own."""
+    """Return the number of rows that a report lists of a tensor: at least 1, also for a scalar or an empty tensor."""
     return 1 if tensor is None or tensor.dim() == 0 else max(len(tensor), 1)
 
 
 def _module(name: str) -> str:
-    """The name without its layer, and without what kind of parameter of its module it is."""
+    """Return the name of the module of a parameter, with N in place of layer numbers."""
     return ".".join(
         "N" if part.isdigit() else part for part in name.removesuffix(".weight").removesuffix(".bias").split(".")
     )

@@ -1,4 +1,4 @@
-"""Writing a conversion: all of it, verified, or nothing."""
+"""Saving a conversion: all files, verified, or none."""
 
 import os
 import shutil
@@ -34,35 +34,39 @@ def save_converted(
     distillation: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert, write model, image processor, report and manifest, and verify them before they get their place.
+    """Convert a checkpoint, and save the model, its image processor, the report and the manifest.
 
-    A distillation saves its checkpoints beside `directory`, in `NAME-distillation`, until all is written: the same
-    call goes on from there.
+    The files are verified before they are moved to `directory`. A distillation saves its checkpoints next to
+    `directory`, in `NAME-distillation`, until the model is saved; after an interruption, the same call resumes from
+    them.
 
     Args:
-        source, source_image_size, source_num_heads: as for `read_source`.
-        directory: where to write; must not exist or be empty.
-        overwrite: replace an earlier conversion in `directory`: what its manifest lists is deleted, and all else that
-            is there stays.
-        distillation: `images` and the other arguments of `distill`, to train what was converted on the outputs of the
-            source. Under `accelerate launch` all processes do, and the first one writes.
+        source, source_image_size, source_num_heads: as for `read_source`, but no model in memory.
+        directory: output directory; must be missing or empty, unless `overwrite` is True.
+        overwrite: whether to replace an earlier conversion in `directory`. The files that its manifest lists are
+            deleted, and all other files stay.
+        distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
+            the source. Under `accelerate launch`, all processes train, and the main process saves.
         **options: the other arguments of `convert_deit`.
 
+    Returns:
+        The model and the report.
+
     Raises:
-        ConversionError: as `convert_deit` and `verify_conversion`, or `directory` holds something else or cannot be
-            written.
-        TypeError: the source is a model in memory, of which there are no files to verify against.
+        ConversionError: as for `convert_deit` and `verify_conversion`; or `directory` holds anything but an earlier
+            conversion, or cannot be written.
+        TypeError: the source is a model in memory, which has no files to verify against.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
-            "what is saved is verified against the files of the source: give their directory or id, or save what "
-            f"convert_deit returns for a {type(source).__name__} yourself"
+            "a saved conversion is verified against the files of the source; give their directory or Hub id, or call "
+            f"convert_deit on the {type(source).__name__} and save the model that it returns"
         )
     directory = Path(directory).resolve()
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     checkpoints = directory.with_name(f"{directory.name}-distillation")
-    with ExitStack() as owner:  # of the checkpoints, until the model is written
+    with ExitStack() as owner:  # holds the lock of the checkpoints until the model is saved
         if distillation is not None:
             distillation = {"checkpoints": checkpoints, "owner": owner, **distillation}
         model, processor, report = _convert(source, reading, options, distillation)
@@ -80,10 +84,10 @@ def _write(
     processor: BaseImageProcessor,
     report: ConversionReport,
 ) -> None:
-    """Write what was converted, and verify it, before it gets its place.
+    """Write a conversion to a temporary directory, verify it, and move it to `directory`.
 
     Raises:
-        ConversionError: as `verify_conversion`, or the directory cannot be written.
+        ConversionError: as for `verify_conversion` and `keep_other_files`, or the directory cannot be written.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +111,7 @@ def _convert(
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
 ) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
-    """The model, its image processor and the account. The source leaves the memory before anything is written."""
+    """Return the model, its image processor and the report. The source is freed before anything is written."""
     checkpoint = read_source(source, **reading)
     if distillation is None:
         model, report = convert_deit(checkpoint, **options)
@@ -122,27 +126,27 @@ def _convert(
 def _distilled(
     source: VisionTransformerSource, options: Mapping[str, Any], distillation: Mapping[str, Any]
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """A conversion, with new weights that follow from the seed, trained on the outputs of its source."""
+    """Convert a source, with new weights drawn by the seed, and train the model on the outputs of the source."""
     from .distillation import distill  # needs the libraries of training
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(distillation.get("seed", 0))
         model, report = convert_deit(source, **options)
-    fitted = sorted({record.note for record in report.with_status("fitted")})  # they tell on how many images
+    fitted = sorted({record.note for record in report.with_status("fitted")})  # which contains the number of images
     conversion = {**report.options, "fitted": fitted}
     report.add_distillation(distill(model, source, conversion=conversion, **distillation))
     return model, report
 
 
 def _writes() -> bool:
-    """Whether this process is the one that writes, of those that distilled."""
+    """Whether this is the main process of a distillation, which saves the model."""
     from accelerate import PartialState
 
     return PartialState().is_main_process
 
 
 def _put_in_place(finished: Path, directory: Path) -> None:
-    """Rename `finished` to `directory`, and delete what was there: both, or nothing."""
+    """Replace `directory` by `finished`; restore the earlier directory if that fails."""
     earlier = finished.parent.with_name(f"{finished.parent.name}-earlier")
     if directory.exists():
         directory.rename(earlier)
@@ -156,7 +160,7 @@ def _put_in_place(finished: Path, directory: Path) -> None:
 
 
 def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> None:
-    """Refuse to write over anything but an earlier conversion that the user wants to be replaced, before the work."""
+    """Check, before the work begins, that at most an earlier conversion is overwritten, and only with `overwrite`."""
     if directory.exists() and not directory.is_dir():
         raise ConversionError(f"{directory}: is a file; give a directory")
     for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
@@ -164,5 +168,5 @@ def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bo
             raise ConversionError(f"{directory}: holds {name}; give another directory")
     if directory.exists() and any(directory.iterdir()):
         if not overwrite:
-            raise ConversionError(f"{directory}: is not empty; give another directory, or ask to overwrite it")
+            raise ConversionError(f"{directory}: is not empty; give another directory, or set overwrite")
         written_files(directory)

@@ -1,4 +1,4 @@
-"""Reading a trained vision transformer of any dialect: its config, its tensors, its image processor."""
+"""Reading a trained vision transformer in any supported format: its config, tensors and image processor."""
 
 import os
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from .relatives import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check
 from .timm_config import check_timm_config, infer_config, usual_heads
 
 
-# The models of transformers by type and heads.
+# Model classes of transformers, by model type and heads.
 MODEL_CLASSES = {
     ("vit", ()): ViTModel,
     ("vit", HEAD): ViTForImageClassification,
@@ -49,17 +49,17 @@ MODEL_CLASSES = {
 
 @dataclass(frozen=True)
 class VisionTransformerSource:
-    """A ViT or DeiT checkpoint of any dialect.
+    """A ViT or DeiT checkpoint, read from any supported format.
 
     Attributes:
-        name: what it was read from.
-        config: in the words of transformers; a DeiT has a distillation token, a ViT has none.
-        tensors: by their names in its files.
-        derivations: how each tensor of the network is made of these, by its canonical name.
-        image_processor: the checkpoint's own, or the usual one of its dialect.
-        own_image_processor: whether it is the checkpoint's own.
-        num_heads_known: whether `config` has the number of attention heads, or a stand-in: only what looks at the
-            attention of the source needs it.
+        name: path, Hub id or model name that the checkpoint was read from.
+        config: config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
+        tensors: the tensors of the checkpoint, by their names in its files.
+        derivations: how each tensor of the network is derived from `tensors`, by canonical name.
+        image_processor: the image processor of the checkpoint, or the default of its format.
+        own_image_processor: whether the checkpoint has an image processor of its own.
+        num_heads_known: whether the number of attention heads in `config` is known, or a placeholder. Only
+            `to_transformers`, for fits to the attention of the source and for distillation, needs the number.
     """
 
     name: str
@@ -72,7 +72,7 @@ class VisionTransformerSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights; the smallest that holds them all where they differ."""
+        """The dtype of the weights; if they differ, the smallest dtype that can represent all of them."""
         return reduce(torch.promote_types, {tensor.dtype for tensor in self.tensors.values()})
 
     @property
@@ -82,22 +82,22 @@ class VisionTransformerSource:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The canonical names of its classifiers: none, one, or the two of a distilled DeiT."""
+        """The canonical names of the classifier heads: none, one, or the two of a distilled DeiT."""
         return tuple(head for head in (*HEAD, *DISTILLED_HEADS) if f"{head}.weight" in self.derivations)
 
     def to_transformers(self) -> PreTrainedModel:
-        """The model of transformers that computes just what this checkpoint was trained to, in evaluation mode.
+        """Return the model of transformers that is equivalent to this checkpoint, in evaluation mode.
 
         Returns:
-            `DeiTForImageClassificationWithTeacher` where there are two heads, `DeiTForImageClassification` or
-            `ViTForImageClassification` where there is one, `DeiTModel` or `ViTModel` (without pooler) for a backbone.
+            A `DeiTForImageClassificationWithTeacher` for two heads, a `DeiTForImageClassification` or
+            `ViTForImageClassification` for one head, or a `DeiTModel` or `ViTModel` (without pooler) for a backbone.
 
         Raises:
-            ConversionError: nobody knows how many attention heads it has.
+            ConversionError: the number of attention heads is unknown.
         """
         if not self.num_heads_known:
             raise ConversionError(
-                f"{self.name}: how many attention heads it has does not follow from its width of "
+                f"{self.name}: the number of attention heads cannot be inferred from the width of "
                 f"{self.config.hidden_size}; give source_num_heads"
             )
         model_class: type[Any] = MODEL_CLASSES[self.config.model_type, self.heads]
@@ -119,27 +119,28 @@ def read_source(
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
 ) -> VisionTransformerSource:
-    """Read a ViT or DeiT that transformers, timm or the original DeiT saved, or take one of transformers in memory.
+    """Read a ViT or DeiT checkpoint of transformers, timm or the original DeiT, or a model of transformers in memory.
 
-    DINOv2 (without registers) and ViT-MAE are ViTs without a classifier, and are read as such.
+    DINOv2 (without registers) and ViT-MAE are read as ViTs without a classifier.
 
     Args:
-        source: a model of transformers, whose tensors are taken as they are. Or a directory or a repository of the Hub
-            with the config.json of transformers or timm, or a file of weights in the dialect of timm and the original
-            DeiT. Weights are safetensors, or pickles of which tensors alone are read.
-        source_image_size: image size it was trained at, (height, width) in pixels, where this does not follow from
-            its config or from a square of positions.
-        source_num_heads: its attention heads, where they are not those that are usual at its width.
+        source: a model of transformers in memory; or a directory or a Hub repository with the config.json of
+            transformers or timm; or a weight file in the format of timm and the original DeiT. Weights are
+            safetensors, or pickles, of which only tensors are loaded.
+        source_image_size: image size in pixels that the checkpoint was trained at, (height, width) or one number for
+            both. Needed if neither a config nor a square number of positions determines it.
+        source_num_heads: number of attention heads. Needed if no config contains it and it is not the usual number at
+            the width of the checkpoint.
 
     Raises:
-        ConversionError: there is no such checkpoint, it is damaged, or it is not a ViT or DeiT.
-        TypeError: what is given is none of these.
+        ConversionError: the checkpoint does not exist, is damaged, or is not a ViT or DeiT.
+        TypeError: `source` is neither a path nor a model.
     """
     if isinstance(source, PreTrainedModel):
         return _checked(_in_one_dtype(_of_model(source)))
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
-            "a source must be a directory, a file of weights, an id of the Hub, or a ViT or DeiT of transformers in "
+            "source must be a directory, a weight file, a Hub id, or a ViT or DeiT of transformers in "
             f"memory, got {type(source).__name__}"
         )
     name = str(source)
@@ -147,7 +148,7 @@ def read_source(
     if "model_type" in config:
         if source_image_size is not None or source_num_heads is not None:
             raise ConversionError(
-                f"{name}: its {CONFIG_NAME} has the image size and the heads; leave out source_image_size and "
+                f"{name}: its {CONFIG_NAME} gives the image size and the heads; leave out source_image_size and "
                 "source_num_heads"
             )
         return _checked(_in_one_dtype(_read_transformers(name, config)))
@@ -155,7 +156,7 @@ def read_source(
 
 
 def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
-    """A model in memory, which has no image processor: the usual one of its kind is taken."""
+    """Read a model in memory; it has no image processor, so that the default of its type is used."""
     model_type, name = model.config.model_type, model.name_or_path or type(model).__name__
     check_config(name, model.config.to_dict())
     config = as_vit_config(model.config)
@@ -165,13 +166,13 @@ def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
 
 
 def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) -> BaseImageProcessor:
-    """That of a checkpoint of this type which has none of its own."""
+    """Return the default image processor for a checkpoint of this type without one."""
     return timm_image_processor(name, {}, size) if model_type in IMAGENET_NORMALIZED else vit_image_processor(size)
 
 
 def _read_config(name: str) -> dict[str, Any]:
     if Path(name).is_dir() and not Path(name, CONFIG_NAME).exists():
-        raise ConversionError(f"{name}: no {CONFIG_NAME} in it; give a file of weights itself if it has none")
+        raise ConversionError(f"{name}: no {CONFIG_NAME} in it; without a config, give the weight file itself")
     config = read_config(name, ConversionError).model_dump(exclude_unset=True)
     if not config.keys() & {"model_type", "architecture"}:
         raise ConversionError(
@@ -187,7 +188,7 @@ def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransforme
         config_class: type[PreTrainedConfig] = CONFIG_CLASSES[model_type]
         config = as_vit_config(config_class.from_dict(dict(values)))
         size = pair(config.image_size)
-        grid_of(config)  # patches of no size, or a size that is none
+        grid_of(config)  # raises if the image or patch size is invalid
     tensors, own = read_tensors(name), _read_image_processor(name)
     usual = _usual_image_processor(name, model_type, size)
     derivations = transformers_derivations(config, tensors)
@@ -211,17 +212,17 @@ def _read_timm(
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:
-    """The checkpoint's own; None where it has none. One that cannot be read is an error: means and sizes matter."""
+    """Return the image processor of a checkpoint, or None. A damaged one is an error: its means and sizes matter."""
     if not read_image_processor(name, ConversionError):
         return None
     with explained(f"{name}: no readable {IMAGE_PROCESSOR_NAME}", ConversionError):
         processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-        processor(Image.new("RGB", (32, 32)))  # which finds values that it only takes
+        processor(Image.new("RGB", (32, 32)))  # raises for invalid values, which from_pretrained accepts
     return processor
 
 
 def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:
-    """That source, whose tensors are first of all made those of the dtype that holds them all."""
+    """Return the source with derivations that first cast to the dtype of the source, if dtypes differ."""
     if all(tensor.dtype == source.dtype for tensor in source.tensors.values()):
         return source
     to_dtype = cast(source.dtype)
@@ -230,7 +231,7 @@ def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:
 
 
 def _checked(source: VisionTransformerSource) -> VisionTransformerSource:
-    """That source, whose tensors are all there, of the right shapes, and no others."""
+    """Return the source if it has all tensors, with the right shapes, and no others."""
     used = [name for item in source.derivations.values() for name in (*item.sources, item.factor) if name is not None]
     if missing := [name for name in used if name not in source.tensors]:
         raise ConversionError(f"{source.name}: {missing[0]} is missing from the checkpoint")

@@ -1,4 +1,4 @@
-"""The config of a checkpoint in the dialect of timm or of the original DeiT, mostly from the shapes of its tensors."""
+"""Config of a checkpoint of timm or the original DeiT, inferred mostly from the shapes of its tensors."""
 
 import math
 import re
@@ -12,9 +12,9 @@ from ..configuration_aft import pair
 from .errors import ConversionError
 
 
-# Timm's names for this very network: vit_base_patch16_224, deit_tiny_distilled_patch16_224, deit3_base_patch16_384.
+# timm's names of plain ViTs and DeiTs: vit_base_patch16_224, deit_tiny_distilled_patch16_224, deit3_base_patch16_384.
 ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_(\d+(_in21k|_in21ft1k)?|dinov2)"
-# Activations by the names of timm, in the words of transformers.
+# Activations by their names in timm, and their names in transformers.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
@@ -25,15 +25,15 @@ ACTIVATIONS = {
 }
 LAYER_NORM_EPS = 1e-6
 HEAD_WIDTH = 64
-# The widths of the huge, giant and gigantic ViT, whose 16 heads are wider.
+# The widths of the huge, giant and gigantic ViT, which have 16 heads of more than `HEAD_WIDTH` features.
 HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
 
 
 def check_timm_config(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse what is no ViT or DeiT that classifies by its class token.
+    """Check that a config of timm is that of a ViT or DeiT that classifies by its class token.
 
     Raises:
-        ConversionError: another architecture, pooling or activation.
+        ConversionError: the architecture, pooling or activation is not supported.
     """
     architecture = config["architecture"]
     if not isinstance(architecture, str) or not re.fullmatch(ARCHITECTURES, architecture):
@@ -60,17 +60,19 @@ def infer_config(
     image_size: int | tuple[int, int] | None,
     num_heads: int | None,
 ) -> ViTConfig | DeiTConfig:
-    """The config in the words of transformers: a DeiT's where there is a distillation token, else a ViT's.
+    """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
     Args:
-        name: of the checkpoint, for messages.
-        tensors: by their names in the file.
-        timm_config: timm's config.json; empty where there is none.
-        image_size: in pixels; by default timm's, or that of a square of as many patches as have positions.
-        num_heads: by default timm's, or as many as ViT and DeiT have at this width, or else 1.
+        name: name of the checkpoint, for error messages.
+        tensors: the tensors of the checkpoint, by their names in the file.
+        timm_config: content of timm's config.json; empty if there is none.
+        image_size: image size in pixels. Default: that of `timm_config`, or of a square grid with a patch for each
+            position.
+        num_heads: number of attention heads. Default: that of `timm_config`, or the usual number of ViT and DeiT at
+            this width, or else 1.
 
     Raises:
-        ConversionError: what has to be there is missing, or does not go together.
+        ConversionError: a required tensor is missing, or sizes are inconsistent.
     """
     patches, blocks = _tensor(name, tensors, "patch_embed.proj.weight", 4), _num_blocks(name, tensors)
     positions = _tensor(name, tensors, "pos_embed", 3)
@@ -78,7 +80,7 @@ def infer_config(
     width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
     model_args = _model_args(timm_config)
     if num_heads is None:
-        # 1 stands for a number that nobody knows: what is copied does not depend on it.
+        # 1 is a placeholder for an unknown number; the copied tensors do not depend on it.
         num_heads = model_args.get("num_heads") or usual_heads(width) or 1
     if num_heads < 1 or width % num_heads:
         raise ConversionError(f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads")
@@ -107,7 +109,7 @@ def _model_args(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _tensor(name: str, tensors: Mapping[str, torch.Tensor], tensor_name: str, dim: int) -> torch.Tensor:
     if tensor_name not in tensors:
         if any(".patch_embeddings." in other for other in tensors):
-            raise ConversionError(f"{name}: a file of transformers; give its directory, with the config.json in it")
+            raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
         raise ConversionError(f"{name}: {tensor_name} is missing from the checkpoint; it is no ViT or DeiT")
     if tensors[tensor_name].dim() != dim:
         raise ConversionError(f"{name}: {tensor_name} is {tuple(tensors[tensor_name].shape)}, not of {dim} dimensions")
@@ -122,20 +124,20 @@ def _num_blocks(name: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def usual_heads(width: int) -> int | None:
-    """How many heads ViT and DeiT have at a width; None where that is not known."""
+    """Return the number of heads that ViT and DeiT have at a width, or None if it is unknown."""
     return None if width % HEAD_WIDTH else HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
 
 
 def _image_size(
     name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
 ) -> int | tuple[int, int]:
-    """The size in pixels that has as many patches as there are positions, with those of `prefix` tokens or without."""
+    """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
     if image_size is None:
         for patches in (length - prefix, length):
             if patches > 0 and math.isqrt(patches) ** 2 == patches:
                 return _one_or_two((math.isqrt(patches) * patch_size[0], math.isqrt(patches) * patch_size[1]))
         raise ConversionError(
-            f"{name}: {length} positions are no square of patches; give source_image_size, its rows and columns in "
+            f"{name}: {length} positions are no square of patches; give source_image_size, its height and width in "
             "pixels"
         )
     size = pair(image_size)
@@ -154,7 +156,7 @@ def _timm_input_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _labels(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The classes by name where timm's config has names, described where it has descriptions."""
+    """Return the number of classes, or their descriptions or else names if timm's config has names."""
     if "head.weight" not in tensors:
         return {}
     num_labels, pretrained = len(tensors["head.weight"]), config.get("pretrained_cfg") or {}

@@ -1,4 +1,4 @@
-"""The proof of a conversion: what was copied is in the saved files, bit for bit."""
+"""Verification of a conversion: the saved files hold all copied tensors, bit for bit."""
 
 import os
 from pathlib import Path
@@ -12,20 +12,21 @@ from .report import REPORT_NAME, ConversionReport, SavedReport
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
-    """Compare a saved conversion with its source, both read anew, by nothing but the saved report.
+    """Verify a saved conversion against its source by the saved report.
 
-    The report must account for all tensors of both. Every copied tensor is made again of the source's, as the report
-    says, and must have the dtype, the shape and the bits of the one that was saved.
+    Source and conversion are read again from their files. The report must list all tensors of both. Every copied
+    tensor is derived again from the source, as the report says, and must have the dtype, the shape and the bits of the
+    saved tensor.
 
     Args:
-        source: what was converted: a directory, a repository of the Hub, or a file of weights.
-        directory: what `save_converted` wrote.
+        source: the converted checkpoint: a directory, a Hub repository, or a weight file.
+        directory: the directory that `save_converted` wrote.
 
     Returns:
-        The number of copied tensors, all equal.
+        The number of copied tensors, all of which are equal.
 
     Raises:
-        ConversionError: something cannot be read, is not accounted for, or differs.
+        ConversionError: a file cannot be read, the report does not list a tensor, or a copied tensor differs.
     """
     tensors, saved = read_tensors(source), read_tensors(directory)
     path = Path(directory) / REPORT_NAME
@@ -33,17 +34,17 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     report.check(tensors, saved)
     copied = report.with_status("copied")
     for record in copied:
-        assert record.target is not None  # what was copied, was copied to somewhere
-        with explained(f"{path}: {record.target} cannot be made again", ConversionError):
+        assert record.target is not None  # `check` ensures that a copied tensor has a target
+        with explained(f"{path}: {record.target} cannot be derived again from the source", ConversionError):
             expected = record.derivation.of(tensors)
         if not _equal_bits(expected, saved[record.target]):
-            raise ConversionError(f"{directory}: {record.target} is not what {path.name} says was copied to it")
+            raise ConversionError(f"{directory}: {record.target} is not what {path.name} says was copied")
     return len(copied)
 
 
 def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    # As integers: -0.0 is not 0.0 here, and NaN is NaN.
+    # As integers: -0.0 differs from 0.0, and NaN equals a NaN of the same bits.
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     return torch.equal(first.contiguous().view(integer), second.contiguous().view(integer))

@@ -7,33 +7,33 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
-# The roles that transformers knows, in the order in which their tokens follow the bytes.
+# The roles of special tokens in transformers. The ids of special tokens follow those of the bytes in this order.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 NUM_BYTES = 256
 
-# What clients need: batches are padded, and texts end. Padding is a token of its own, as collators give it no loss.
+# Padding has a token of its own and not the end token, since collators exclude it from the loss.
 DEFAULT_SPECIAL_TOKENS = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
 
 
 def build_byte_tokenizer(
     *, additional_special_tokens: Sequence[str] = (), model_max_length: int | None = None, **special_tokens: str | None
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with ids 0-255 = bytes of UTF-8, and special tokens after them.
+    """Build a byte-level tokenizer: ids 0-255 are the bytes of UTF-8, and special tokens follow from id 256 on.
 
-    It is lossless for any text that does not have a special token in it. A model needs `vocab_size=len(tokenizer)`.
-    It is an ordinary `PreTrainedTokenizerFast` (byte-level BPE without merges): AutoTokenizer loads it once saved, and
-    no code of this package is needed. A text is its bytes: no special token is added to it.
+    It is lossless for any text that contains no special token. A model needs `vocab_size=len(tokenizer)`. The result
+    is an ordinary `PreTrainedTokenizerFast` (byte-level BPE without merges): AutoTokenizer loads a saved one without
+    any code of this package. Encoding a text gives its bytes and adds no special tokens.
 
     Args:
-        additional_special_tokens: tokens with the ids after those of `special_tokens`.
-        model_max_length: the longest input of the model, if there is a limit.
-        **special_tokens: `bos_token="<s>"` and the like; ids 256 and up, in the order of `SPECIAL_TOKENS`. By default
-            there are `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None leaves one out.
+        additional_special_tokens: more special tokens, whose ids follow those of `special_tokens`.
+        model_max_length: the maximum input length of the model in tokens. Default: no limit.
+        **special_tokens: a token for each role, such as `bos_token="<s>"`, with ids in the order of `SPECIAL_TOKENS`.
+            Default: `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None omits a token.
 
     Raises:
-        ValueError: a special token of a role that transformers does not know.
+        ValueError: a role is unknown to transformers.
     """
     unknown = special_tokens.keys() - set(SPECIAL_TOKENS)
     if unknown:

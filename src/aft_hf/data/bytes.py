@@ -1,4 +1,4 @@
-"""Any file as bytes: windows that language models predict."""
+"""Byte-level datasets for language models: the windows of any file."""
 
 import os
 from pathlib import Path
@@ -12,15 +12,18 @@ from .fingerprint import sum_file
 from .order import SampleKey
 
 
-# The label of what does not count, as everywhere in PyTorch.
+# The label of bytes that do not count in the loss: the default `ignore_index` of PyTorch.
 IGNORED = -100
 
 ENWIK8_BYTES = 10**8
 
 
 def split_bytes(size: int) -> dict[str, tuple[int, int]]:
-    """Where the splits of a file of `size` bytes begin and end: as is usual for enwik8, the first 90 million bytes for
-    training, then 5 for validation and 5 for testing; files of another size by the same shares."""
+    """Return the first byte and the end of each split of a file of `size` bytes.
+
+    As is usual for enwik8, the first 90 million bytes are for training, the next 5 million for validation and the last
+    5 million for testing. A file of another size is split in the same proportions.
+    """
     if size == ENWIK8_BYTES:
         first, second = 90_000_000, 95_000_000
     else:
@@ -29,25 +32,25 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
 
 
 class ByteWindows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of a file, `input_ids` and the next bytes as `labels`, (seq_len,) each.
+    """Dataset of the windows of a file: `input_ids`, and the next bytes as `labels`, (seq_len,) each.
 
-    As evaluated (no seed), the windows predict every byte of the part but its first one exactly once; labels are -100
-    where an earlier window predicts the byte, and where the last window is longer than the file.
-    As trained on (with a seed), windows begin at an offset that each epoch draws anew, and are all full.
+    For evaluation (no seed), the windows predict every byte of the span except the first exactly once. Labels are -100
+    where an earlier window predicts the byte, and where the last window extends beyond the span.
+    For training (with a seed), all windows are full, and each epoch draws a new offset at which they begin.
 
-    A window is mapped into memory when it is asked for and released at once: the memory in use does not grow with the
-    file, and there is nothing to copy into worker processes.
+    Each access maps its window into memory and releases it at once: memory use does not grow with the file, and
+    nothing is copied into worker processes.
 
     Args:
-        path: of the file.
-        span: first byte and end of the part to use; by default the file.
-        seq_len: T, predicted bytes in a window.
-        stride: bytes from one window to the next: where it is less than `seq_len`, the first bytes of a window are
-            only context. By default `seq_len`.
-        seed: of the offsets, for training; samples are then asked for by `SampleKey`.
+        path: the file.
+        span: first byte and end of the part to use. Default: the whole file.
+        seq_len: T, the number of predicted bytes per window.
+        stride: number of bytes from one window to the next in evaluation. If it is less than `seq_len`, the first
+            `seq_len - stride` bytes of a window are only context. Default: `seq_len`.
+        seed: seed of the offsets in training; the dataset is then indexed by `SampleKey`. Default: evaluation.
 
     Raises:
-        ValueError: a part too short for a single window, or a stride that would leave bytes out.
+        ValueError: the span is too short for a single window, or the stride is not in 1 .. seq_len.
     """
 
     def __init__(
@@ -72,12 +75,12 @@ class ByteWindows(Dataset[dict[str, torch.Tensor]]):
             )
 
     def fingerprint(self) -> str:
-        """What tells the bytes from others."""
+        """Return the fingerprint of the bytes."""
         return sum_file(self.path, (self.start, self.stop))
 
     def __len__(self) -> int:
         if self.seed is not None:
-            return max(1, (self.predicted - self.seq_len + 1) // self.seq_len)  # so that there is room for the offset
+            return max(1, (self.predicted - self.seq_len + 1) // self.seq_len)  # leaves room for the offset
         return 1 + max(0, -(-(self.predicted - self.seq_len) // self.stride))
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
@@ -90,7 +93,7 @@ class ByteWindows(Dataset[dict[str, torch.Tensor]]):
         return self._window(self.start + offset + key.index * self.seq_len, 0)
 
     def _window(self, start: int, context: int) -> dict[str, torch.Tensor]:
-        """The window from `start` on, whose first `context` labels do not count."""
+        """Return the window that begins at byte `start`. Its first `context` labels do not count."""
         length = min(self.seq_len + 1, self.stop - start)
         values = np.memmap(self.path, dtype=np.uint8, mode="r", offset=start, shape=(length,)).astype(np.int64)
         input_ids, labels = torch.zeros(self.seq_len, dtype=torch.long), torch.full((self.seq_len,), IGNORED)
@@ -100,5 +103,5 @@ class ByteWindows(Dataset[dict[str, torch.Tensor]]):
 
 
 def starts_character(byte: torch.Tensor) -> torch.Tensor:
-    """Whether a byte of UTF-8 is the first of a character: their number is that of the characters."""
+    """Return whether each byte of UTF-8 begins a character. Their count is the number of characters."""
     return (byte & 0xC0) != 0x80

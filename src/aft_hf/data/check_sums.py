@@ -1,4 +1,4 @@
-"""Check sums of files that are too large to read at once."""
+"""Checksums of files, which are read in blocks."""
 
 import hashlib
 import zlib
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-BLOCK = 2**20  # bytes that are read at once
+BLOCK = 2**20  # bytes per read
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file in hexadecimal digits; an empty string where there is no regular file."""
+    """Return the SHA-256 of a file in hexadecimal digits, or an empty string if there is no regular file."""
     if not path.is_file():
         return ""
     digest = hashlib.sha256()
@@ -21,7 +21,7 @@ def sha256(path: Path) -> str:
 
 
 def crc32(path: Path, parts: Iterable[tuple[int, int]], crc: int = 0) -> int:
-    """The CRC-32 of parts of a file, each from one byte to before another; goes on from `crc`."""
+    """Return the CRC-32 of parts of a file, each given as (start, stop) in bytes. It continues the CRC-32 `crc`."""
     with path.open("rb") as file:
         for start, stop in parts:
             file.seek(start)

@@ -1,4 +1,4 @@
-"""Names of classes: whether there are any, and how to show them."""
+"""Class labels: telling names from numbers, ordering them by number, and shortening lists of them for messages."""
 
 import re
 from collections.abc import Sequence
@@ -9,16 +9,18 @@ NUMBER = re.compile(r"(?:LABEL_)?(\d+)")
 
 
 def are_names(labels: Sequence[str]) -> bool:
-    """Whether labels say what the classes are: numbers, and the LABEL_0 ... of transformers, do not."""
+    """Return whether the labels are class names, and not just numbers or the LABEL_0, LABEL_1, ... of transformers."""
     return not all(NUMBER.fullmatch(str(label)) for label in labels)
 
 
 def in_order_of_numbers(labels: Sequence[str], count: int) -> list[str]:
-    """Labels by the class numbers 0 .. count - 1: those that are numbers at their own place, with "" between them,
-    whatever order they come in (folders are sorted as text, "10" before "2"); names in the order that they have.
+    """Return the labels in the order of the class numbers 0 .. count - 1.
+
+    A label that is a number goes to that index, since folders are sorted as text ("10" before "2"); numbers without a
+    label get "". Names keep their order.
 
     Raises:
-        ValueError: a number that is none of these, or two labels of the same number.
+        ValueError: a label is a number outside 0 .. count - 1, or two labels have the same number.
     """
     if are_names(labels):
         return list(labels)
@@ -29,14 +31,14 @@ def in_order_of_numbers(labels: Sequence[str], count: int) -> list[str]:
         number = int(found[1])
         if number >= count or ordered[number]:
             raise ValueError(
-                f"label {label!r} is none of the class numbers 0 .. {count - 1}, or is there twice: give each class "
-                "its number, or the name that the model has for it"
+                f"label {label!r} is not one of the class numbers 0 .. {count - 1}, or occurs twice: label each class "
+                "with its number, or with its name in the model"
             )
         ordered[number] = label
     return ordered
 
 
 def shortened(labels: Sequence[str]) -> str:
-    """The first few labels, and how many there are."""
+    """Return the first few labels and their total number as text."""
     more = f" ... ({len(labels)} in all)" if len(labels) > SHOWN else ""
     return f"{', '.join(repr(str(label)) for label in labels[:SHOWN])}{more}"

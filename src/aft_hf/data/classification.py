@@ -1,4 +1,4 @@
-"""Labelled images for training: decoded and cropped where they are read, augmented in batches on the device."""
+"""Training data of image classification: images are decoded and cropped one by one, and augmented in batches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ from .rand_augment import RandAugment
 
 
 class TrainingImages(Dataset[dict[str, torch.Tensor]]):
-    """Rows with an image and a label as `pixel_values`, (3, size, size) bytes, and `labels`.
+    """Dataset of labelled images, indexed by `SampleKey`: `pixel_values`, (3, size, size) in uint8, and `labels`.
 
     Args:
-        rows: of `datasets`, with decoded images.
-        numbers: the number of the class of each label.
-        size: side in pixels.
-        crop_scale: smallest and largest share of the area to cut out (the aspect ratio is in [3/4, 4/3]); None for
-            the whole image.
-        seed: of the crops; samples are asked for by `SampleKey`.
-        image_column, label_column: names in `rows`.
+        rows: dataset of the library `datasets` with a column of images and a column of labels.
+        numbers: the class number of each label.
+        size: side of the resized images in pixels.
+        crop_scale: smallest and largest area of the random crops, as a share of the image (the aspect ratio is in
+            [3/4, 4/3]). None: the whole image.
+        seed: seed of the crops.
+        image_column, label_column: names of the columns in `rows`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TrainingImages(Dataset[dict[str, torch.Tensor]]):
         self.image_column, self.label_column = image_column, label_column
 
     def fingerprint(self) -> str:
-        """What tells the images and labels from others."""
+        """Return the fingerprint of the images and labels."""
         return sum_rows(self.rows, self.image_column, self.label_column)
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class TrainingImages(Dataset[dict[str, torch.Tensor]]):
         return self.sample(row_at(self.rows, key.index), key)
 
     def sample(self, row: dict[str, Any], key: SampleKey) -> dict[str, torch.Tensor]:
-        """That of a row, cropped by the random numbers of a key."""
+        """Return the sample of a row, cropped by the random numbers of `key`."""
         image = row[self.image_column].convert("RGB")
         box = None if self.crop_scale is None else crop_box(image.size, self.crop_scale, key.random(self.seed))
         image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
@@ -68,8 +68,11 @@ class TrainingImages(Dataset[dict[str, torch.Tensor]]):
 def crop_box(
     size: tuple[int, int], scale: Sequence[float], random: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """A random part (left, top, right, bottom) of an image of `size` (width, height), as Inception's crop: `scale` of
-    the area, aspect ratio log-uniform in [3/4, 4/3]. What ten draws do not fit into the image becomes its centre."""
+    """Draw a random crop (left, top, right, bottom) of an image of `size` (width, height), as for Inception.
+
+    The share of the area is uniform in the range `scale`, the aspect ratio log-uniform in [3/4, 4/3]. If ten draws do
+    not fit into the image, the crop is the largest one at the centre whose aspect ratio is in [3/4, 4/3].
+    """
     (width, height), (smallest, largest) = size, scale
     for _ in range(10):
         area, ratio = (
@@ -85,16 +88,19 @@ def crop_box(
 
 
 class BatchAugmentation(nn.Module):
-    """What is done to a batch on the device: (B, 3, H, W) bytes and (B,) labels to pixel values, as the model's image
-    processor gives them, and (B, classes) targets. Random numbers come from PyTorch's global generator.
+    """Augment and normalize a batch on the device.
+
+    The input is (B, 3, H, W) images in uint8 and (B,) labels. The output is pixel values, normalized as by the model's
+    image processor, and (B, num_classes) targets. Random numbers come from PyTorch's global generators.
 
     Args:
-        num_classes: of the labels.
-        mean, std: of the processor, for values in [0, 1].
-        flip: whether to mirror half of the images.
-        operations, magnitude, noise: of `RandAugment`, magnitude in 0 .. 10.
-        erasing: probability of replacing a part of an image by noise, normal like the pixels.
-        mixup, cutmix: alpha of their Beta distributions, 0 for none; with both, each batch tosses a coin.
+        num_classes: number of classes.
+        mean, std: mean and standard deviation of the image processor, for values in [0, 1].
+        flip: whether to flip each image horizontally with probability 1/2.
+        operations, magnitude, noise: arguments of `RandAugment`; 0 operations switch it off.
+        erasing: probability of random erasing: a rectangle of the normalized image is replaced by Gaussian noise.
+        mixup, cutmix: alpha of the Beta distributions of mixup and CutMix, 0 to switch them off. With both, each batch
+            gets one of them with probability 1/2.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class BatchAugmentation(nn.Module):
             pixels = self.rand_augment(pixels)
         pixels = self.normalize(pixels)
         if self.erase is not None:
-            # kornia erases to one value; where it did so in an image of ones, there is noise.
+            # kornia erases to a constant: an erased image of ones is the mask for the noise.
             pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))
         targets = F.one_hot(labels, self.num_classes).to(pixels.dtype)
         return mix_batch(pixels, targets, mixup=self.mixup, cutmix=self.cutmix)
@@ -136,12 +142,13 @@ class BatchAugmentation(nn.Module):
 def mix_batch(
     pixels: torch.Tensor, targets: torch.Tensor, *, mixup: float = 0.0, cutmix: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) of a batch with itself in reverse.
+    """Mix a batch with its reverse by mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019).
 
     Args:
         pixels: (B, channels, height, width).
-        targets: (B, classes), what each image shows.
-        mixup, cutmix: alpha of their Beta distributions, 0 for none; with both, the batch tosses a coin.
+        targets: (B, classes), the class probabilities of each image.
+        mixup, cutmix: alpha of the Beta distributions of mixup and CutMix, 0 to switch them off. With both, one of
+            them is drawn with probability 1/2.
     """
     cut = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 0.5)
     alpha = cutmix if cut else mixup
@@ -163,6 +170,6 @@ def mix_batch(
 
 
 def _random_range(length: int, share: float) -> tuple[int, int]:
-    """Where a range of `share` of the length begins and ends, its centre anywhere; cut off at the ends."""
+    """Return the start and end of a range of `share` of the length around a random centre, clipped to the length."""
     half, centre = int(length * share) // 2, int(torch.randint(length, ()))
     return max(centre - half, 0), min(centre + half, length)

@@ -1,7 +1,8 @@
-"""Sums of what is trained on, by which a resumed run notices other data.
+"""Fingerprints of training data: checksums by which a resumed run detects changed data.
 
-What is summed is the content alone: the same data under another name, or on another machine, have the same sum. Up to
-`WHOLE` bytes all of it counts; of more, blocks or rows at even distances that come to as much, and the size.
+A fingerprint depends on the content alone: it is the same for the same data at another path or on another machine.
+Data of up to `WHOLE` bytes is read completely. For more data, the checksum covers the size and evenly spaced blocks or
+rows of about `WHOLE` bytes in total.
 """
 
 import os
@@ -18,19 +19,22 @@ from PIL import Image
 from .check_sums import crc32
 
 
-WHOLE = 2**30  # bytes: seconds to read
+WHOLE = 2**30  # bytes, which take seconds to read
 BLOCK = 2**20
-PICTURES = 256  # to be decoded: seconds, too
+PICTURES = 256  # images, which take seconds to decode
 
 
 def sum_file(path: str | Path, span: tuple[int, int] | None = None) -> str:
-    """That of a file, or of the part between two bytes."""
+    """Return the fingerprint of a file, or of a part of it, given as (start, stop) in bytes."""
     start, stop = (0, Path(path).stat().st_size) if span is None else span
     return f"{stop - start} bytes, {crc32(Path(path), _parts(start, stop, WHOLE)):08x}"
 
 
 def sum_files(files: Sequence[Path]) -> str:
-    """That of files in their order, and of their names in the folder that has all of them: a folder may be a class."""
+    """Return the fingerprint of files in the given order.
+
+    It covers their paths relative to their common folder, since the name of a folder may be a class.
+    """
     folder = Path(os.path.commonpath([path.parent for path in files]))
     sizes = [path.stat().st_size for path in files]
     total = sum(sizes)
@@ -42,9 +46,9 @@ def sum_files(files: Sequence[Path]) -> str:
 
 
 def sum_rows(rows: Dataset, image_column: str, *columns: str) -> str:
-    """That of images, and of other columns, in the order of the rows."""
+    """Return the fingerprint of a column of images and of other columns, in the order of the rows."""
     rows, crc = rows.with_format("arrow"), 0
-    for column in columns:  # without the images, which are large
+    for column in columns:  # without loading the images, which are large
         crc = zlib.crc32(repr(rows.select_columns([column])[:][column].to_pylist()).encode(), crc)
     rows = rows.select_columns([image_column])
     every = max(1, -(-_size(rows, image_column) // WHOLE))
@@ -55,7 +59,10 @@ def sum_rows(rows: Dataset, image_column: str, *columns: str) -> str:
 
 
 def sum_images(images: Sequence[Image.Image]) -> str:
-    """That of the pixels of pictures in their order: of all, or of `PICTURES` at even distances, and their number."""
+    """Return the fingerprint of images in the given order.
+
+    It covers their number and the pixels of all images, or of `PICTURES` evenly spaced ones if there are more.
+    """
     crc, count = 0, len(images)
     for index in spread(count, PICTURES) if count > PICTURES else range(count):
         image = images[index].convert("RGB")
@@ -64,7 +71,7 @@ def sum_images(images: Sequence[Image.Image]) -> str:
 
 
 def sum_samples(samples: Iterable[Mapping[str, Any]]) -> str:
-    """That of samples, each of which has arrays of numbers."""
+    """Return the fingerprint of samples, whose values are arrays of numbers."""
     crc = 0
     for value in (value for sample in samples for value in sample.values()):
         crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
@@ -72,25 +79,25 @@ def sum_samples(samples: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _size(rows: Dataset, image_column: str) -> int:
-    """Of the images and other columns of rows in Arrow's format, in bytes."""
+    """Return the size of rows in Arrow's format in bytes, including the image files that they refer to."""
     size = rows.data.nbytes * len(rows) // max(len(rows.data), 1)
     images = (image for table in rows.iter(100) for image in table[image_column].to_pylist())
     first = next(images, None)
-    if isinstance(first, dict) and first["bytes"] is None:  # a folder
+    if isinstance(first, dict) and first["bytes"] is None:  # an image folder: the rows hold only paths
         size += sum(Path(image["path"]).stat().st_size for image in chain([first], images))
     return size
 
 
 def _content(image: Any) -> bytes:
-    """The file of an image, which rows hold or name; anything else as it is."""
+    """Return the content of the image file that a row holds or refers to, and of any other value its `repr`."""
     if not isinstance(image, dict):
         return repr(image).encode()
     return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
 
 
 def _parts(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:
-    """All between two bytes, or blocks at even distances that come to about `most` bytes, the first and last among
-    them."""
+    """Return the range (start, stop) itself or, if it exceeds `most` bytes, evenly spaced blocks of about `most` bytes
+    in total, which include the first and the last."""
     if stop - start <= most:
         return [(start, stop)]
     offsets = spread(max(stop - start - BLOCK, 0) + 1, max(most // BLOCK, 2))
@@ -98,5 +105,5 @@ def _parts(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of the numbers 0 .. count - 1, at even distances, the first and last among them."""
+    """Return at most `most` evenly spaced numbers of 0 .. count - 1, which include the first and the last."""
     return sorted({(count - 1) * i // (most - 1) for i in range(most)})

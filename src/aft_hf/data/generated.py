@@ -1,4 +1,4 @@
-"""Data made on the spot, for trying things out: `data.train: generated`."""
+"""Synthetic data for trying out recipes without a download: `data.train: generated`."""
 
 from pathlib import Path
 
@@ -16,19 +16,22 @@ IMAGES, CLASSES, SIDE = 128, 10, 32
 
 
 def write_text(directory: str | Path) -> str:
-    """Write the same text always, words of a small vocabulary in random order, to a file there; its path."""
+    """Write a synthetic text to a file in `directory` and return its path.
+
+    The text is always the same: words of a small vocabulary in random order.
+    """
     random = np.random.default_rng(0)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
     words = [random.choice(letters, random.integers(1, 9)).tobytes() for _ in range(200)]
     text = b" ".join(words[i] for i in random.integers(200, size=TEXT_BYTES // 2))[:TEXT_BYTES]
     path = Path(directory) / "generated.txt"
-    with write_whole(path) as file:  # other processes may do the same at the same time
+    with write_whole(path) as file:  # other processes may write it at the same time
         file.write(text)
     return str(path)
 
 
 def draw_images(split: str, image_column: str, label_column: str) -> Dataset:
-    """Noisy images in classes that differ in colour, the same ones always for a split."""
+    """Return noisy images whose classes differ in colour. The images of a split are always the same."""
     colours = np.random.default_rng(0).integers(30, 225, (CLASSES, 3))
     random = np.random.default_rng(list(split.encode()))
     labels = [i % CLASSES for i in range(IMAGES)]

@@ -1,4 +1,4 @@
-"""Opening images that others made: formats of pictures only, and no more pixels than there is memory for."""
+"""Opening untrusted image files: a list of allowed formats, and a limit on the number of pixels."""
 
 import io
 import warnings
@@ -8,33 +8,33 @@ from typing import Any, BinaryIO
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 
-# Pillow knows forty more. Some of them start other programs (EPS: Ghostscript), and hardly anybody tests the others.
+# Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-# 8192 x 8192: what cameras take. To decode and resize that many takes 1.3 GB, however few bytes the file has.
+# 8192 x 8192, enough for photos. Decoding and resizing that many pixels takes 1.3 GB, however small the file is.
 MAX_PIXELS = 2**26
 
 
 class ImageError(ValueError):
-    """An image that cannot be used, said in one line: which one, and why."""
+    """Raised for an image that cannot be used. The message names the image and the reason in one line."""
 
 
 def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Image:
-    """An image file in RGB and upright, as its EXIF data say.
+    """Open an image file as an RGB image, rotated as its EXIF data say.
 
     Args:
-        source: path, or content.
-        name: for messages; by default the path.
+        source: path of the file, or its content.
+        name: name of the image in error messages. Default: the path.
 
     Raises:
-        ImageError: there is no such file, it is damaged or too large, or of none of `FORMATS`.
+        ImageError: the file does not exist, is damaged or too large, or has none of the `FORMATS`.
     """
     name = name or ("an image" if isinstance(source, bytes) else str(source))
     if not isinstance(source, bytes) and not Path(source).is_file():
-        raise ImageError(f"{name}: {'is no regular file' if Path(source).exists() else 'no such file'}")
+        raise ImageError(f"{name}: {'is not a regular file' if Path(source).exists() else 'no such file'}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of files that are odd, and of sizes that are refused below
+            warnings.simplefilter("ignore")  # about odd files, and about sizes that are refused below
             return _decoded(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name)
     except ImageError:
         raise
@@ -42,16 +42,16 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
         raise ImageError(_too_large(name, "more pixels than Pillow opens")) from error
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: cannot be read as an image; give one of {', '.join(FORMATS)}") from error
-    except Exception as error:  # there is no telling what decoding an arbitrary file raises
+    except Exception as error:  # decoding an arbitrary file can raise any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ImageError(f"{name}: cannot be read as an image ({reason})") from error
 
 
 def row_at(rows: Any, index: int) -> Any:
-    """`rows[index]`; an image in it that cannot be used is told with the index.
+    """Return `rows[index]`, and add the index to the error about an image that cannot be used.
 
     Raises:
-        ImageError: as `open_image`.
+        ImageError: an image of the row cannot be opened (see `open_image`).
     """
     try:
         return rows[index]

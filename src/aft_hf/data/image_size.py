@@ -1,4 +1,4 @@
-"""Image processors for another image size than they were made for."""
+"""Adapting image processors to another image size."""
 
 import copy
 import math
@@ -8,12 +8,12 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 
 def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> BaseImageProcessor:
-    """A copy of an image processor that makes images of `size`, (height, width) in pixels.
+    """Return a copy of an image processor whose images have `size`, (height, width) in pixels.
 
-    The margin that a centre crop leaves away keeps its share: a resize to 256 before a crop of 224 becomes one to 438
-    before a crop of 384.
+    A resize before a centre crop keeps its ratio to the crop: a resize to 256 before a crop of 224 becomes a resize to
+    438 before a crop of 384.
     """
-    resized: Any = copy.deepcopy(processor)  # whose class declares the sizes
+    resized: Any = copy.deepcopy(processor)  # the base class does not declare the sizes
     height, width = size
     if getattr(resized, "do_center_crop", False):
         crop = dict(resized.crop_size)
@@ -26,7 +26,7 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
 
 
 def makes_images_of(processor: BaseImageProcessor, size: tuple[int, int]) -> bool:
-    """Whether an image processor makes images of `size`, (height, width) in pixels, as it is."""
+    """Return whether the images of an image processor have `size`, (height, width) in pixels."""
     declared: Any = processor
     made = dict(declared.crop_size if getattr(processor, "do_center_crop", False) else declared.size)
     return made == {"height": size[0], "width": size[1]}

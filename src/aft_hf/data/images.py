@@ -1,4 +1,4 @@
-"""Labelled images as pixel values by the model's image processor, classes as numbers, and augmentation."""
+"""Preprocessing of labelled images: the model's image processor, class numbers, and augmentation of batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,19 +6,22 @@ from typing import Any
 import kornia.augmentation as augmentation
 from datasets import ClassLabel, Dataset, IterableDataset, Value
 from torch import nn
+from torch.utils.data import Dataset as Samples
 from transformers.image_processing_utils import BaseImageProcessor
+
+from .image_files import ImageError, row_at
 
 
 AUGMENTATIONS = ("none", "shift", "crop", "resized_crop")
 
 
 class ImagePipeline:
-    """What `datasets.Dataset.with_transform` takes: rows of decoded images to pixel values and labels.
+    """Transform for `datasets.Dataset.with_transform` from rows with images to pixel values and class numbers.
 
     Args:
         processor: the model's image processor.
-        image_column, label_column: names in the dataset.
-        numbers: the number of the class of each label (see `class_numbers`); by default the labels are the numbers.
+        image_column, label_column: names of the columns in the dataset.
+        numbers: the class number of each label (see `class_numbers`). Default: the labels are class numbers already.
     """
 
     def __init__(
@@ -41,37 +44,64 @@ class ImagePipeline:
         return {"pixel_values": list(pixels), "labels": labels}
 
     def sample(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A single row."""
+        """Return the sample of a single row."""
         return {name: values[0] for name, values in self({name: [value] for name, value in row.items()}).items()}
 
 
-def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
-    """The names of the classes, in the order of their numbers.
+class ImageRows(Samples[dict[str, Any]]):
+    """Rows of images for a `DataLoader`, which reads a batch at once; an error names the row of an unusable image.
 
-    Those of a `ClassLabel`; integers are class numbers already, and their own names; other labels are sorted.
+    Args:
+        rows: a dataset that an `ImagePipeline` transforms.
+    """
+
+    def __init__(self, rows: Dataset):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return row_at(self.rows, index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        try:
+            return self.rows.__getitems__(indices)
+        except ImageError:
+            for index in indices:
+                row_at(self.rows, index)
+            raise
+
+
+def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
+    """Return the names of the classes, in the order of their numbers.
+
+    A `ClassLabel` column has these names. Integer labels are class numbers already and become names as text. Other
+    labels are sorted.
 
     Raises:
-        ValueError: labels that are neither names nor numbers from 0, or a stream without a `ClassLabel`.
+        ValueError: the labels are neither names nor integers from 0, or a streamed column is no `ClassLabel`.
     """
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return feature.names
     if isinstance(dataset, IterableDataset):
-        raise ValueError(f"column {column!r} must say which classes there are (ClassLabel) if it is to be streamed")
+        raise ValueError(f"column {column!r} must have the type ClassLabel, which lists the classes, to be streamed")
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
     if all(type(label) is int and label >= 0 for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
     if all(isinstance(label, (str, bool)) for label in labels):
         return sorted(map(str, labels))
-    raise ValueError(f"column {column!r} must hold names of classes or numbers from 0, got {str(labels[:5])[1:-1]}")
+    raise ValueError(f"column {column!r} must hold class names or class numbers from 0, got {str(labels[:5])[1:-1]}")
 
 
 def class_numbers(dataset: Dataset | IterableDataset, column: str, names: Sequence[str]) -> dict[Any, int]:
-    """The index in `names` of each label that occurs, or, in a stream, that may occur; labels are compared by name,
-    however a file numbers them.
+    """Return the index in `names` of each label that occurs in a column or, in a stream, may occur.
+
+    Labels are compared by name, so a `ClassLabel` may number the classes in another order.
 
     Raises:
-        ValueError: labels that are none of these classes.
+        ValueError: a label is not in `names`.
     """
     feature = dataset.features[column]
     labels = range(len(feature.names)) if isinstance(dataset, IterableDataset) else dataset.unique(column)
@@ -81,19 +111,19 @@ def class_numbers(dataset: Dataset | IterableDataset, column: str, names: Sequen
     numbers = {name: number for number, name in enumerate(names)}
     unknown = [own.get(label, label) for label in labels if own.get(label) not in numbers]
     if unknown:
-        raise ValueError(f"column {column!r} has labels that are none of the {len(names)} classes: {unknown[:5]}")
+        raise ValueError(f"column {column!r} has labels that are not among the {len(names)} classes: {unknown[:5]}")
     return {label: numbers[own[label]] for label in labels}
 
 
 def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
-    """The augmentation of batches of (height, width) images, by torch's own random numbers; None for "none".
+    """Build the augmentation of batches of (height, width) images; None for "none".
 
-    "shift" moves an image by up to a sixteenth of its sides, for digits and whatever else has a left and a right;
-    "crop" moves it by up to an eighth and flips it, as is usual for CIFAR-10; "resized_crop" cuts out 8 to 100 % of
-    the area and flips it, as is usual for ImageNet.
+    "shift" translates an image by up to a sixteenth of its sides, for digits and other images that must not be
+    flipped. "crop" translates it by up to an eighth and flips it, as is usual for CIFAR-10. "resized_crop" cuts out 8
+    to 100 % of the area and flips it, as is usual for ImageNet. Random numbers come from PyTorch's global generator.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
     """
     if name not in AUGMENTATIONS:
         raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
@@ -101,11 +131,11 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
         return None
     height, width = size
     if name == "shift":
-        # Pixels at the edge are repeated: a border of another colour would be something to see.
+        # Pixels at the edge are repeated: a model could see a border of another colour.
         margin = (max(width // 16, 1), max(height // 16, 1))
         return augmentation.RandomCrop(size, padding=margin, padding_mode="replicate")
     flip = augmentation.RandomHorizontalFlip()
     if name == "resized_crop":
         return nn.Sequential(augmentation.RandomResizedCrop(size, scale=(0.08, 1.0)), flip)
-    padding = (width // 8, height // 8)  # of kornia: left and right, top and bottom
+    padding = (width // 8, height // 8)  # kornia's order: left and right, top and bottom
     return nn.Sequential(augmentation.RandomCrop(size, padding=padding), flip)

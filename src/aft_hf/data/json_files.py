@@ -1,4 +1,4 @@
-"""Results as JSON files."""
+"""Writing results as JSON files."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,6 @@ from .whole_files import write_whole
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content`, as `write_whole` does."""
+    """Write `content` to a JSON file atomically (see `write_whole`)."""
     with write_whole(path) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")

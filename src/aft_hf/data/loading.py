@@ -1,4 +1,4 @@
-"""Datasets from where people have them: the Hub, local folders, parquet and text files."""
+"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -23,14 +23,14 @@ FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "jso
 
 
 class ImageColumn(Image):
-    """A column of images, in RGB, that `open_image` decodes and not `datasets`, which opens whatever Pillow knows."""
+    """Feature type of RGB images that are decoded by `open_image`; `datasets` itself opens any format of Pillow."""
 
     def decode_example(self, value: Any, token_per_repo_id: dict[str, str] | None = None) -> PILImage.Image:
-        """The image of {"bytes": content, "path": where it is or was}."""
+        """Decode {"bytes": content or None, "path": path or URL of the image or None}."""
         if isinstance(value, PILImage.Image):
             return value
         content, path = value["bytes"], value["path"]
-        if content is None and path is not None and "://" in path:  # of a stream, from the Hub or an archive
+        if content is None and path is not None and "://" in path:  # streamed from the Hub or an archive
             with fsspec.open(path, "rb") as file:
                 content = file.read()
         return open_image((path or "") if content is None else content, path or "an image")
@@ -44,16 +44,16 @@ def load_splits(
     *,
     streaming: bool = False,
 ) -> DatasetDict | IterableDatasetDict:
-    """The splits "train" and "validation", as far as they are there; a "test" split serves to validate, too.
+    """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
 
     Args:
-        dataset_name, dataset_config_name: as for `load_named`.
-        train, validation: instead of a name, a folder of images with a folder for each class, or a parquet, csv, json
-            or text file.
-        streaming: whether rows are read when they are iterated over, which is all that can be done with them then.
+        dataset_name, dataset_config_name: name and configuration of a dataset, as for `load_named`.
+        train, validation: the data of the splits, instead of a name: a folder of images with a folder for each class,
+            or a parquet, csv, json or text file.
+        streaming: whether rows are read during iteration. Streamed rows cannot be indexed.
 
     Raises:
-        ValueError: nothing is given, or both, or something that does not exist or cannot be read.
+        ValueError: neither a name nor files are given, or both, or a file does not exist or cannot be read.
     """
     paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
     if (dataset_name is None) == (not paths):
@@ -71,15 +71,15 @@ def load_splits(
 def load_named(
     name: str, config_name: str | None = None, *, streaming: bool = False
 ) -> DatasetDict | IterableDatasetDict:
-    """The splits "train", "validation" and "test" of a dataset, as far as they are there.
+    """Load the splits "train", "validation" and "test" of a dataset, as far as they exist.
 
     Args:
-        name: a dataset of the Hub, a local one that `datasets` knows how to load, or a file, which is all "train".
-        config_name: its configuration.
-        streaming: as for `load_splits`.
+        name: a dataset on the Hub, a local dataset that `datasets` can load, or a file, which becomes "train".
+        config_name: name of the dataset's configuration.
+        streaming: whether rows are read during iteration.
 
     Raises:
-        ValueError: a file that cannot be read.
+        ValueError: the file cannot be read.
     """
     if Path(name).is_file():
         splits = {"train": load_local(name, streaming=streaming)}
@@ -90,14 +90,14 @@ def load_named(
 
 
 def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | IterableDataset:
-    """One file, or one folder of images with a folder for each class.
+    """Load one file, or one folder of images with a folder for each class.
 
     Raises:
-        ValueError: it does not exist, has an unknown format, or cannot be read.
+        ValueError: the path does not exist, has an unknown format, or cannot be read.
     """
     path = Path(path)
     if path.is_dir():
-        # All files, in one split: left alone, `datasets` takes "test_1.png" for a part of a test split.
+        # All files in one split: by default, `datasets` takes "test_1.png" for a part of a test split.
         reader, options = "imagefolder", {"data_dir": str(path), "data_files": "**"}
     elif not path.is_file():
         raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
@@ -110,7 +110,7 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
         options["sample_by"] = "document"
     try:
         return with_safe_images(load_dataset(reader, split="train", streaming=streaming, **options))
-    except Exception as error:  # readers of formats raise anything
+    except Exception as error:  # the readers can raise any exception
         what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
         raise ValueError(f"{path}: cannot be read as {what} ({described(error.__cause__ or error)})") from error
 
@@ -118,8 +118,10 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
 def local_files(
     dataset_name: str | None = None, dataset_config_name: str | None = None, train: str | None = None
 ) -> list[Path]:
-    """The files of the split "train", as `load_splits` reads it, in an order that their folder's name does not change;
-    none where they are on the Hub."""
+    """Return the files of the split "train" as `load_splits` reads it; none if they are on the Hub.
+
+    Their order does not depend on the path of their folder.
+    """
     place = Path(cast(str, dataset_name or train))
     if place.is_file():
         return [place]
@@ -132,7 +134,7 @@ def local_files(
 
 
 def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """The same rows, each column of images being an `ImageColumn`."""
+    """Return the same rows with an `ImageColumn` in place of each column of images."""
     for column, feature in (rows.features or {}).items():
         if isinstance(feature, Image) and not isinstance(feature, ImageColumn):
             rows = rows.cast_column(column, ImageColumn())
@@ -140,14 +142,15 @@ def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDatas
 
 
 def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:
-    """`splits` with a split "validation": if there is none, a share of the rows to train on.
+    """Return `splits` with a split "validation", held out from the training rows if it is missing.
 
     Args:
-        share: of the rows, in (0, 1).
-        shuffle: whether to take them at random, always the same ones, or from the end.
+        splits: the splits of a dataset, with a split "train".
+        share: the share of rows to hold out, in (0, 1).
+        shuffle: whether to hold out random rows (with a fixed seed) or the last ones.
 
     Raises:
-        ValueError: another share, or less than two rows.
+        ValueError: the share is not in (0, 1), or there are less than two rows.
     """
     if "validation" in splits:
         return splits
@@ -155,13 +158,13 @@ def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> Data
         raise ValueError(f"validation_share must be between 0 and 1, got {share}")
     rows = len(splits["train"])
     if rows < 2:
-        raise ValueError(f"{rows} rows cannot be divided into training and validation: give data to validate on")
+        raise ValueError(f"{rows} rows cannot be split into training and validation data: give validation data")
     parts = splits["train"].train_test_split(share, seed=0, shuffle=shuffle)
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
 def require_column(splits: DatasetDict | IterableDatasetDict, column: str, option: str) -> None:
-    """Raise a ValueError that tells the columns there are, if `column`, as `option` has it, is not in all splits."""
+    """Raise a ValueError if a split lacks `column`, the value of `option`. The message lists the columns it has."""
     for split, dataset in splits.items():
         if column not in dataset.column_names:
             names = ", ".join(map(repr, dataset.column_names))

@@ -1,4 +1,4 @@
-"""Which samples make which batch: a pure function of the seed, the step and nothing else."""
+"""The order of training samples: batches are a pure function of the seed and the step."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,35 +8,36 @@ from torch.utils.data import Sampler
 
 
 class SampleKey(NamedTuple):
-    """What a training dataset is indexed by: enough to draw the sample's random numbers from."""
+    """Index into a training dataset, which also determines the random numbers of the sample."""
 
     epoch: int
-    index: int  # type: ignore[assignment]  # in the place of the method of tuples
+    index: int  # type: ignore[assignment]  # shadows the method of tuples
     repetition: int = 0
 
     def random(self, seed: int) -> np.random.Generator:
-        """The random numbers of this sample, the same wherever and whenever it is read."""
+        """Return the random generator of this sample, the same in any process and at any time."""
         return np.random.default_rng((seed, *self))
 
 
 class GlobalBatches(Sampler[list[SampleKey]]):
-    """The micro-batches of one process, from any step on.
+    """Sampler of the micro-batches of one process, starting at any step.
 
-    A step's global batch is cut into micro-batches 0 .. n - 1; with P processes, process p takes p, p + P, p + 2 P ...
-    So micro-batch k of a step holds the same samples however many processes there are, and a run that begins at a
-    later step goes on as one that came there. Each epoch is shuffled anew; what fills no batch is left out of it.
+    The global batch of a step is split into micro-batches 0 .. n - 1; with P processes, process p takes p, p + P,
+    p + 2 P, ... So micro-batch k of a step holds the same samples for any number of processes, and a resumed run sees
+    the same batches as an uninterrupted one. Each epoch is shuffled anew, and its last incomplete batch is dropped.
 
     Args:
-        num_samples: of the dataset.
-        global_batch_size, micro_batch_size: in samples.
-        seed: of the order.
-        start, stop: the steps to take, start <= step < stop.
-        process, processes: which of how many.
-        repetitions: copies of a sample that stand in a row (and so come into different micro-batches); an epoch keeps
-            its length, and sees a part of the samples (repeated augmentation, Hoffer et al. 2020, as DeiT has it).
+        num_samples: number of samples in the dataset.
+        global_batch_size, micro_batch_size: batch sizes in samples.
+        seed: seed of the order.
+        start, stop: the range of steps, start <= step < stop.
+        process, processes: index of this process (with context parallelism: of its group), and their number.
+        repetitions: number of consecutive copies of each sample, which are dealt out to successive micro-batches. An
+            epoch keeps its length, so it sees a part of the samples (repeated augmentation, Hoffer et al. 2020, as in
+            DeiT).
 
     Raises:
-        ValueError: fewer samples than a global batch.
+        ValueError: the dataset has fewer samples than a global batch.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
             yield from share(batch, self.micro_batches, self.process, self.processes)
 
     def position(self, step: int) -> list[Any]:
-        """What is needed besides `step` to go on from there: nothing."""
+        """Return the state that a resumed run needs besides `step`: none."""
         return []
 
     def __len__(self) -> int:
@@ -78,15 +79,15 @@ class GlobalBatches(Sampler[list[SampleKey]]):
 
 
 def share(batch: list[Any], micro_batches: int, process: int, processes: int) -> list[list[Any]]:
-    """The micro-batches of one process from a global batch."""
+    """Return the micro-batches of one process from a global batch."""
     return [batch[k::micro_batches] for k in range(process, micro_batches, processes)]
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
-    """Whole global batches in the data.
+    """Return the number of complete global batches in the data.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the data has fewer samples than a global batch.
     """
     if num_samples < global_batch_size:
         raise ValueError(f"the training data has {num_samples} samples, fewer than {global_batch_size=}")

@@ -1,4 +1,4 @@
-"""Images as sequences of sub-pixels, and back."""
+"""Conversion of images to sequences of sub-pixels and back, and a dataset of such sequences."""
 
 from typing import Any
 
@@ -13,24 +13,26 @@ from .image_files import row_at
 from .order import SampleKey
 
 
-# The values of a sub-pixel are the tokens 0 .. 255; a sequence begins after this one, which is no sub-pixel.
+# The values of sub-pixels are the tokens 0 .. 255. This token, which is no sub-pixel, begins the input of a model.
 START_TOKEN = 256
 
 
 def pixels_to_tokens(pixels: np.ndarray) -> np.ndarray:
-    """(H, W, C) bytes to (H * W * C,): pixels in raster order, the channels of a pixel side by side."""
+    """Flatten (H, W, C) bytes to (H * W * C,): pixels in raster order, the channels of a pixel side by side."""
     return pixels.reshape(-1)
 
 
 def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int], channels: int = 3) -> Image.Image:
-    """The image of (H * W * channels,) tokens; the inverse of `pixels_to_tokens`.
+    """Return the image of (H * W * channels,) tokens; the inverse of `pixels_to_tokens`.
 
     Raises:
-        ValueError: another number of tokens, or a token that is no byte.
+        ValueError: the number of tokens does not match the size, or a token is not in 0 .. 255.
     """
     tokens = np.asarray(tokens)
     if tokens.shape != (size[0] * size[1] * channels,):
-        raise ValueError(f"an image of {size[0]} x {size[1]} x {channels} has no {tokens.shape} tokens")
+        raise ValueError(
+            f"an image of {size[0]} x {size[1]} x {channels} does not match tokens of shape {tokens.shape}"
+        )
     if tokens.min() < 0 or tokens.max() > 255:
         raise ValueError(f"sub-pixels are 0 .. 255, got tokens {tokens.min()} .. {tokens.max()}")
     pixels = tokens.astype(np.uint8).reshape(*size, channels)
@@ -38,15 +40,16 @@ def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int], ch
 
 
 class PixelSequences(Dataset[dict[str, torch.Tensor]]):
-    """Rows with an image as `input_ids`, which begin with the start token, and `labels`, the 3 H W sub-pixels.
+    """Dataset of images as sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
     Args:
-        rows: of `datasets`, with decoded images.
+        rows: dataset of the library `datasets` with a column of images.
         image_size: side in pixels; images of another size are resized (mean over areas).
-        image_column: name in `rows`.
-        seed: for training: samples are asked for by `SampleKey` and augmented. None: as they are, by index.
-        flip: whether to mirror half of the samples.
-        brightness_shift: the largest shift of all sub-pixels of a sample, which are then clipped to 0 .. 255.
+        image_column: name of the column of images in `rows`.
+        seed: seed of the augmentation in training; the dataset is then indexed by `SampleKey`. None: the dataset is
+            indexed by number and does not augment.
+        flip: whether to flip samples horizontally with probability 1/2.
+        brightness_shift: the largest random shift of the brightness. Shifted sub-pixels are clipped to 0 .. 255.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class PixelSequences(Dataset[dict[str, torch.Tensor]]):
         self.seed, self.flip, self.brightness_shift = seed, flip, brightness_shift
 
     def fingerprint(self) -> str:
-        """What tells the images from others."""
+        """Return the fingerprint of the images."""
         return sum_rows(self.rows, self.image_column)
 
     def __len__(self) -> int:
@@ -75,7 +78,7 @@ class PixelSequences(Dataset[dict[str, torch.Tensor]]):
         return self.sample(row_at(self.rows, key.index), key)
 
     def sample(self, row: dict[str, Any], key: SampleKey | None = None) -> dict[str, torch.Tensor]:
-        """That of a row, as it is or augmented by the random numbers of a key."""
+        """Return the sample of a row, augmented by the random numbers of `key` if it is given."""
         image = row[self.image_column].convert("RGB")
         if image.size != (self.image_size, self.image_size):
             image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)

@@ -1,6 +1,6 @@
 """RandAugment (Cubuk et al. 2019) as in DeiT: each image of a batch draws its own operations and strengths.
 
-kornia's own RandAugment draws one policy for a whole batch, and its scale of magnitudes ends at 30 in place of 10.
+kornia's own RandAugment draws one policy for a whole batch, and its magnitudes end at 30 instead of 10.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from torch import nn
 
 
 MAX_MAGNITUDE = 10
-PROBABILITY = 0.5  # of each operation that was drawn
+PROBABILITY = 0.5  # that a drawn operation is applied
 
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RandAugment(nn.Module):
-    """A number of operations for each image, each with probability 1/2.
+    """RandAugment: apply randomly drawn operations to each image of a batch, each with probability 1/2.
 
     Args:
-        operations: how many to draw for each image, with replacement.
-        magnitude: mean strength, from 0 to 10.
-        noise: standard deviation of the strength, which is drawn for each operation and clipped to 0 .. 10.
-        fill: the colour of what rotations, shears and shifts bring in from outside, in [0, 1], one value per channel.
+        operations: number of operations that are drawn for each image, with replacement.
+        magnitude: mean magnitude of the operations, from 0 to 10.
+        noise: standard deviation of the magnitude, which is drawn for each operation and clipped to 0 .. 10.
+        fill: the colour outside of rotated, sheared and translated images, in [0, 1], one value per channel.
     """
 
     def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
@@ -42,7 +42,7 @@ class RandAugment(nn.Module):
         self.fill = torch.tensor(fill).view(-1, 1, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, 3, H, W) in [0, 1] to the same. Random numbers come from the CPU's generator, on any device."""
+        """Augment (B, 3, H, W) images in [0, 1]. Random numbers come from the CPU's generator on any device."""
         batch = len(images)
         for _ in range(self.operations):
             chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < PROBABILITY, -1)
@@ -57,18 +57,18 @@ class RandAugment(nn.Module):
         return images
 
     def _transformed(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-        if operation in GEOMETRIC:  # they bring in zeros
+        if operation in GEOMETRIC:  # these fill with zeros
             fill = self.fill.to(images.device)
             return operation(images - fill, strength).add(fill).clamp(0, 1)
         return operation(images, strength).clamp(0, 1)
 
 
-# Each takes images and a strength for each, in [-1, 1]; those without a direction look at its size alone. The ranges
-# are those of DeiT's "increasing" operations: whatever is stronger changes the image more.
+# Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
+# value. The ranges are those of DeiT's "increasing" operations: a greater strength changes the image more.
 
 
 def _factor(strength: torch.Tensor) -> torch.Tensor:
-    """Of an enhancement: 1 changes nothing, 0 takes away what is enhanced."""
+    """Return the factor of an enhancement: 1 leaves the image as it is, 0 removes its colour, contrast and so on."""
     return (1 + 0.9 * strength).clamp_min(0.1)
 
 

@@ -1,4 +1,4 @@
-"""Streams of rows, of which only a part is in memory: their order, and where it goes on."""
+"""Streaming datasets: shuffling in blocks, and the position from which a run resumes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
@@ -15,7 +15,7 @@ from .fingerprint import spread, sum_files, sum_samples
 from .order import SampleKey, share
 
 
-SHARDS = 4  # of a stream from elsewhere, of which the first row is read
+SHARDS = 4  # shards of a remote stream whose first row enters the fingerprint
 
 
 Row = dict[str, Any]
@@ -23,28 +23,28 @@ Sample = dict[str, torch.Tensor]
 
 
 class StreamedKey(NamedTuple):
-    """What a training dataset is indexed by that has no rows to look up: a key with its row, not decoded yet."""
+    """Index into a streamed training dataset: the key of a sample together with its undecoded row."""
 
     key: SampleKey
     row: Row
 
 
 class Block(NamedTuple):
-    """Where a block of rows begins that are shuffled together: what a stream can go on from."""
+    """Position in a stream from which a run can resume: the beginning of a block of rows to shuffle together."""
 
-    rows: int = 0  # before it, in all epochs
+    rows: int = 0  # rows before the block, in all epochs
     epoch: int = 0
-    number: int = 0  # in the epoch
-    state: dict[str, Any] | None = None  # of the stream; None: at its beginning
+    number: int = 0  # number of the block in its epoch
+    state: dict[str, Any] | None = None  # state of the stream; None at the beginning of an epoch
 
 
 class StreamedSamples(Dataset[Sample]):
-    """Samples to train on, made where they are asked for; `StreamedBatches` reads their rows.
+    """Dataset of streamed training samples: it decodes the rows that `StreamedBatches` reads, in the workers.
 
     Args:
-        rows: of `datasets`, streamed.
-        make: the sample of a decoded row and its key.
-        files: those that the rows are read from, where they lie on this machine (see `loading.local_files`).
+        rows: streamed dataset of the library `datasets`.
+        make: function that returns the sample of a decoded row and its key.
+        files: the local files that the rows are read from, if any (see `loading.local_files`).
     """
 
     def __init__(self, rows: StreamedRows, make: Callable[[Row, SampleKey], Sample], files: Sequence[Path] = ()):
@@ -54,11 +54,13 @@ class StreamedSamples(Dataset[Sample]):
         return self.make(self.features.decode_example(streamed.row), streamed.key)
 
     def fingerprint(self) -> str:
-        """What tells them from others: a sum of their files; of a stream from elsewhere, which would have to be read
-        for that, the number of its shards and the first samples of some.
+        """Return the fingerprint of the data.
+
+        It covers the local files. A remote stream would have to be read completely, so its fingerprint covers the
+        number of shards and the first samples of up to `SHARDS` of them.
 
         Raises:
-            ValueError: there is no row.
+            ValueError: the stream has no rows.
         """
         if self.files:
             return sum_files(self.files)
@@ -71,11 +73,11 @@ class StreamedSamples(Dataset[Sample]):
 
 
 class StreamedEvaluation(IterableDataset[Sample]):
-    """Samples to evaluate: each row once, in the order of the stream.
+    """Dataset of streamed evaluation samples: each row once, in the order of the stream.
 
     Args:
-        rows: of `datasets`, streamed.
-        make: the sample of a decoded row.
+        rows: streamed dataset of the library `datasets`.
+        make: function that returns the sample of a decoded row.
     """
 
     def __init__(self, rows: StreamedRows, make: Callable[[Row], Sample]):
@@ -86,23 +88,23 @@ class StreamedEvaluation(IterableDataset[Sample]):
 
 
 class StreamedBatches(Sampler[list[StreamedKey]]):
-    """The micro-batches of one process, from any step on: for a stream what `GlobalBatches` is for rows in place.
+    """Sampler of the micro-batches of one process, starting at any step: `GlobalBatches` for a streamed dataset.
 
     Every process reads the whole stream, but decodes only the images of its micro-batches; so a global batch holds
-    the same samples for any number of processes. Each epoch takes the files in a new order, and blocks of
-    `shuffle_buffer` rows are shuffled. Other than with the buffer of `datasets`, a block follows from where it begins:
-    a run that goes on reads again what came of the block, and nothing before it. An epoch is followed by the next
-    within a batch.
+    the same samples for any number of processes. Each epoch reads the files in a new order, and blocks of
+    `shuffle_buffer` rows are shuffled. Unlike the shuffle buffer of `datasets`, a block depends only on the position
+    where it begins: a resumed run reads the current block again, and no rows before it. A batch may contain the end of
+    an epoch and the beginning of the next.
 
     Args:
-        rows: of `datasets`, streamed.
-        global_batch_size, micro_batch_size: in samples.
-        seed: of the order.
-        shuffle_buffer: rows in a block.
-        start, stop: the steps to take, start <= step < stop.
-        position: what `position(start)` gave; without it, rows are read and skipped from the first one on.
-        process, processes: which of how many.
-        repetitions: copies of a sample that stand in a row.
+        rows: streamed dataset of the library `datasets`.
+        global_batch_size, micro_batch_size: batch sizes in samples.
+        seed: seed of the order.
+        shuffle_buffer: number of rows in a block.
+        start, stop: the range of steps, start <= step < stop.
+        position: the block that `position(start)` returned. Default: read and skip all rows before `start`.
+        process, processes: index of this process (with context parallelism: of its group), and their number.
+        repetitions: number of consecutive copies of each sample.
     """
 
     def __init__(
@@ -124,9 +126,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
         self.micro_batches = global_batch_size // micro_batch_size
         self.seed, self.shuffle_buffer, self.start, self.stop = seed, shuffle_buffer, start, stop
         self.process, self.processes, self.repetitions = process, processes, repetitions
-        self.begun = [
-            Block(*position)
-        ]  # the blocks of samples that may still be to come; workers are ahead of the training
+        self.begun = [Block(*position)]  # blocks from which a checkpoint may resume: prefetching is ahead of training
 
     def __iter__(self) -> Iterator[list[StreamedKey]]:
         first = self.start * self.global_batch_size - self.begun[0].rows * self.repetitions
@@ -136,7 +136,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
             yield from share(batch, self.micro_batches, self.process, self.processes)
 
     def position(self, step: int) -> Block:
-        """The block to go on from after `step` steps; it cannot be asked for earlier ones any more."""
+        """Return the block to resume from after `step` steps. Earlier blocks are dropped: steps must not decrease."""
         rows = step * self.global_batch_size // self.repetitions
         later = [block for block in self.begun if block.rows > rows]
         self.begun = self.begun[-len(later) - 1 :]
@@ -150,10 +150,10 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
                 yield StreamedKey(SampleKey(block.epoch, index, repetition), rows[i])
 
     def _blocks(self) -> Iterator[tuple[Block, list[Row]]]:
-        """Blocks with their rows, epoch after epoch without end."""
+        """Yield blocks with their rows, epoch after epoch without end."""
         block = self.begun[0]
         while True:
-            # The number of an epoch also seeds the order of the files in it.
+            # `datasets` shuffles the files by the number of the epoch: it is derived from the seed of the run.
             self.rows.set_epoch(int(np.random.SeedSequence((self.seed, block.epoch)).generate_state(1)[0]))
             stream = self._rows_from(block)
             while rows := list(islice(stream, self.shuffle_buffer)):
@@ -167,10 +167,10 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
             self.begun.append(block)
 
     def _rows_from(self, block: Block) -> Iterator[Row]:
-        """The rows from a block on, to the end of its epoch.
+        """Return the rows from the beginning of a block to the end of its epoch.
 
         Raises:
-            ValueError: its state is not one of this stream.
+            ValueError: the state of the block does not belong to this stream.
         """
         if block.state is None:
             return iter(self.rows)

@@ -1,4 +1,4 @@
-"""Text for language models: as blocks of tokens, or as a file of bytes."""
+"""Text datasets for language models: blocks of tokens, or a file of bytes."""
 
 from itertools import chain
 from pathlib import Path
@@ -19,27 +19,29 @@ def group_into_blocks(
     column: str = "text",
     mark_ends: bool = True,
 ) -> Dataset:
-    """Texts joined, a thousand rows at a time, and cut into blocks; the rest that fills no block is left out.
+    """Tokenize texts, concatenate them and split them into blocks of `block_size` tokens.
+
+    A thousand rows are concatenated at a time; their last tokens that do not fill a block are dropped.
 
     Args:
-        dataset: with a column of texts.
-        tokenizer: of the model.
-        block_size: tokens per block, at least 2: each is to predict the next.
-        column: name of that column.
-        mark_ends: whether each text ends with the tokenizer's `eos_token`, if it has one.
+        dataset: dataset with a column of texts.
+        tokenizer: the model's tokenizer.
+        block_size: tokens per block, at least 2, since each token predicts the next.
+        column: name of the column of texts.
+        mark_ends: whether to append the tokenizer's `eos_token`, if it has one, to each text.
 
     Returns:
         Rows of `input_ids` and `labels`, each of `block_size` tokens.
 
     Raises:
-        ValueError: smaller blocks.
+        ValueError: `block_size` is less than 2.
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2, got {block_size}")
     end = [tokenizer.eos_token_id] if mark_ends and tokenizer.eos_token_id is not None else []
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        # Joining is the aim here: a text longer than the model's limit is none to warn about.
+        # `verbose=False`: texts are split into blocks, so one that is longer than the model's limit needs no warning.
         texts = tokenizer(rows[column], add_special_tokens=False, verbose=False)["input_ids"]
         tokens = list(chain.from_iterable([*ids, *end] for ids in texts))
         stop = len(tokens) // block_size * block_size
@@ -50,15 +52,17 @@ def group_into_blocks(
 
 
 def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
-    """A file with all texts in UTF-8. It lies in the cache of `datasets`, and is written only if it is not there yet.
+    """Write all texts to one file in UTF-8 and return its path.
+
+    The file lies in the cache of `datasets` and is written only if it does not exist yet.
 
     Args:
-        dataset: with a column of texts; a missing text is an empty one.
-        column: its name.
-        separator: between two texts.
+        dataset: dataset with a column of texts; None counts as an empty text.
+        column: name of the column of texts.
+        separator: the text between two rows.
 
     Raises:
-        ValueError: a column of something else.
+        ValueError: the column does not hold texts.
     """
     feature = dataset.features[column]
     if not isinstance(feature, Value) or feature.dtype not in ("string", "large_string"):

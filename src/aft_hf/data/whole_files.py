@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic writing: a file exists completely or not at all."""
 
 import os
 import secrets
@@ -10,14 +10,15 @@ from typing import BinaryIO
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into that in the end gets the name `path`, whatever other processes do; makes the directory.
+    """Open a temporary file for writing that is renamed to `path` when the block ends without an error.
 
-    A link of that name is replaced, and nothing is written to where it leads.
+    The directory is created if necessary.
+    Several processes may write the same path at the same time. A symlink at `path` is replaced, its target unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        # "x" refuses what is there already, links included. Other than `mkstemp`, it gives the usual access rights.
+        # Mode "x" fails if the name exists, even as a symlink. Unlike `mkstemp`, it gives the usual file permissions.
         with aside.open("xb") as file:
             yield file
         os.replace(aside, path)

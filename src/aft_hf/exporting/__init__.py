@@ -1,4 +1,4 @@
-"""AFT models as programs for other runtimes."""
+"""Export of AFT models to other runtimes."""
 
 from .onnx_step import empty_state, export_step
 

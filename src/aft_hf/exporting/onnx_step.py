@@ -1,4 +1,4 @@
-"""Decoding outside PyTorch: one token at a time as an ONNX program, with the cache as its inputs and outputs."""
+"""ONNX export of a decoding step: a program for one token, with the cache as its inputs and outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,17 @@ from ..mixer_aft import AFTMixer
 from ..modeling_aft import AFTForCausalLM
 
 
-STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, as `AFTLayerState` describes them
+STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, see `AFTLayerState`
 
 
 def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.Tensor]:
-    """The inputs of the program beside `input_ids` before the first token.
+    """Return the state before the first token: the inputs of the program besides `input_ids`.
 
     `seen`, (B,) int64, counts the tokens of each row; `I.keys` and the other names of `STATE` are the float32 tensors
-    of layer I. All have the batch in front, and a constant size.
+    of layer I. The batch is the first dimension of all tensors, and their size is constant.
 
     Raises:
-        ValueError: a model with a `full` layer, whose cache grows with the text.
+        ValueError: the model has a `full` layer, whose cache grows with the text.
     """
     state = {"seen": torch.zeros(batch_size, dtype=torch.long)}
     for index, mixer in enumerate(_mixers(model)):
@@ -31,25 +31,26 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
         widths = mixer.k_proj.out_features, mixer.v_proj.out_features
         empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
         state |= {f"{index}.{name}": getattr(empty, name) for name in STATE}
-    # Without a window there are no keys and values to carry.
+    # Layers without a window have no keys and values.
     return {name: tensor for name, tensor in state.items() if tensor.numel() > 0}
 
 
 def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None:
-    """Write the ONNX program of one step, for any batch size.
+    """Export one decoding step as an ONNX program for any batch size.
 
-    Its inputs are `input_ids` (B, 1) and what `empty_state` describes; its outputs `logits` (B, 1, vocabulary) and
-    each input of the state again as `next.NAME`. A prompt is fed token by token. Nothing is checked there: a text must
-    not grow longer than `max_position_embeddings`, where the model has learned positions.
+    Its inputs are `input_ids` (B, 1) and the tensors of `empty_state`. Its outputs are `logits` (B, 1, vocabulary) and
+    `next.NAME` for each tensor NAME of the state. A prompt is fed token by token. The program checks nothing: if the
+    model has learned positions, a text must not exceed `max_position_embeddings`.
 
     Args:
-        model: in evaluation mode, in float32, with layers of any type but `full`.
-        path: of the file.
-        **options: more of `torch.onnx.export`. By default `optimize=False`: onnxruntime optimizes what it loads, and
-            the optimizer of the exporter takes time that grows with the square of the number of layers.
+        model: model in evaluation mode and float32, with layers of any type but `full`.
+        path: the ONNX file to write.
+        **options: further arguments of `torch.onnx.export`. Default: `optimize=False`, since onnxruntime optimizes a
+            program when it loads it, and the time of the exporter's optimizer grows with the square of the number of
+            layers.
 
     Raises:
-        ValueError: a model with a `full` layer.
+        ValueError: the model has a `full` layer.
     """
     state = empty_state(model, 2)
     inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": state}
@@ -66,7 +67,7 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None
         dynamo=True,
         **{"optimize": False, "verbose": False, **options},
     )
-    assert program is not None  # of dynamo=True
+    assert program is not None  # with dynamo=True
     program.save(path)
 
 
@@ -75,14 +76,14 @@ def _mixers(model: AFTForCausalLM) -> list[AFTMixer]:
 
 
 def _window(mixer: AFTMixer) -> int:
-    """How many keys and values the state of a mixer keeps."""
+    """Return how many keys and values the state of a mixer keeps."""
     if mixer.state_window is None:
         raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
     return mixer.state_window
 
 
 class _Step(nn.Module):
-    """A language model as a function of a token and a state, to the logits and the next state."""
+    """A language model as a function from a token and a state to the logits and the next state."""
 
     def __init__(self, model: AFTForCausalLM):
         super().__init__()
@@ -100,7 +101,7 @@ class _Step(nn.Module):
 
 
 class _StepState(AFTStaticLayerState):
-    """The state of a layer from the inputs of a program: it is replaced and not changed in place."""
+    """State of a layer whose tensors are inputs of the program; they are replaced and not changed in place."""
 
     _store = AFTLayerState._store
 
@@ -112,7 +113,7 @@ class _StepState(AFTStaticLayerState):
             state.get(f"{index}.{name}", like[:, :, :0])
             for name, like in (("keys", self.maximum), ("values", self.numerator))
         )
-        # The tokens that count are those seen, row by row.
+        # `seen` of a layer is `cumulative_length - padding`.
         self.cumulative_length, self.padding = torch.zeros_like(state["seen"][0]), -state["seen"]
         self.padded, self.is_initialized, self.is_empty = True, True, False
 

@@ -1,4 +1,4 @@
-"""Publishing models on the Hub: the card, the checks before an upload, the upload."""
+"""Publishing models on the Hub: the model card, the checks before an upload, and the upload."""
 
 from .card import build_card, write_card
 from .checks import find_problems

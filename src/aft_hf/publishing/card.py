@@ -1,4 +1,4 @@
-"""The model card: README.md, with the metadata that the Hub reads, filled from the files beside the model."""
+"""The model card, README.md with metadata for the Hub, generated from the files beside the model."""
 
 import importlib.util
 import math
@@ -32,12 +32,12 @@ TEMPLATE = Path(__file__).with_name("template.md")
 README, PICTURE = "README.md", "position_biases.png"
 PICTURES = {
     PICTURE: "Position biases w of layers and heads: red where a position counts more, blue where it counts less.",
-    "losses.png": "The loss over the steps of the training, and what was evaluated on the way.",
+    "losses.png": "The loss over the training steps, and the results of evaluations during training.",
 }
-MAX_POSITIONS_DRAWN = 1100  # tables of T x T numbers, for all layers and heads at once
-# A card with this line is written anew whenever the model is published.
+MAX_POSITIONS_DRAWN = 1100  # above it, the T x T biases of all layers and heads take too much memory
+# A card with this line is regenerated whenever the model is published.
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
-SOFTWARE = "aft-hf"  # in our pictures
+SOFTWARE = "aft-hf"  # PNG metadata that marks generated pictures
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 TASKS = {
@@ -48,7 +48,7 @@ TASKS = {
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
-# What cards call other models, by model_type or, of `aft_hf.baselines`, by mixer.
+# Names of baselines on cards, by model_type or, for `aft_hf.baselines`, by mixer.
 KINDS = {
     "beit": "DeiT",
     "gpt2": "GPT-2",
@@ -60,7 +60,7 @@ KINDS = {
     "synthesizer": "Synthesizer",
     "vit": "ViT",
 }
-PIXELS = "unconditional-image-generation"  # what a causal language model of sub-pixels does
+PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
 AUTO_CLASSES = {
     "text-generation": "AutoModelForCausalLM",
     PIXELS: "AutoModelForCausalLM",
@@ -69,27 +69,26 @@ AUTO_CLASSES = {
     "token-classification": "AutoModelForTokenClassification",
 }
 
-# Fields that a card shows where they are not the default: the paper's ablations, and what the paper has not. The first
-# two are of any type, the others of position biases.
+# Config fields that a card shows if they differ from the default: the paper's ablations, and options beyond the paper.
+# The first two apply to all types, the others only to types with position biases.
 SWITCHES: tuple[str, ...] = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
 SWITCHES += ("position_bias_entropy_weight", "position_bias_selection", "position_bias_multiplier")
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
-    """Write README.md into the directory of a saved model, and a picture of its position biases if there is none
-    but ours.
+    """Write README.md and a picture of the position biases into the directory of a saved model.
 
-    A README.md without the line that marks it as ours is the user's, and stays as it is, but for a license that is
-    given.
+    A README.md without the line that marks generated cards is the user's: only a given license is changed in it. A
+    picture of the user is kept, too.
 
     Args:
-        directory: what `save_pretrained` wrote, and what training and conversion left beside it.
-        repo_id: "name/model" on the Hub; by default the name of the directory.
-        license: of the weights, as the Hub calls it; by default what README.md says already, or else Apache 2.0.
+        directory: the directory that `save_pretrained` wrote, with the files of training and conversion.
+        repo_id: "name/model" on the Hub. Default: the name of the directory.
+        license: license of the weights by its name on the Hub. Default: the license in README.md, or else Apache 2.0.
 
     Raises:
-        PublishError: a file is a link out of the directory, config.json is not that of an AFT, a file with results
-            cannot be read, or the Hub does not know the license.
+        PublishError: a file is a link out of the directory, config.json is not that of an AFT model, a file with
+            results cannot be read, or the Hub does not know the license.
     """
     directory = Path(directory)
     with made_card(directory, repo_id=repo_id, license=license) as made:
@@ -99,7 +98,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
 
 @contextmanager
 def made_card(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> Iterator[Path]:
-    """A temporary directory with what `write_card` writes. Arguments and errors are those of `write_card`."""
+    """Create a temporary directory with the files that `write_card` writes. Arguments and errors are the same."""
     refuse_misplaced_files(directory)
     terms = _license(directory, license)
     with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
@@ -115,21 +114,21 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
 
 
 def put_into(directory: Path, made: Path) -> None:
-    """Copy the files of `made`, each as a whole or not at all; a link in the place of one is replaced."""
+    """Copy the files of `made` to `directory`, each atomically. A symlink of the same name is replaced."""
     for path in made.iterdir():
         with write_whole(directory / path.name) as file:
             file.write(path.read_bytes())
 
 
 def is_ours(content: str) -> bool:
-    """Whether a card may be replaced: it is ours, or one of transformers', which say nothing of the model."""
+    """Return whether a card may be replaced: it was generated here, or by transformers without facts on the model."""
     return MARKER in content or "generated_from_trainer" in content or "# Model Card for Model ID" in content
 
 
 def build_card(
     directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None
 ) -> ModelCard:
-    """The card of a saved model, without writing anything. Arguments and errors are those of `write_card`."""
+    """Build the card of a saved model without writing it. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
     return _card(directory, read_facts(directory), directory, repo_id=repo_id, license=license)
 
@@ -137,7 +136,7 @@ def build_card(
 def _card(directory: Path, facts: Facts, made: Path, *, repo_id: str | None, license: str | None) -> ModelCard:
     name = repo_id or directory.resolve().name
     status = (
-        "Nothing in this repository records a training: take the weights as untrained, for tests and for fine-tuning."
+        "No training is recorded in this repository: take the weights as untrained, for tests and for fine-tuning."
     )
     return fill_card(
         facts,
@@ -163,17 +162,17 @@ def fill_card(
     status: str = "",
     recipe: dict[str, str] | None = None,
 ) -> ModelCard:
-    """The template, filled.
+    """Fill the template of the card.
 
     Args:
-        facts: what is known.
-        name: of the model.
-        source: where the code on the card loads it from: an id on the Hub, or a directory.
-        marker: a comment that says where the card comes from.
-        pictures: what they show, by their path from the card.
-        license: of the metadata: `license`, and of another one `license_name` and `license_link`.
-        status: what a reader has to know first.
-        recipe: what the template tells of it, if the card is that of a recipe.
+        facts: the facts about the model.
+        name: name of the model.
+        source: the id on the Hub or the directory from which the code on the card loads the model.
+        marker: a comment that says how the card was generated.
+        pictures: captions of the pictures by their path, relative to the card.
+        license: the metadata `license` and, if it is "other", `license_name` and `license_link`.
+        status: a sentence at the top of the card that every reader has to know.
+        recipe: the values that the template shows about a recipe, if the card is that of a recipe.
     """
     task = _task(facts)
     return ModelCard.from_template(
@@ -207,11 +206,11 @@ def fill_card(
 
 
 def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> list[str]:
-    """What the Hub, or a reader, would miss in a card; an empty list if nothing. Needs no network.
+    """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network.
 
     Args:
-        path: of the card.
-        names: of files that will lie beside it, and need not yet.
+        path: path of the card.
+        names: names of files that will lie beside the card, even if they do not exist yet.
     """
     path = Path(path)
     if not path.is_file():
@@ -220,7 +219,7 @@ def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> 
     try:
         card = ModelCard(text)
         data = card.data.to_dict()
-    except Exception as error:  # whatever a YAML parser and the card classes make of it
+    except Exception as error:  # the YAML parser and the card classes can raise any exception
         return [f"the metadata cannot be read ({first_line(error)})"]
     problems = [f"the metadata lacks {name}" for name in REQUIRED if not data.get(name)]
     if data.get("library_name") not in (None, "transformers"):
@@ -228,10 +227,10 @@ def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> 
     bases = data.get("base_model") or []
     for base in [bases] if isinstance(bases, str) else bases:
         if not MODEL_ID.fullmatch(str(base)):
-            problems.append(f"base_model {base!r} is no id on the Hub")
+            problems.append(f"base_model {base!r} is not an id on the Hub (name/model)")
     for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
         if "://" not in picture and picture not in names and not (path.parent / picture).is_file():
-            problems.append(f"shows {picture}, which is not there")
+            problems.append(f"shows {picture}, which does not exist")
     return problems
 
 
@@ -239,16 +238,16 @@ def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> 
 
 
 def card_license(path: Path) -> str:
-    """What a card without problems names as the license of the weights."""
+    """Return the license of the weights in the metadata of a card without problems."""
     return (metadata_load(path) or {})["license"]
 
 
 def _license(directory: Path, license: str | None) -> dict[str, str]:
-    """What the metadata say of the license: the one that is asked for, or what they say already."""
+    """Return the metadata of the license: those of a given license, or those in README.md."""
     if license is None:
         try:
             written = metadata_load(directory / README) or {}
-        except Exception:  # no card yet, or one of which the checks say what is wrong
+        except Exception:  # there is no card yet, or the checks report what is wrong with it
             written = {}
         kept = {name: written[name] for name in ("license", "license_name", "license_link") if written.get(name)}
         return kept if "license" in kept else {"license": DEFAULT}
@@ -261,10 +260,10 @@ def _license(directory: Path, license: str | None) -> dict[str, str]:
 
 
 def _set_license(path: Path, terms: dict[str, str]) -> None:
-    """Change the license in the metadata of a card, and nothing else."""
+    """Change only the license in the metadata of a card."""
     try:
         metadata = metadata_load(path) or {}
-    except Exception as error:  # whatever a YAML parser makes of it
+    except Exception as error:  # the YAML parser can raise any exception
         raise PublishError(f"{README}: the metadata cannot be read ({first_line(error)})") from error
     kept = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
     metadata_save(path, kept | terms)
@@ -277,7 +276,7 @@ def _task(facts: Facts) -> str:
         return "text-generation" if facts.is_text else "image-classification"
     task = TASKS.get((facts.architecture, facts.config.modality))
     if task is None:
-        raise PublishError(f"architectures names {facts.architecture} for modality {facts.config.modality}")
+        raise PublishError(f"config.json: no {facts.architecture} exists for the modality {facts.config.modality}")
     return task
 
 
@@ -329,14 +328,14 @@ def _types(facts: Facts) -> set[str]:
 
 
 def _kind(facts: Facts) -> str:
-    """AFT-conv, or what a baseline is called."""
+    """Return the kind of the model on the card, such as "AFT-conv" or the name of a baseline."""
     if facts.is_aft:
         return f"AFT-{'/'.join(sorted(_types(facts)))}"
     return KINDS.get(getattr(facts.config, "mixer", facts.config.model_type), facts.config.model_type.upper())
 
 
 def _architecture(facts: Facts) -> dict[str, Any]:
-    """The numbers of the config that matter for its types, by what a card calls them; None where there is none."""
+    """Return the rows of the card's table of the architecture. The value is None if a row does not apply."""
     config, types, usual = facts.config, _types(facts), AFTConfig()
     layers = getattr(config, "num_hidden_layers", None) or sum(getattr(config, "depths", ()))
     common = {"parameters": facts.parameters, "layers": layers, "width": getattr(config, "hidden_size", None)}
@@ -369,10 +368,10 @@ def _architecture(facts: Facts) -> dict[str, Any]:
 
 
 def _takes_any_size(facts: Facts) -> bool:
-    """Whether nothing that the model has learned belongs to one size of images."""
+    """Return whether no parameter of the model depends on the image size."""
     if facts.is_aft:
         return not facts.config.use_position_embeddings and _types(facts) == {"conv"}
-    return not hasattr(facts.config, "image_size")  # as of a ResNet
+    return not hasattr(facts.config, "image_size")  # such as a ResNet
 
 
 def _size(sides: int | tuple[int, int] | None) -> str | None:
@@ -387,7 +386,7 @@ def _longest(config: PreTrainedConfig) -> int | str:
 
 
 def _one_file(facts: list[Fact]) -> str | None:
-    """The file that all of these come from, if it is one."""
+    """Return the file that all facts come from, or None if there are several."""
     files = {fact.file for fact in facts}
     return files.pop() if len(files) == 1 else None
 
@@ -397,25 +396,25 @@ def _label(name: str) -> str:
 
 
 def _data(facts: Facts, fact: Fact) -> str:
-    """The data and the part of it that a result is about, as far as its file tells."""
+    """Return the dataset and the split of a result, as far as its file records them."""
     dataset = (facts.dataset_name or facts.dataset) if Path(fact.file).name == RESULTS else None
     return escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
 
 
 def _hub_link(source: str) -> str:
-    """A source on the Hub as a link; the name of a directory as code."""
+    """Return a link to a source on the Hub, or the name of a directory as code."""
     if is_hub_id(source):
         return f"[{escaped(source)}](https://huggingface.co/{source})"
     return code(Path(source).name)
 
 
 def _side(facts: Facts) -> int:
-    """Of the images whose sub-pixels a model of them writes."""
+    """Return the side of the images that a model of sub-pixels generates."""
     return math.isqrt(facts.config.max_position_embeddings // 3)
 
 
 def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
-    """A picture, if there is none but ours, the model learns position biases, and matplotlib is there to draw it."""
+    """Draw the position biases if the model learns any, the user has no picture, and matplotlib is installed."""
     learned = set(facts.config.layer_aft_types) & {"full", "local", "conv"}
     if not (_is_our_picture(directory / PICTURE) and learned and facts.parameters):
         return
@@ -425,7 +424,7 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
         return
     try:
         model = ARCHITECTURES[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
-    except Exception:  # the checks before an upload say why
+    except Exception:  # the checks before an upload report why
         return
     plot_position_biases(model, made / PICTURE)
     ours = PngInfo()
@@ -435,11 +434,11 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
 
 
 def _is_our_picture(path: Path) -> bool:
-    """Whether a picture may be drawn anew: it is ours, which may show an earlier model, or there is none."""
+    """Return whether a picture may be drawn: there is none, or it was generated, possibly from an earlier model."""
     if not path.exists():
         return True
     try:
         with Image.open(path, formats=["PNG"]) as picture:
             return picture.info.get("Software") == SOFTWARE
-    except (OSError, ValueError, Image.DecompressionBombError):  # whatever it is, it is not ours
+    except (OSError, ValueError, Image.DecompressionBombError):  # not a generated picture
         return False

@@ -1,4 +1,4 @@
-"""What must be true of a directory before anybody else gets to see it."""
+"""Checks of a saved model before it is uploaded to the Hub."""
 
 import filecmp
 import os
@@ -33,9 +33,9 @@ CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
     "README.md",
 )
 PACKAGE = Path(__file__).parents[1]
-CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the flat files, which travel with the weights
+CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
 
-# Whatever the config names as attention: AFT has none, and the name of a kernel has it fetched from the Hub and run.
+# "eager" overrides the config: AFT has no attention, and transformers would download and run a kernel that it names.
 LOADING: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
@@ -52,7 +52,7 @@ SECRETS = {
     "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     "a Weights & Biases key": rb"(?i)wandb[\w\"' ]{0,20}[:=][\"' ]*[0-9a-f]{40}\b",
 }
-# A path that begins at the root: in JSON or YAML any value of two parts or more, in prose one of the usual places.
+# Absolute paths: in JSON or YAML any value with two parts or more, in prose only those below the usual directories.
 ROOTS = "home|root|Users|tmp|mnt|media|var|opt|srv|work|workspace|data|scratch|private|content|kaggle"
 ABSOLUTE_PATHS = (
     r"[\"'](/[\w.@+-]+(?:/[\w.@+-]*)+)[\"']",
@@ -65,15 +65,15 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "adde
 
 
 def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -> list[str]:
-    """Everything that stands against publishing a directory, a line each; an empty list if nothing does.
+    """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
 
-    All files lie in the directory (where they do not, nothing else is looked at); the model loads from its weights
-    alone and runs once with finite results; the code beside it is that of this package; the card has all that the Hub
-    asks for; no file is a pickle, holds a key or tells where it was on the machine that wrote it.
+    The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
+    weights alone and gives finite outputs; the code beside it is that of this package; the card has the metadata that
+    the Hub requires; no file is a pickle, holds a key, or holds an absolute path of the machine that wrote it.
 
     Args:
-        directory: of a saved model.
-        made: a directory with what is to be written into that one first, if there is anything.
+        directory: directory of a saved model.
+        made: directory with new files that will be written into `directory` before the upload, if any.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -105,7 +105,7 @@ def _file_problems(path: Path) -> Iterator[str]:
     if path.name not in VOCABULARIES:
         matches = [match for pattern in ABSOLUTE_PATHS for match in re.finditer(pattern, text)]
         for line, found in sorted({_line(text, match): match[1] for match in matches}.items()):
-            yield f"holds the absolute path {found} (line {line}), which means nothing elsewhere"
+            yield f"holds the absolute path {found} (line {line}), which does not exist elsewhere; remove it"
 
 
 def _is_pickle(path: Path) -> bool:
@@ -117,7 +117,7 @@ def _is_pickle(path: Path) -> bool:
         return True
     return zipfile.is_zipfile(path) and any(
         name.endswith(".pkl")
-        for name in zipfile.ZipFile(path).namelist()  # how torch.save writes
+        for name in zipfile.ZipFile(path).namelist()  # the format of torch.save
     )
 
 
@@ -140,7 +140,7 @@ def _model_problems(directory: Path) -> Iterator[str]:
     if not config_file.is_file():
         adapter = (directory / "adapter_config.json").is_file()
         hint = (
-            "; these are adapters: merge them into their model (`merge_and_unload`) and save that" if adapter else ""
+            "; this is an adapter: merge it into its model (`merge_and_unload`) and save the result" if adapter else ""
         )
         yield f"{CONFIG}: is missing{hint}"
         return
@@ -173,12 +173,12 @@ def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
         return
     for name, place in config.auto_map.items():
         if "--" in str(place):
-            yield f"{CONFIG}: auto_map takes {name} from another repository, {place}; {again}"
+            yield f"{CONFIG}: auto_map loads {name} from another repository, {place}; {again}"
     for name in CODE:
         if not (directory / name).is_file():
             yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
         elif not filecmp.cmp(directory / name, PACKAGE / name, shallow=False):
-            yield f"{name}: is not that of the installed aft_hf, with which the model was checked; {again}"
+            yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
 
 
 @torch.no_grad()
@@ -194,11 +194,11 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
     except PublishError as error:
         yield str(error)
         return
-    for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "have no place in it")):
+    for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "are unexpected")):
         if names := sorted(info[kind]):
             yield f"the model does not load: {len(names)} tensors {what}, such as {names[0]}"
     if info["mismatched_keys"]:
-        yield f"the model does not load: {sorted(info['mismatched_keys'])[0][0]} has another shape"
+        yield f"the model does not load: {sorted(info['mismatched_keys'])[0][0]} has another shape than in the config"
     if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return
     try:
@@ -213,17 +213,17 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
 
 
 def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
-    """The smallest input that a model of this config takes."""
+    """Return a small input for a model of this config."""
     if config.modality == "text":
         return {"input_ids": torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size}
     return {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
 
 
 def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
-    """Tokenizer and image processor, without which `pipeline` does not know what to do."""
+    """Check the tokenizer or the image processor, which `pipeline` needs."""
     is_text = model.config.modality == "text"
     if is_text and (read_json(directory / RESULTS, Results) or Results()).recipe.task == "pixels":
-        return  # sub-pixels are numbers already: there is no tokenizer
+        return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
     if not (directory / file).is_file():

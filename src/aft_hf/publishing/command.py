@@ -1,4 +1,4 @@
-"""`aft-hf publish`."""
+"""The command `aft-hf publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,26 +9,30 @@ from .upload import publish
 
 
 def publish_command(
-    directory: Annotated[Path, typer.Argument(help="Saved model, with its tokenizer or image processor.")],
-    repo_id: Annotated[str, typer.Argument(help="Where to on the Hub: name/model; made if it is not there.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of a saved model with its tokenizer or image processor.")
+    ],
+    repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, name/model; created if it does not exist.")],
     private: Annotated[
         bool | None,
         typer.Option(
-            "--private/--public", help="Of a new repository; by default as the account has it.", show_default=False
+            "--private/--public",
+            help="Visibility of a new repository. Default: that of the account.",
+            show_default=False,
         ),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch to commit to, by default main.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to. Default: main.")] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     license: Annotated[
         str | None,
         typer.Option(
-            help="Of the weights, by its SPDX id: mit, cc-by-4.0; by default what the card says, or apache-2.0.",
+            help="License of the weights as an SPDX id, such as mit. Default: that of the card, or apache-2.0.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and show what would be sent; write and send nothing.")
+        bool, typer.Option("--dry-run", help="Check and show what would be uploaded; write and upload nothing.")
     ] = False,
 ) -> None:
-    """Check a model, write its card, upload it to the Hub in one commit and verify what arrived."""
+    """Check a model, write its card, upload it to the Hub in one commit and verify the upload."""
     publish(directory, repo_id, private=private, revision=revision, create_pr=pr, license=license, dry_run=dry_run)

@@ -1,5 +1,5 @@
-"""The error of this package."""
+"""The error that publishing raises."""
 
 
 class PublishError(ValueError):
-    """A model that cannot be published, said in one line: what is wrong where, and what to do."""
+    """Raised when a model cannot be published. The message says in one line what is wrong and what to do."""

@@ -1,40 +1,40 @@
-"""Strings from files as text on a card: in Markdown, in its code and in its metadata."""
+"""Escaping of strings from files for the model card: for its Markdown, its code and its metadata."""
 
 import json
 import re
 
 
-# What opens or closes something within a line of Markdown, with tables, strike-through and formulas. An underscore
-# between letters does not.
+# Characters with a meaning inside a line of Markdown, including tables, strikethrough and formulas. An underscore
+# between letters has none.
 SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|!(?=\[)")
-# What becomes a link though nothing marks it.
+# Parts of text that become links without any markup.
 BARE_LINKS = re.compile(r":(?=//)|@|(?<=www)\.", re.IGNORECASE)
 HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, control characters and those that turn the direction of writing."""
+    """Return the text without line breaks, control characters and characters that change the writing direction."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def escaped(text: str) -> str:
-    """Markdown that shows `text` and does nothing else, within a line or a cell of a table."""
+    """Return Markdown that shows `text` literally, inside a line or a table cell."""
     text = BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", one_line(text)))
     return re.sub("[&<>]", lambda match: HTML[match[0]], text)
 
 
 def code(text: str) -> str:
-    """`text` as code within a line, but not within a table, where a bar would divide it."""
+    """Return `text` as inline code. It is not for tables, where a vertical bar would end the cell."""
     text = one_line(text)
     fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
 
 
 def quoted(text: str) -> str:
-    """Python that means `text`, between double quotes."""
+    """Return a Python string literal of `text` in double quotes."""
     return json.dumps(one_line(text), ensure_ascii=False)
 
 
 def plain(text: str) -> str:
-    """Words for the metadata, which the Hub and others show in ways of their own: without brackets and quotes."""
+    """Return `text` without brackets, quotes and backslashes, for metadata that others display in their own ways."""
     return one_line(re.sub(r"[<>\[\](){}`\"'\\]", " ", text)) or "unnamed"

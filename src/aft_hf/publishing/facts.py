@@ -1,4 +1,4 @@
-"""What the files beside a model say about it: the only source of the numbers on its card."""
+"""Facts about a saved model, read from the files beside it: the only source of the numbers on its card."""
 
 import math
 import re
@@ -22,11 +22,11 @@ from .errors import PublishError
 RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
 CONVERSION = "conversion_report.json"
 
-# What counts as a result, by the end of the name; all other numbers tell how the training went.
+# Endings of the names of results; all other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
-# What a card does not tell as training: the model is described by its config, places by nothing, the series of losses
-# are for pictures, and some keys change nothing.
+# Keys that a card does not list under training: the config describes the model, paths mean nothing to others, losses
+# are drawn as a picture, and some keys have no influence on the model.
 UNTOLD: tuple[str, ...] = (
     "metrics",
     "losses",
@@ -49,7 +49,7 @@ MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Fact:
-    """A value with its name, and the file that holds it."""
+    """A named value and the file that it comes from."""
 
     name: str
     value: Any
@@ -58,13 +58,13 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """As a card shows it: numbers with four digits, whole ones in full."""
+        """The value as a card shows it: floats with four significant digits, whole numbers in full."""
         return ", ".join(map(number, self.value)) if isinstance(self.value, list) else number(self.value)
 
 
 @dataclass
 class Facts:
-    """All that is known of a saved model."""
+    """All facts about a saved model."""
 
     config: PreTrainedConfig
     architecture: str
@@ -73,13 +73,13 @@ class Facts:
     training: list[Fact] = field(default_factory=list)
     cost: list[Fact] = field(default_factory=list)
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
-    dataset_name: str | None = None  # in words
+    dataset_name: str | None = None  # the name to show
     dataset_on_hub: bool = False
-    base_model: str | None = None  # on the Hub
+    base_model: str | None = None  # an id on the Hub
     conversion: dict[str, Any] | None = None
     task: str | None = None  # of the recipe
-    paper: dict[str, Any] | None = None  # the rows of the paper that the recipe repeats, and their score
-    versions: str | None = None  # of what the training ran with
+    paper: dict[str, Any] | None = None  # the rows of the paper that the recipe reproduces, and their score
+    versions: str | None = None  # of the software of the training
     config_file: str = "config.json"
 
     @property
@@ -88,46 +88,46 @@ class Facts:
 
     @property
     def is_text(self) -> bool:
-        """Whether it reads tokens; else images."""
+        """Whether the model reads tokens; otherwise it reads images."""
         if isinstance(self.config, AFTConfig):
             return self.config.modality == "text"
         return not hasattr(self.config, "image_size") and hasattr(self.config, "vocab_size")
 
     @property
     def is_pixels(self) -> bool:
-        """Whether its tokens are sub-pixels."""
+        """Whether the tokens are sub-pixels."""
         return self.task == "pixels"
 
     @property
     def was_trained(self) -> bool:
-        """Whether something tells of a training, and not only how long an evaluation took."""
+        """Whether the facts describe a training, and not only the runtime of an evaluation."""
         return any(
             _split_of(fact.name)[0] is None and (fact.name, fact.value) != ("epoch", 0) for fact in self.training
         )
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a source is on the Hub: it has the form of an id, and is no directory here."""
+    """Return whether a source is on the Hub: it has the form of an id, and no local path has this name."""
     return MODEL_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def number(value: Any) -> str:
-    """Four significant digits of a number; anything else as it is."""
+    """Format a float with four significant digits, or in full if it is whole. Other values become text as they are."""
     if isinstance(value, float) and not isinstance(value, bool):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
 
 
 def measured(value: float) -> str:
-    """Four significant digits, zeros too: 2.500."""
+    """Format a number with four significant digits including trailing zeros: 2.500."""
     return f"{value:#.4g}"
 
 
 def read_facts(directory: Path) -> Facts:
-    """Read the files of a saved model.
+    """Read the facts about a saved model from its files.
 
     Raises:
-        PublishError: config.json is not that of an AFT, or another file is not JSON.
+        PublishError: config.json is not that of an AFT model, or another file cannot be read.
     """
     raw = read_document(directory / "config.json", ModelConfig, PublishError)
     with explained(f"{directory / 'config.json'}: cannot be read", PublishError):
@@ -144,7 +144,7 @@ Section = Annotated[dict[str, Any], BeforeValidator(lambda value: value if isins
 
 
 class RecipeFacts(Document):
-    """The recipe in results.json, as far as a card tells it."""
+    """The sections of the recipe in results.json that a card uses."""
 
     task: Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)] = None
     model: Section = {}
@@ -155,8 +155,10 @@ class RecipeFacts(Document):
 
 
 class Results(Document):
-    """results.json of `aft_hf.training`. Other programs name their files so, too: what is no section of ours is none,
-    and all else is told as it is."""
+    """results.json of `aft_hf.training`.
+
+    Other programs write files of this name, too: a section of another type counts as empty, and other keys are kept.
+    """
 
     metrics: Section = {}
     recipe: Annotated[RecipeFacts, BeforeValidator(lambda value: value if isinstance(value, dict) else {})] = (
@@ -166,28 +168,28 @@ class Results(Document):
 
 
 def read_json(path: Path, kind: type[Content]) -> Content | None:
-    """What a file holds; None where there is none.
+    """Read and validate a JSON file; None if it does not exist.
 
     Raises:
-        PublishError: it does not hold that.
+        PublishError: the content of the file is not of type `kind`.
     """
     return read_document(path, kind, PublishError) if path.exists() else None
 
 
 def _count_parameters(directory: Path) -> int | None:
-    """Elements of all tensors in the weights, from the headers of the files; None where there are none."""
+    """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
     count = 0
     for path in sorted(directory.glob("model*.safetensors")):
         try:
             header = read_safetensors_header(path)
         except UnreadableError:
-            return None  # as the checks say in their words
+            return None  # the checks report it
         count += sum(math.prod(tensor.shape) for tensor in header.values())
     return count or None
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested mappings, by dotted name; a list of numbers is a leaf."""
+    """Yield the leaves of nested mappings with their dotted names. A list is a leaf; empty values are skipped."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
@@ -200,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _split_of(name: str) -> tuple[str | None, str]:
-    """("validation", "accuracy") of "eval_accuracy", "validation.accuracy" and the like."""
+    """Split names like "eval_accuracy" or "validation.accuracy" into ("validation", "accuracy")."""
     head, rest = (re.split("[._]", name, maxsplit=1) + [""])[:2]
     return (SPLITS[head], rest) if head in SPLITS and rest else (None, name)
 
@@ -214,14 +216,19 @@ def _is_result(name: str) -> bool:
 
 def _read_results(directory: Path, facts: Facts) -> None:
     results = read_json(directory / RESULTS, Results)
-    # One with neither is not of a training: `aft-hf evaluate --out` may have written it.
+    # A file with neither section is not from a training: `aft-hf evaluate --out` may have written it.
     if results is not None and {"metrics", "recipe"} & results.model_fields_set:
         add_results(facts, results, RESULTS)
 
 
 def add_results(facts: Facts, results: Results, file: str) -> None:
-    """Take over results.json of `aft_hf.training`: metrics, recipe, versions and what else it measured; `file` is the
-    name that a card gives it."""
+    """Add the content of results.json of `aft_hf.training`: metrics, recipe, versions and all other values.
+
+    Args:
+        facts: the facts to add to.
+        results: the content of the file.
+        file: the name of the file on the card.
+    """
     for name, value in _flat(results.metrics):
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric):
@@ -252,7 +259,7 @@ def add_results(facts: Facts, results: Results, file: str) -> None:
 
 
 def _read_trainer(directory: Path, facts: Facts) -> None:
-    """What transformers' Trainer writes: all_results.json and trainer_state.json."""
+    """Read the files of transformers' Trainer: all_results.json and trainer_state.json."""
     for name, value in _flat(read_json(directory / TRAINER_RESULTS, dict[str, Any])):
         split, metric = _split_of(name)
         if not _is_number(value):
@@ -292,12 +299,12 @@ def _read_conversion(directory: Path, facts: Facts) -> None:
 
 
 def _distillation(done: Any) -> str | None:
-    """How a converted model was distilled, in a sentence; None where it was not."""
+    """Return a sentence on the distillation of a converted model; None if it was not distilled."""
     names = ("images", "steps", "agreement", "divergence")
     if not isinstance(done, dict) or not all(_is_number(done.get(name)) for name in names):
         return None
     return (
-        f"Then it was distilled from its source on {done['images']} images without labels, in {done['steps']} steps: "
-        f"on {done['agreement']:.1%} of the last ones, as augmented, both gave the same class (KL "
+        f"It was then distilled from its source on {done['images']} unlabelled images in {done['steps']} steps. On "
+        f"{done['agreement']:.1%} of the last augmented images, both models predicted the same class (KL divergence "
         f"{done['divergence']:.3f} nats)."
     )

@@ -1,4 +1,4 @@
-"""Which files of a folder are published, and that they lie in that folder."""
+"""Selection of the files of a folder to publish, and the check that they lie in that folder."""
 
 import os
 from fnmatch import fnmatch
@@ -8,16 +8,19 @@ from ..conversion.manifest import MANIFEST_NAME
 from .errors import PublishError
 
 
-# What training and conversion leave behind and nobody loads stays where it is. Hidden files too, but for Git's own.
+# Files of training and conversion that no model needs are not published. Neither are hidden files, except Git's own.
 LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
-LEFT_OUT += ["_run"]  # of finetune.py: who trains there
+LEFT_OUT += ["_run"]  # the lock of a training run: `training.ownership`
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
 LEFT_OUT += [MANIFEST_NAME]
 
 
 def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
-    """(what belongs to the model, what is left out), sorted; of a folder that is left out only the folder."""
+    """Return (files of the model, files and folders that are left out), sorted.
+
+    The files in a folder that is left out are not listed.
+    """
     kept, left_out = [], []
     for folder, folders, names in os.walk(directory):
         here = Path(folder)
@@ -31,28 +34,28 @@ def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
 
 
 def files_by_name(*directories: Path) -> dict[str, Path]:
-    """What is published, by its name there; files of later directories stand for those of earlier ones."""
+    """Return the files to publish by their name on the Hub. Later directories replace files of earlier ones."""
     found = {path.relative_to(each).as_posix(): path for each in directories for path in files_to_upload(each)[0]}
     return dict(sorted(found.items()))
 
 
 def misplaced_files(directory: Path) -> list[str]:
-    """What would be published and is no regular file of the folder, a line each.
+    """Return a line for each file to publish that is not a regular file of the folder.
 
-    A link could bring in any file of this machine, or have it written over, and reading a pipe never ends.
+    A symlink could publish any file of the machine or overwrite it, and reading a pipe never ends.
     """
     problems = {name: _misplacement(path, directory) for name, path in files_by_name(directory).items()}
     return [f"{name}: {problem}" for name, problem in problems.items() if problem is not None]
 
 
 def refuse_misplaced_files(directory: Path) -> None:
-    """Raise a PublishError that names `misplaced_files`, if there are any."""
+    """Raise a PublishError that lists `misplaced_files`, if there are any."""
     if problems := misplaced_files(directory):
-        raise PublishError(f"{directory} is not fit to be published: {'; '.join(problems)}")
+        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether a file or folder is to stay where it is: of hidden ones, all but Git's own."""
+    """Return whether a file or folder is hidden and thus not published. Git's own files are not."""
     return name.startswith(".") and name not in (".gitattributes", ".gitignore")
 
 
@@ -60,14 +63,12 @@ def _misplacement(path: Path, directory: Path) -> str | None:
     if path.is_symlink():
         target = Path(os.path.realpath(path))
         if not target.exists():
-            return f"is a link to nothing ({os.readlink(path)}); remove it"
+            return f"is a broken link to {os.readlink(path)}; remove it"
         if not target.is_relative_to(os.path.realpath(directory)):
-            return f"is a link out of the folder, to {target}; put a copy in its place if it is to be published"
+            return f"is a link to {target}, outside the folder; replace it with a copy to publish the file"
         inside = target.relative_to(os.path.realpath(directory))
         if any(map(_is_hidden, inside.parts)):
-            return (
-                f"is a link to the hidden file {inside.as_posix()}; put a copy in its place if it is to be published"
-            )
+            return f"is a link to the hidden file {inside.as_posix()}; replace it with a copy to publish the file"
         if target.is_dir():
-            return "is a link to a folder; put a copy in its place if it is to be published"
-    return None if path.is_file() else "is no regular file; remove it"
+            return "is a link to a folder; replace it with a copy to publish the files"
+    return None if path.is_file() else "is not a regular file; remove it"

@@ -1,4 +1,4 @@
-"""The names of licenses that the Hub knows."""
+"""Names of the licenses that the Hub knows."""
 
 import difflib
 
@@ -7,7 +7,7 @@ from .errors import PublishError
 
 DEFAULT = "apache-2.0"
 
-# https://huggingface.co/docs/hub/repositories-licenses: SPDX ids in small letters, families, and licenses of models.
+# https://huggingface.co/docs/hub/repositories-licenses: SPDX ids in lower case, license families, and model licenses.
 LICENSES = set(
     """
     apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
@@ -24,16 +24,16 @@ LICENSES = set(
 
 
 def known_license(name: str) -> str:
-    """The Hub's name of a license; capitals, as SPDX has them, do not matter.
+    """Return the Hub's name of a license, in lower case. `name` may be in upper case, as in SPDX.
 
     Raises:
-        PublishError: the Hub has no such license; the message has the nearest names.
+        PublishError: the Hub does not know the license. The message suggests similar names.
     """
     lowered = name.strip().lower()
     if lowered in LICENSES:
         return lowered
     near = difflib.get_close_matches(lowered, sorted(LICENSES), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "such are apache-2.0, mit and cc-by-4.0"
+    hint = f"did you mean {' or '.join(near)}?" if near else "examples are apache-2.0, mit and cc-by-4.0"
     raise PublishError(
-        f"the Hub knows no license {name!r}; {hint} (all: https://huggingface.co/docs/hub/repositories-licenses)"
+        f"the Hub does not know the license {name!r}; {hint} (all: https://huggingface.co/docs/hub/repositories-licenses)"
     )

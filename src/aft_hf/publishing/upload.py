@@ -1,7 +1,7 @@
-"""Publishing a directory on the Hub: checked before, in one commit, verified after.
+"""Publishing a directory on the Hub: checks, an upload in one commit, and the verification of the upload.
 
-`HfApi.upload_folder` is not used: it sends a large folder in several commits, and an interrupted one leaves a part of
-the model in the repository.
+`HfApi.upload_folder` is not used: it uploads a large folder in several commits, so an interrupted upload leaves a part
+of the model in the repository.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx2  # what huggingface_hub talks with: connections fail with its errors
+import httpx2  # the HTTP client of huggingface_hub, which lets its errors pass
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_session
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -38,20 +38,20 @@ from .folder import files_by_name, files_to_upload
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
-ATTEMPTS, WAIT = 4, 2.0  # a transient failure is tried again after 2, 4, 8 seconds
-PATIENCE = 300.0  # seconds without a byte after which a connection counts as broken
+ATTEMPTS, WAIT = 4, 2.0  # a transient failure is retried after 2, 4 and 8 seconds
+PATIENCE = 300.0  # timeout in seconds of a connection without a byte received
 HINTS = {
-    401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
-    403: "the token may not write there: take one that may, and a name of your own",
-    412: "somebody else commits there: run the same again",
-    429: "the Hub asks to slow down: wait, and run the same again",
+    401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
+    403: "the token may not write there: use a token with write access, and a repository of your own",
+    412: "there was another commit at the same time: run the command again",
+    429: "there were too many requests: wait, and run the command again",
 }
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published: where to see it, and the commit; None where nothing was sent."""
+    """Result of `publish`: the URL, the commit hash (None if nothing was uploaded), and the names of the files."""
 
     url: str
     commit: str | None
@@ -71,30 +71,32 @@ def publish(
     endpoint: str | None = None,
     console: Console | None = None,
 ) -> Publication:
-    """Check a saved model, write its card, upload it in one commit and verify what arrived.
+    """Check a saved model, write its card, upload it in one commit and verify the upload.
 
-    An interrupted upload resumes with the same call: files that have arrived are not sent again, and until the one
-    commit at the end the repository does not change.
+    An interrupted upload resumes with the same call: files that have arrived are not sent again, and the repository
+    does not change before the single commit at the end.
 
     Args:
-        directory: what `save_pretrained` wrote, with tokenizer or image processor beside it.
-        repo_id: "name/model" on the Hub; made if it is not there.
-        private: make a new repository private (True) or public (False); by default as the account has it.
-        revision: a branch to commit to, made from main if it is not there; main by default.
+        directory: the directory that `save_pretrained` wrote, with the tokenizer or image processor.
+        repo_id: "name/model" on the Hub. The repository is created if it does not exist.
+        private: whether a new repository is private or public. Default: the setting of the account.
+        revision: the branch to commit to, created from main if it does not exist. Default: main.
         create_pr: open a pull request instead of committing.
-        license: of the weights, as `write_card` takes it.
-        dry_run: check and show only; nothing is written or sent, and no network is needed.
-        token: of the Hub; by default that of `hf auth login` or HF_TOKEN.
-        endpoint: of the Hub; by default HF_ENDPOINT.
-        console: where to print.
+        license: license of the weights, as for `write_card`.
+        dry_run: only check and show; nothing is written or uploaded, and no network is needed.
+        token: token of the Hub. Default: the token of `hf auth login` or HF_TOKEN.
+        endpoint: URL of the Hub. Default: the environment variable HF_ENDPOINT.
+        console: the rich console to print to. Default: the standard output.
 
     Raises:
-        PublishError: the directory is not fit to be published, the Hub refused or could not be reached, or what
-            arrived is not what was sent. The message says what to do.
+        PublishError: the directory has problems, the Hub refuses the upload or cannot be reached, or the uploaded
+            files differ from the local files. The message says what to do.
     """
     directory, console = Path(directory), console or Console()
     if create_pr and revision is not None:
-        raise PublishError("give a revision or ask for a pull request, not both: a pull request is against main")
+        raise PublishError(
+            "give a revision or ask for a pull request, not both: a pull request is always against main"
+        )
     if not (directory / CONFIG).is_file():
         _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
@@ -103,7 +105,7 @@ def publish(
         files = files_by_name(directory, made)
         _show(console, directory, repo_id, files)
         if dry_run:
-            console.print("nothing was sent")
+            console.print("nothing was uploaded")
             return Publication(f"{api.endpoint}/{repo_id}", None, list(files))
         put_into(directory, made)
     with _impatient():
@@ -112,7 +114,7 @@ def publish(
         with _explained(lambda error: _outcome(error, api, repo_id, revision, before, create_pr)):
             commit = _commit(api, repo_id, directory, list(files), revision, before, create_pr)
         url = commit.pr_url or f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
-        with _explained(lambda error: f"committed to {url}, but not verified; run the same again to verify it"):
+        with _explained(lambda error: f"committed to {url}, but not verified; run the command again to verify it"):
             _verify(api, repo_id, directory, list(files), commit)
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
     return Publication(url, commit.oid, list(files))
@@ -120,17 +122,17 @@ def publish(
 
 def _refuse_unfit(directory: Path, made: Path | None = None) -> None:
     if problems := find_problems(directory, made):
-        raise PublishError(f"{directory} is not fit to be published: {'; '.join(problems)}")
+        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
 
 
 def _show(console: Console, directory: Path, repo_id: str, files: dict[str, Path]) -> None:
-    """Print what is sent and what is left out. Names are escaped: rich takes brackets for markup."""
+    """Print which files are uploaded or left out. Their names are escaped, since rich reads brackets as markup."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {card_license(files[README])}"}
     table = Table(title=escape(f"{directory} to {repo_id}"))
     table.caption = f"{len(files)} files, {decimal(sum(sizes.values()))}"
     table.add_column("file", overflow="fold")
-    table.add_column("what")
+    table.add_column("kind")
     table.add_column("size", justify="right")
     for name, size in sizes.items():
         kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
@@ -144,11 +146,11 @@ def _show(console: Console, directory: Path, repo_id: str, files: dict[str, Path
 
 
 def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> ModelInfo:
-    """Make repository and branch where they are not there; what the branch holds."""
+    """Create the repository and the branch if they do not exist, and return the state of the branch."""
     _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
     info = _retried(lambda: _repository_info(api, repo_id))
     if private and not info.private:
-        raise PublishError(f"{repo_id} is there and public; make it private on the Hub, or take another name")
+        raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
     if revision is None:
         return info
     _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
@@ -156,7 +158,7 @@ def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision
 
 
 def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, **options: Any) -> ModelInfo:
-    # Unless it is given a limit, it overrides that of the session, and waits for ever.
+    # Without an explicit timeout, `model_info` overrides the session's timeout and waits forever.
     return api.model_info(repo_id, revision=revision, timeout=PATIENCE, **options)
 
 
@@ -169,18 +171,18 @@ def _commit(
     before: ModelInfo,
     create_pr: bool,
 ) -> CommitInfo:
-    """One commit of everything, on top of `before`, of whose weights none stay in force.
+    """Commit all files on top of `before` in one commit, which also deletes weights of `before` that are not replaced.
 
-    Trying again is safe: files that have arrived are not sent again, and a commit that was made though its answer was
-    lost has moved the branch, so that no second one is made. A pull request would be opened twice, so that is tried
-    again only where the Hub asks to slow down.
+    A retry is safe: files that have arrived are not sent again, and if a commit was made but its response was lost,
+    the branch has moved, so no second commit is made. A pull request could be opened twice, so it is retried only
+    after too many requests (429).
     """
     there = {file.rfilename for file in before.siblings or ()}
-    # The new weights do not replace these, and a single file would be read in place of new shards.
+    # The new files do not replace these old weights, and an old single file would be loaded instead of new shards.
     stale = sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
 
     def attempt() -> CommitInfo:
-        # Operations remember what became of them, so each attempt has its own.
+        # Operations keep the state of their upload, so each attempt needs new ones.
         added = [CommitOperationAdd(name, directory / name) for name in names]
         return api.create_commit(
             repo_id,
@@ -199,25 +201,26 @@ def _commit(
 def _outcome(
     error: Exception, api: HfApi, repo_id: str, revision: str | None, before: ModelInfo, create_pr: bool
 ) -> str:
-    """Whether a commit that ended in an error was made after all, as when only its answer was lost."""
+    """Describe the repository after a commit that failed, which may exist if only the response was lost."""
     nothing = f"{repo_id}: nothing was committed"
     if not _is_transient(error):
         return nothing
     if create_pr:
-        return f"{repo_id} is unchanged; look whether its pull requests have this one before you run the same again"
+        return f"{repo_id} is unchanged; look for this one among its pull requests before you run the command again"
     try:
         now = _repository_info(api, repo_id, revision)
     except Exception:
-        return f"{repo_id} is as it was, or has the whole commit: nobody answers"
-    return nothing if now.sha == before.sha else f"{repo_id} was committed to, but not verified"
+        return f"{repo_id} is unchanged or has the complete commit: the Hub does not answer"
+    return nothing if now.sha == before.sha else f"{repo_id} has a new commit, which was not verified"
 
 
 def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit: CommitInfo) -> None:
-    """Compare the check sums of the commit with those of the files. Of weights it is the sum that the Hub recorded
-    when it took them, not one of the bytes that it would send.
+    """Compare the checksums of the files in the commit with those of the local files.
+
+    For weights, this is the checksum that the Hub recorded at the upload, not one of the bytes that it would send.
 
     Raises:
-        PublishError: a file is missing or another.
+        PublishError: a file is missing or differs.
     """
     info = _retried(lambda: _repository_info(api, repo_id, commit.oid, files_metadata=True))
     there = {file.rfilename: file for file in info.siblings or ()}
@@ -227,7 +230,7 @@ def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit:
             file.lfs.sha256 == sha256(path) if file.lfs else file.blob_id == git_hash(path.read_bytes())
         )
         if not is_same:
-            raise PublishError(f"{name} on the Hub is not what was sent")
+            raise PublishError(f"{name} on the Hub is missing or differs from the local file")
 
 
 # ----------------------------------------------------------------------------------------------------------- failures
@@ -235,7 +238,7 @@ def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Gives the client of huggingface_hub, which waits for ever, a limit."""
+    """Set a timeout for the client of huggingface_hub, which by default waits forever."""
     session = get_session()
     before, session.timeout = session.timeout, httpx2.Timeout(PATIENCE)
     try:
@@ -252,9 +255,9 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _retried(action: Callable[[], Result], may_retry: Callable[[Exception], bool] = _is_transient) -> Result:
-    """Do it, again after a pause where the Hub is busy or the connection breaks.
+    """Call `action`, and retry it after a pause if the Hub is busy or the connection breaks.
 
-    huggingface_hub retries the transfer of files, but not what makes repositories, branches and commits.
+    huggingface_hub retries the transfer of files, but not the requests that create repositories, branches and commits.
     """
     for attempt in range(1, ATTEMPTS):
         try:
@@ -267,7 +270,7 @@ def _retried(action: Callable[[], Result], may_retry: Callable[[Exception], bool
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-    """An error and what it came from, outermost first."""
+    """Return an error and its chain of causes, outermost first."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -281,12 +284,13 @@ def _status(error: Exception) -> int | None:
 
 @contextmanager
 def _explained(context: Callable[[Exception], str]) -> Iterator[None]:
-    """Makes one line of what the Hub and the network do wrong: what happened, what to do, what state things are in."""
+    """Convert errors of the Hub and the network to a one-line PublishError: the cause, the fix, and the state of the
+    repository, which `context` describes."""
     try:
         yield
     except PublishError as error:
         raise PublishError(f"{error} ({context(error)})") from error
-    except Exception as error:  # of answers that are not what the Hub gives, huggingface_hub raises anything
+    except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
         raise PublishError(f"{_reason(error)} ({context(error)})") from error
 
 
@@ -296,17 +300,17 @@ def _reason(error: Exception) -> str:
             case HFValidationError() | OfflineModeIsEnabled() | LocalTokenNotFoundError():
                 return first_line(each)
             case RevisionNotFoundError():
-                return "the Hub does not know the revision"
+                return "the revision does not exist on the Hub"
             case HfHubHTTPError():
                 status = 401 if isinstance(each, RepositoryNotFoundError) else each.response.status_code
                 said = each.server_message or each.response.headers.get("X-Error-Message")
                 said = first_line(ValueError(said or each.response.reason_phrase))
-                hint = HINTS.get(status, "run the same again" if status >= 500 else "")
+                hint = HINTS.get(status, "run the command again" if status >= 500 else "")
                 return f"the Hub answered {each.response.status_code} {said}" + (f"; {hint}" if hint else "")
             case httpx2.TimeoutException():
-                return "the Hub did not answer in time; run the same again"
+                return "the Hub did not answer in time; run the command again"
             case httpx2.TransportError():
-                return f"the connection to the Hub failed ({first_line(each)}); run the same again"
+                return f"the connection to the Hub failed ({first_line(each)}); run the command again"
             case httpx2.HTTPError() | httpx2.InvalidURL():
-                return f"the Hub sends elsewhere, and nothing is there ({first_line(each)}); look at HF_ENDPOINT"
+                return f"the Hub redirects in a loop or to no valid address ({first_line(each)}); check HF_ENDPOINT"
     return described(error)

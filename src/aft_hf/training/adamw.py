@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: AdamW with decay on linear weights, and perhaps an average of the weights."""
+"""The optimizer of a recipe: AdamW with weight decay on linear layers and convolutions, and an optional EMA."""
 
 import torch
 from torch import nn
@@ -10,7 +10,10 @@ from .recipe import Optimizer
 
 
 def build_adamw(model: nn.Module, settings: Optimizer, ema_decay: float | None = None) -> torch.optim.AdamW:
-    """The optimizer with the groups of `parameter_groups`, of which decay only what `linear_weights` gives."""
+    """Build AdamW with the groups of `parameter_groups`; weight decay acts on the weights of `linear_weights` only.
+
+    With `ema_decay`, the optimizer also keeps an average of the weights (`keep_average`).
+    """
     groups = parameter_groups(
         model,
         settings.learning_rate,
@@ -34,7 +37,7 @@ def build_adamw(model: nn.Module, settings: Optimizer, ema_decay: float | None =
 
 
 def linear_weights(model: nn.Module) -> set[int]:
-    """The ids of the weights of linear layers and convolutions; one that is an embedding, too, is not among them."""
+    """Return the ids of the weights of linear layers and convolutions, except weights shared with an embedding."""
     linear = (nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D)
     weights = {id(module.weight) for module in model.modules() if isinstance(module, linear)}
     return weights - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

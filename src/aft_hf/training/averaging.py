@@ -1,7 +1,7 @@
 """An exponential moving average (EMA) of the weights, kept in the state of their optimizer.
 
-There it is saved, loaded and cut into shards with the moments, by every strategy that can do so for AdamW. (The
-`AveragedModel` of `torch.optim.swa_utils` is a second model, which no checkpoint of Trainer or Accelerate has.)
+Every strategy that saves, loads and shards the moments of AdamW therefore does the same with the average. (The
+`AveragedModel` of `torch.optim.swa_utils` is a second model, which checkpoints of Trainer and Accelerate leave out.)
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Have every step of an optimizer update the average of its parameters.
+    """Update an average of the parameters after every step of an optimizer.
 
     Args:
-        optimizer: one with a state for each parameter, such as AdamW.
-        decay: the weight of the average so far in each update, in (0, 1).
+        optimizer: an optimizer with a state for each parameter, such as AdamW.
+        decay: the weight of the previous average in each update, in (0, 1).
 
     Raises:
-        ValueError: a decay out of range.
+        ValueError: `decay` is out of range.
     """
     if not 0 < decay < 1:
         raise ValueError(f"the decay of an average of weights must be in (0, 1), got {decay}")
@@ -39,7 +39,10 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
-    """Within, the parameters of the model are their averages; unchanged without one, or before the first step."""
+    """Replace the parameters of the model by their averages within the context.
+
+    Parameters without an average, such as all of them before the first step, stay unchanged.
+    """
     swap_average(optimizer, model)
     try:
         yield
@@ -49,14 +52,14 @@ def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Non
 
 @torch.no_grad()
 def swap_average(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Exchange the parameters and their averages, where there are any."""
+    """Exchange the parameters with their averages; parameters without an average stay unchanged."""
     for parameter in _parameters(optimizer):
         average = optimizer.state[parameter].get("average")
         if average is not None:
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)
-    # FSDP keeps some of the gathered weights from one forward pass to the next: it has to gather them anew.
+    # FSDP keeps some gathered weights from one forward pass to the next: resharding makes it gather the new ones.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

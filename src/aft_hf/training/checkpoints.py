@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete or not there, and the way back from the newest one."""
+"""Atomic checkpoints of a training run: saving, detecting damage, and loading the newest complete checkpoint."""
 
 import os
 import re
@@ -20,24 +20,24 @@ PREFIX, PARTIAL, ASIDE = "step-", ".partial-", "set-aside-"
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/step-000000123`.
 
-    One is written under another name, with a manifest of the sizes and check sums of its files, and then renamed. So
-    whatever ends the process, a directory of the right name is complete, and one that was damaged later is noticed.
-    None is removed or renamed before another one has been written or loaded.
+    A checkpoint is written under a temporary name, with a manifest of the sizes and checksums of its files, and then
+    renamed. However the process ends, a directory with the final name is complete; damage after that is detected.
+    No checkpoint is removed or renamed before another one has been written or loaded.
 
     Args:
-        accelerator: what to save: the model, the optimizer, the scaler and all random states.
-        directory: shared by all processes.
-        keep: how many of the newest to keep.
+        accelerator: saves and loads the model, the optimizer, the gradient scaler and all random states.
+        directory: the directory of the checkpoints, shared by all processes.
+        keep: how many of the newest checkpoints to keep.
     """
 
     def __init__(self, accelerator: Accelerator, directory: str | Path, *, keep: int):
         self.accelerator, self.directory, self.keep = accelerator, Path(directory), keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Save after `step` steps; `state` has the other entries of `Manifest`.
+        """Save a checkpoint after `step` steps; `state` holds the fields of `Manifest` except `step` and `files`.
 
         Raises:
-            OSError: it cannot be written. Checkpoints that were there stay as they are, and nothing else is left.
+            OSError: the checkpoint cannot be written. It is then removed, and earlier checkpoints stay as they are.
         """
         target = self.directory / f"{PREFIX}{step:09d}"
         partial = self.directory / f"{PARTIAL}{step:09d}"
@@ -49,17 +49,17 @@ class Checkpoints:
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 _seal(partial, {"step": step, **state})
-                if target.exists():  # of an earlier run that did not resume here
+                if target.exists():  # from an earlier run, which this one did not resume
                     _remove(target)
                 os.replace(partial, target)
                 _sync(self.directory)
                 self._remove_old()
-        # PyTorch and safetensors have errors of their own for a disk that is full.
+        # On a full disk, PyTorch and safetensors raise errors of their own types.
         except (Exception, CheckpointException) as error:
             if self.accelerator.is_main_process:
-                shutil.rmtree(partial, ignore_errors=True)  # it would hold what is left of the disk
+                shutil.rmtree(partial, ignore_errors=True)  # it would occupy the space that is left
             last = next(iter(self.steps()), None)
-            kept = "there is no earlier one" if last is None else f"the last complete one is {last[1]}"
+            kept = "there is no earlier checkpoint" if last is None else f"the last complete checkpoint is {last[1]}"
             reason = first_line(cause_of(error))
             raise OSError(
                 f"cannot write the checkpoint of step {step} to {self.directory} ({reason}); {kept}"
@@ -68,22 +68,24 @@ class Checkpoints:
         return target
 
     def remove_partial(self) -> None:
-        """Remove what a killed process left of a checkpoint that it was writing or removing. To be called once, before
-        the first `save`: only one run writes to a directory, so what is there then belongs to no living process."""
+        """Remove partial checkpoints, which a killed process was writing or removing.
+
+        Call this once, before the first `save`: only one run writes to a directory, so no live process owns them.
+        """
         if self.accelerator.is_main_process:
             for path in self.directory.glob(f"{PARTIAL}*"):
                 _remove(path)
 
     def steps(self) -> list[tuple[int, Path]]:
-        """All checkpoints with their steps, the newest first."""
+        """Return all checkpoints with their steps, the newest first."""
         found = [(step_of(path), path) for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
         return sorted(((step, path) for step, path in found if step is not None), reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; says which ones it passes over, and why.
+        """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why.
 
         Raises:
-            ValueError: it is of an earlier version.
+            ValueError: an earlier version of aft-hf wrote a checkpoint.
         """
         for _, path in self.steps():
             damage = find_damage(path)
@@ -93,40 +95,41 @@ class Checkpoints:
         return None
 
     def complete(self, path: str | Path) -> Path:
-        """That checkpoint.
+        """Return the checkpoint at `path` after checking that it is complete.
 
         Raises:
-            ValueError: it is not complete, or of an earlier version.
+            ValueError: the checkpoint is not complete, or an earlier version of aft-hf wrote it.
         """
         damage = find_damage(Path(path))
         if damage is not None:
-            raise ValueError(f"{path} is no complete checkpoint: {damage}")
+            raise ValueError(f"{path} is not a complete checkpoint: {damage}")
         return Path(path)
 
     def load(self, path: Path) -> None:
-        """Load a checkpoint into what the accelerator has prepared.
+        """Load a checkpoint into the model and the optimizer that the accelerator has prepared.
 
         Raises:
-            ValueError: it does not fit that, or could run code.
+            ValueError: the checkpoint does not fit them or the number of processes, or could run code.
         """
         try:
             with data_only(path):
                 self.accelerator.load_state(str(path))
-            # Its count of micro-batches: what goes on is a new step, which may have another number of them.
+            # Reset the count of micro-batches: the run resumes with a new step, whose number of them may differ.
             self.accelerator.step = 0
         except UnsafeCheckpointError:
             raise
-        # DeepSpeed has errors of its own, such as for another number of processes.
+        # DeepSpeed raises errors of its own types, for example for another number of processes.
         except (Exception, CheckpointException) as error:
             reason = first_line(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
 
     def set_aside(self, step: int) -> None:
-        """Rename what lies beyond `step`, from which a run goes on: damaged, or of a course that was given up.
+        """Rename the checkpoints beyond `step`, the step from which the run resumes.
 
-        Among the checkpoints that are still to come they would count as the newest.
+        They are damaged, or belong to a continuation that was abandoned. Under their old names they would count as
+        newer than the next checkpoints of the run.
         """
-        self.accelerator.wait_for_everyone()  # others may still be reading what is now renamed
+        self.accelerator.wait_for_everyone()  # other processes may still be reading these checkpoints
         if self.accelerator.is_main_process:
             for number, path in self.steps():
                 if number > step:
@@ -134,46 +137,48 @@ class Checkpoints:
                     if aside.exists():
                         _remove(aside)
                     os.replace(path, aside)
-                    self.accelerator.print(f"{path} is now {aside}")
+                    self.accelerator.print(f"{path} is renamed to {aside}: the run resumes before it")
         self.accelerator.wait_for_everyone()
 
     def _remove_old(self) -> None:
         for _, path in self.steps()[self.keep :]:
-            # A directory that is half removed must not look like a checkpoint.
+            # A partially removed directory must not look like a checkpoint.
             aside = path.with_name(PARTIAL + path.name)
             os.replace(path, aside)
             _remove(aside)
 
 
 def step_of(path: Path) -> int | None:
-    """The step that the name of a checkpoint tells, None where it tells none."""
+    """Return the step in the name of a checkpoint, None if the name has none."""
     match = re.fullmatch(rf"{PREFIX}([0-9]+)", path.name)
     return None if match is None else int(match[1])
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is: every file has to have the size and sum of its manifest,
-    and the manifest its own and the step of the checkpoint's name.
+    """Return what is wrong with a checkpoint, None if it is complete.
+
+    Every file must have the size and checksum recorded in the manifest. The manifest must match its own checksum, and
+    its step that of the checkpoint's name.
 
     Raises:
-        ValueError: it is whole, but of an earlier version.
+        ValueError: an earlier version of aft-hf wrote the checkpoint.
     """
     try:
         manifest = read_manifest(path)
     except UnreadableError as error:
         return str(error)
     if step_of(path) not in (None, manifest.step):
-        return f"{MANIFEST} is that of step {manifest.step}"
+        return f"{MANIFEST} belongs to step {manifest.step}"
     for name, expected in manifest.files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
         if file_check_sum(path / name) != expected:
-            return f"{name} is not what was written"
+            return f"{name} does not match its checksum"
     return None
 
 
 def _seal(directory: Path, state: dict[str, Any]) -> None:
-    """Write the manifest, when all other files of a checkpoint are on the disk."""
+    """Flush all files of a checkpoint to the disk, then write its manifest."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
         _sync(path)
@@ -183,7 +188,7 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or the link to one."""
+    """Remove a checkpoint, or a symlink to a checkpoint."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -191,7 +196,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the system write what it holds back, so that a renamed checkpoint outlives a power cut."""
+    """Flush a file or a directory to the disk, so that a renamed checkpoint survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

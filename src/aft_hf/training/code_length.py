@@ -1,4 +1,4 @@
-"""Code length: how many bits a model takes for the data."""
+"""Code length: the number of bits in which a model encodes the data."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 class CodeLength(evaluate.Metric):
-    """Code length of the data in bits per unit: per byte, per dimension (sub-pixel), per character.
+    """Code length of the data in bits per unit: per byte, per character or per dimension (sub-pixel).
 
-    It sums nats and units before it divides, so rows may stand for any number of units each. It needs no network.
+    Losses and units are summed before the division, so a row may hold any number of units. No network is needed.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -18,8 +18,8 @@ class CodeLength(evaluate.Metric):
             description="Code length in bits per unit.",
             citation="",
             inputs_description=(
-                "predictions: losses in nats, summed over a row (n,); references: how many of each unit the row "
-                'stands for (n, units); units: their names, ("byte",) by default.'
+                "predictions: losses in nats, summed over a row (n,); references: number of each unit in the row "
+                '(n, units); units: names of the units, ("byte",) by default.'
             ),
             features=datasets.Features(
                 {"predictions": datasets.Value("float64"), "references": datasets.Sequence(datasets.Value("int64"))}

@@ -1,4 +1,4 @@
-"""`aft-hf train` and `aft-hf evaluate`. What they need is imported when they run: the other commands do without."""
+"""The commands `aft-hf train` and `aft-hf evaluate`. Slow imports are inside the functions, to start quickly."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,47 +9,56 @@ import typer
 def train_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see configs/.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, such as optimizer.learning_rate=1e-3.")
+        list[str] | None, typer.Argument(help="Overrides as key=value, such as optimizer.learning_rate=1e-3.")
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Apply the recipe's overrides for a run of seconds.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Apply the section smoke of the recipe, for a run of a few seconds.")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved recipe, and stop.")] = False,
 ) -> None:
-    """Train from a recipe, or go on with what was interrupted."""
+    """Train a model from a recipe, or resume an interrupted run."""
     from .recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides or (), smoke=smoke)
     if print_config:
         print(resolved.to_yaml(), end="")
         return
-    from .loop import train  # slow to import, and wrong recipes should be quick to say
+    from .loop import train  # slow to import; errors in a recipe should not wait for it
 
     train(resolved)
 
 
 def evaluate_command(
-    model: Annotated[str, typer.Argument(help="Directory or Hub id: AFT, ViT, DeiT, GPT-2 ...")],
-    data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a file.")],
+    model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
+    data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a data file.")],
     image_size: Annotated[
         list[int] | None,
-        typer.Option(help="Side of the images in pixels, as often as you like; by default as trained."),
+        typer.Option(help="Side of the images in pixels; may be repeated. Default: as trained."),
     ] = None,
+    stretch_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--stretch-kernels/--keep-kernels",
+            help="With --image-size: stretch the kernels of AFT-conv with the image, or keep them as trained.",
+        ),
+    ] = True,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per block of text; by default the longest that the model takes.")
+        int | None, typer.Option(help="Tokens per block of text. Default: the maximum length of the model.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="New tokens in each block, the others being context; by default all.")
+        int | None, typer.Option(help="New tokens per block; the others are context. Default: all tokens are new.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Images or blocks per forward pass.")] = 64,
-    max_samples: Annotated[int | None, typer.Option(help="Use the first rows only.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Evaluate only this many rows, the first ones.")] = None,
     image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
     label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
     text_column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, mps ...; by default the accelerator, if there is one.")
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator, else the CPU.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the metrics here, too, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
-    """Print accuracy and loss, or bits per token, of any saved model of transformers on any data."""
+    """Evaluate a saved transformers model: accuracy and loss on images, or bits per token on text."""
     from rich.console import Console
     from rich.table import Table
     from transformers import (
@@ -60,7 +69,7 @@ def evaluate_command(
         AutoTokenizer,
     )
 
-    from .. import baselines  # noqa: F401  (makes the Auto classes know them)
+    from .. import baselines  # noqa: F401  (registers them with the Auto classes)
     from ..data.json_files import write_json
     from ..data.loading import load_local
     from ..loading import load, load_trained
@@ -78,7 +87,7 @@ def evaluate_command(
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     config = load(AutoConfig, model)
-    config._attn_implementation = None  # by default as transformers has it; a name here may be of a kernel to fetch
+    config._attn_implementation = None  # the default of transformers; a saved name could be a kernel to download
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
@@ -90,7 +99,13 @@ def evaluate_command(
             name = "as trained" if side is None else f"{side} px"
             with explained(f"{model}: cannot be evaluated on {data}"):
                 results[name] = evaluate_classifier(
-                    classifier, processor, dataset, image_size=size, batch_size=batch_size, **columns
+                    classifier,
+                    processor,
+                    dataset,
+                    image_size=size,
+                    stretch_kernels=stretch_kernels,
+                    batch_size=batch_size,
+                    **columns,
                 )
     else:
         language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)

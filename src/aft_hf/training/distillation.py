@@ -1,4 +1,4 @@
-"""Learning from a teacher, as DeiT does (Touvron et al. 2021, "Training data-efficient image transformers &
+"""Knowledge distillation as in DeiT (Touvron et al. 2021, "Training data-efficient image transformers &
 distillation through attention", arXiv 2012.12877, Eq. 2 and 3)."""
 
 import torch
@@ -17,20 +17,20 @@ def distillation_loss(
     weight: float = 0.5,
     temperature: float = 3.0,
 ) -> torch.Tensor:
-    """The loss of the task mixed with that of agreeing with a teacher.
+    """Return the loss of the task combined with the distillation loss of a teacher.
 
     soft (Eq. 2): (1 - weight) loss + weight temperature^2 KL(softmax(z_t / temperature) || softmax(z / temperature));
     hard (Eq. 3): (1 - weight) loss + weight CE(z, argmax z_t).
 
     Args:
-        loss: of the task, a mean over the batch.
-        logits, teacher_logits: z and z_t, (B, classes); no gradient reaches the teacher.
+        loss: the loss of the task, a mean over the batch.
+        logits, teacher_logits: z and z_t, (B, classes); no gradient flows to the teacher.
         kind: "soft" or "hard".
-        weight: of the teacher, in [0, 1]. DeiT takes 0.1 for soft and 0.5 for hard distillation.
-        temperature: of soft distillation, > 0; 3 in DeiT.
+        weight: the weight of the distillation loss, in [0, 1]. DeiT uses 0.1 for soft and 0.5 for hard distillation.
+        temperature: the temperature of soft distillation, > 0. DeiT uses 3.
 
     Raises:
-        ValueError: another kind, a weight or temperature out of range, or logits of other classes.
+        ValueError: `kind` is unknown, `weight` or `temperature` is out of range, or the two logits differ in shape.
     """
     if kind not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {', '.join(DISTILLATIONS)}, got {kind!r}")

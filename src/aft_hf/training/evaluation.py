@@ -1,4 +1,4 @@
-"""Metrics of any saved model on any data: AFT, and what it is compared with."""
+"""Evaluation of saved models, AFT and others: image classifiers and language models."""
 
 import copy
 import inspect
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as Samples
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -21,9 +20,8 @@ from transformers.utils import logging
 
 from ..data.bytes import IGNORED
 from ..data.classes import are_names, in_order_of_numbers, shortened
-from ..data.image_files import ImageError, row_at
 from ..data.image_size import makes_images_of, resized_processor
-from ..data.images import ImagePipeline, class_names, class_numbers
+from ..data.images import ImagePipeline, ImageRows, class_names, class_numbers
 from ..data.text import group_into_blocks
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
@@ -32,15 +30,15 @@ from .metrics import AccuracyAndLoss, BitsPerToken, token_losses
 
 logger = logging.get_logger(__name__)
 
-# Of a text model that does not say how long a text may be.
+# Tokens per block where the config of a language model has no max_position_embeddings.
 USUAL_BLOCK_SIZE = 1024
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device of this name, on which a tensor was made; by default the accelerator of this machine, or its CPU.
+    """Return the device `name`, checked by creating a tensor on it; by default the accelerator, else the CPU.
 
     Raises:
-        ValueError: PyTorch does not know it, or this machine has none.
+        ValueError: PyTorch does not know the device, the machine does not have it, or it is the meta device.
     """
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -55,13 +53,13 @@ def usable_device(name: str | None) -> torch.device:
 
 
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The longest text of a language model in tokens, by its config and its tokenizer; 1024 where they say none."""
+    """Return the maximum length of a language model: the lesser of its config's (default 1024) and its tokenizer's."""
     longest = getattr(config, "max_position_embeddings", None) or USUAL_BLOCK_SIZE
-    return min(longest, tokenizer.model_max_length)  # which is huge where it is not set
+    return min(longest, tokenizer.model_max_length)  # a huge number if the tokenizer sets none
 
 
 def is_image_classifier(config: PreTrainedConfig) -> bool:
-    """Whether a model of this config classifies images, by what the Auto classes know or its own code says."""
+    """Return whether a config is of an image classifier, by the Auto classes or by the `auto_map` of its own code."""
     if getattr(config, "modality", None) == "text":
         return False
     remote = getattr(config, "auto_map", None) or {}
@@ -75,27 +73,30 @@ def evaluate_classifier(
     dataset: Dataset,
     *,
     image_size: tuple[int, int] | None = None,
+    stretch_kernels: bool = True,
     batch_size: int = 64,
     image_column: str = "image",
     label_column: str = "label",
 ) -> dict[str, float]:
-    """Top-1 accuracy, top-5 where there are more than five classes, and the loss in nats.
+    """Return top-1 accuracy, top-5 accuracy if there are more than five classes, and the loss in nats.
 
     Args:
         model: an image classifier, on the device to run on.
-        processor: its image processor.
-        dataset: rows with an image and a label; classes are matched by name, and by number (with a warning) where
-            data or model have no names for them.
-        image_size: (height, width) in pixels in place of the processor's. Position embeddings of models that can
-            stretch them (ViT, DeiT) and kernels of AFT-conv stretch with the image.
+        processor: the image processor of the model.
+        dataset: rows with an image and a label. Classes are matched by name, or by number (with a warning) if the
+            data or the model has no class names.
+        image_size: (height, width) in pixels instead of the processor's size. The model resizes its position
+            embeddings if it can (ViT, DeiT), and an AFT-conv its kernels.
+        stretch_kernels: False keeps the kernels of an AFT-conv as trained. They then cover another part of the image.
         batch_size: images per forward pass.
-        image_column, label_column: names in the dataset.
+        image_column, label_column: names of the columns in the dataset.
 
     Raises:
-        ValueError: the data has other classes than the model.
+        ValueError: the data has classes that the model does not have.
     """
     if image_size is not None:
-        model = model if makes_images_of(processor, image_size) else _resized(model, image_size)
+        if stretch_kernels and not makes_images_of(processor, image_size):
+            model = _resized(model, image_size)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
     names, numbers = [labels[number] for number in range(len(labels))], None
@@ -104,13 +105,13 @@ def evaluate_classifier(
         numbers = class_numbers(dataset, label_column, names)
     elif are_names(given) and are_names(names):
         raise ValueError(
-            f"the data has the classes {shortened(given)}, the model {shortened(names)}: take data of the model's "
-            "classes, or give the model their names (id2label) if these are the same"
+            f"the data has the classes {shortened(given)}, the model {shortened(names)}: give data with the model's "
+            "classes, or, if only the names differ, set id2label of the model to those of the data"
         )
     elif len(given) > len(names):
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
     else:
-        logger.warning(f"classes are taken by number: the data has {shortened(given)}, the model {shortened(names)}")
+        logger.warning(f"classes are matched by number: the data has {shortened(given)}, the model {shortened(names)}")
         numbers = class_numbers(dataset, label_column, in_order_of_numbers(given, len(names)))
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
@@ -119,7 +120,7 @@ def evaluate_classifier(
         options["interpolate_pos_encoding"] = True
     metric = AccuracyAndLoss(keep_in_memory=True)
     model.eval()
-    loader = DataLoader(_Rows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
+    loader = DataLoader(ImageRows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
     for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         logits = model(pixel_values=pixels, **options).logits
@@ -128,34 +129,16 @@ def evaluate_classifier(
 
 
 def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedModel:
-    """A copy for images of this size, if the model is an AFT-conv whose kernels stretch; else the model itself."""
+    """Return a copy of an AFT-conv with resized kernels, or the model itself if it has no kernels to resize."""
     if not isinstance(model, AFTPreTrainedModel) or set(model.config.layer_aft_types) != {"conv"}:
         return model
     resized = copy.deepcopy(model)
     try:
         resized.resize_position_biases(image_size)
     except ValueError as error:
-        logger.warning(f"kernels are taken as they are for images of {image_size} pixels: {first_line(error)}")
+        logger.warning(f"kernels are not resized for images of {image_size} pixels: {first_line(error)}")
         return model
     return resized
-
-
-class _Rows(Samples[Any]):
-    """Rows that are read in batches; an image that cannot be used is told with its row."""
-
-    def __init__(self, rows: Dataset):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        try:
-            return self.rows.__getitems__(indices)
-        except ImageError:
-            for index in indices:
-                row_at(self.rows, index)
-            raise
 
 
 @torch.inference_mode()
@@ -169,30 +152,32 @@ def evaluate_language_model(
     batch_size: int = 16,
     text_column: str = "text",
 ) -> dict[str, float]:
-    """Bits per token and perplexity over blocks of a text.
+    """Return bits per token and perplexity over blocks of a text.
 
-    The tokens are those of the text alone, without any that mark its end: the bits of a byte model are per byte.
+    No end-of-text tokens are added, so the bits of a byte model are bits per byte.
 
-    By default blocks do not overlap, and the first token of each, which has no context, does not count. With a stride
-    each token in a block but the first of the text counts once, after at least `block_size - stride` others where
-    there are so many. The rest of a text that fills no block is left out.
+    By default blocks do not overlap, and the first token of each block, which has no context, is not scored. With a
+    stride, every token in a block except the first of the text is scored once, with at least `block_size - stride`
+    tokens of context where the text has as many before it. The end of the text that fills no block is dropped.
 
     Args:
         model: a language model, on the device to run on.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the model.
         dataset: rows of text.
         block_size: tokens per block.
-        stride: tokens from the beginning of one block to that of the next.
+        stride: tokens from the start of one block to the start of the next; None for blocks without overlap.
         batch_size: blocks per forward pass.
-        text_column: name in the dataset.
+        text_column: name of the text column in the dataset.
 
     Raises:
-        ValueError: a text shorter than a block, or a stride that would leave tokens out.
+        ValueError: the text is shorter than a block, or the stride would leave tokens out.
     """
     piece = block_size if stride is None else max(stride, 2)
     blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column, mark_ends=False)
     if len(blocks) * piece < block_size:
-        raise ValueError(f"the text is shorter than one block of {block_size} tokens")
+        raise ValueError(
+            f"the text is shorter than one block of {block_size} tokens: give a longer text or a smaller block_size"
+        )
     if stride is not None:
         blocks = overlapping_blocks(blocks, block_size, stride)
     metric = BitsPerToken(keep_in_memory=True)
@@ -206,11 +191,10 @@ def evaluate_language_model(
 
 
 def overlapping_blocks(pieces: Dataset, block_size: int, stride: int) -> list[dict[str, torch.Tensor]]:
-    """Blocks from the joined `input_ids` of `pieces`, one every `stride` tokens; labels that the block before has had
-    are -100.
+    """Cut the joined `input_ids` of `pieces` into a block every `stride` tokens; labels scored before are -100.
 
     Raises:
-        ValueError: a stride that is not in 1 .. block_size - 1: the first label of a block does not count.
+        ValueError: `stride` is not in 1 .. block_size - 1 (the first token of a block is never scored).
     """
     if not 0 < stride < block_size:
         raise ValueError(f"stride must be in 1 .. block_size - 1 = {block_size - 1}, got {stride}")

@@ -1,5 +1,5 @@
-"""A Trainer that knows what a new AFT needs: a learning rate for its position biases, and perhaps a teacher, mixed
-images, and an average of the weights."""
+"""A Trainer for AFT models: a separate learning rate for position biases, and optional distillation, augmentation,
+MixUp, CutMix and EMA of the weights."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 
 
 class SavedState(Document):
-    """trainer_state.json of a checkpoint: what Trainer calculates with, or adds to, when it goes on."""
+    """Schema of trainer_state.json: the fields that Trainer uses when it resumes from a checkpoint."""
 
     global_step: Annotated[int, Field(ge=0, lt=2**53)]
     train_batch_size: Annotated[int, Field(gt=0)]
@@ -43,27 +43,27 @@ class SavedState(Document):
 
 
 class FineTuner(Trainer):
-    """transformers' Trainer with some options more.
+    """transformers' Trainer with additional options for AFT models and image classifiers.
 
     Args:
         position_bias_scale: factor on the learning rate of position biases (see `parameter_groups`).
-        augment: applied to the pixel values, (B, channels, height, width), of each batch in training. It is part of
-            the step, not of reading the data, so that a training that is resumed draws the same random numbers.
-        teacher: a ViT or DeiT of the same classes, whose logits enter the training loss (`distillation_loss`). It
-            sees the pixel values of the model, so that both need the same normalization.
-        distillation: the keyword arguments of `distillation_loss`.
-        mixup, cutmix: alpha of their Beta distributions, 0 for none: each batch in training is mixed with itself in
-            reverse (`mix_batch`), and the loss is the cross entropy with the mixed classes.
-        ema_decay: keep an exponential moving average of the weights (`keep_average`); evaluations during a training
-            and the model that it leaves are those of the average.
-        **options: the arguments of `Trainer`.
+        augment: function that augments the pixel values, (B, channels, height, width), of each training batch. It
+            runs in the training step, not in the data loader, so a resumed training draws the same random numbers.
+        teacher: a ViT or DeiT with the same classes, whose logits enter the training loss (`distillation_loss`). It
+            receives the pixel values of the model, so both need the same normalization.
+        distillation: keyword arguments of `distillation_loss`.
+        mixup, cutmix: alpha of the Beta distributions of MixUp and CutMix, 0 to turn them off. Each training batch is
+            mixed with itself in reverse order (`mix_batch`), and the loss is the cross entropy with the mixed labels.
+        ema_decay: decay of an exponential moving average of the weights (`keep_average`); None keeps no average.
+            Evaluations during training use the averaged weights, and the trained model has them.
+        **options: arguments of `Trainer`.
 
     Raises:
-        ValueError: a teacher of other classes or another numbering of them, values out of range, or options that do
-            not go together.
+        ValueError: the teacher has other classes or numbers them differently, a value is out of range, or options
+            exclude each other.
     """
 
-    model: Any  # a PreTrainedModel, or what PEFT puts around one
+    model: Any  # a PreTrainedModel, possibly wrapped by PEFT
 
     def __init__(
         self,
@@ -82,46 +82,46 @@ class FineTuner(Trainer):
         multiplier = getattr(self.model.config, "position_bias_multiplier", 1.0)
         if position_bias_scale > 1 and multiplier > 1:
             logger.warning(
-                f"position biases learn {position_bias_scale:g} times as fast by position_bias_scale, and already "
-                f"{multiplier:g} times by the position_bias_multiplier of the model: leave out the first"
+                f"position_bias_scale={position_bias_scale:g} raises the learning rate of position biases, which the "
+                f"model's position_bias_multiplier={multiplier:g} already does: leave out position_bias_scale"
             )
         self.teacher, self.distillation = teacher, distillation or {}
         self.mixing, self.ema_decay = {"mixup": mixup, "cutmix": cutmix}, ema_decay
         self._averaged: torch.optim.Optimizer | None = None  # the optimizer that keeps an average
         self._check_mixing_and_average()
         if teacher is not None or any(self.mixing.values()):
-            # The loss is then a mean over its own batch, which Trainer has to scale where gradients are accumulated.
+            # The loss is then a mean over the micro-batch, which Trainer must scale when it accumulates gradients.
             self.model_accepts_loss_kwargs = False
         if teacher is not None:
             _require_same_classes(teacher, self.model)
             teacher.eval().requires_grad_(False).to(self.args.device)
         if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
             raise ValueError(
-                "label_smoothing_factor takes the place of the model's own loss, and so of what "
-                "position_bias_entropy_weight adds to it: set one of them to 0"
+                "label_smoothing_factor replaces the model's own loss, including the term of "
+                "position_bias_entropy_weight: set one of the two to 0"
             )
 
     def _check_mixing_and_average(self) -> None:
         for name, alpha in self.mixing.items():
             if not 0 <= alpha < math.inf:
-                raise ValueError(f"{name} must be the alpha of a Beta distribution, 0 (none) or more, got {alpha}")
+                raise ValueError(f"{name} must be the alpha of a Beta distribution, or 0 for no mixing, got {alpha}")
         kind = self.model.config.problem_type
         if any(self.mixing.values()) and kind not in (None, "single_label_classification"):
-            raise ValueError(f"mixup and cutmix need one class per image, and the model has problem_type {kind!r}")
+            raise ValueError(f"mixup and cutmix need one class per image, but the model has problem_type {kind!r}")
         if self.ema_decay is None:
             return
         if not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in (0, 1), got {self.ema_decay}")
         if self.is_deepspeed_enabled:
-            raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
+            raise ValueError("ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own")
         if self.args.load_best_model_at_end:
             raise ValueError(
-                "ema_decay does not go with load_best_model_at_end: checkpoints have the weights of the training, and "
-                "what is evaluated is their average; leave one of them out"
+                "ema_decay does not work with load_best_model_at_end: evaluations use the averaged weights, but "
+                "checkpoints contain the weights that are not averaged; leave out one of the two"
             )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The optimizer that `args.optim` names, with the groups of `parameter_groups`."""
+        """Create the optimizer named by `args.optim`, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             model = self.model if model is None else model
             groups = parameter_groups(
@@ -138,7 +138,7 @@ class FineTuner(Trainer):
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> TrainOutput:
-        """Trainer's; with `ema_decay`, the model is the average of its weights in the end."""
+        """Train as Trainer does; with `ema_decay`, the model has its averaged weights in the end."""
         output = super().train(*arguments, **options)
         if self.ema_decay is not None:
             swap_average(_inner(self.optimizer), self.model_wrapped)
@@ -151,7 +151,7 @@ class FineTuner(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Trainer's loss; in training of augmented images, and with the teacher's part."""
+        """Return Trainer's loss, in training with augmentation, mixing and distillation as configured."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
         if any(self.mixing.values()) and model.training:
@@ -164,7 +164,7 @@ class FineTuner(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _mixed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any, dict[str, Any]]:
-        """The loss of mixed images, the outputs of the model, and its inputs."""
+        """Return the loss on mixed images, the outputs of the model, and its inputs."""
         targets = F.one_hot(inputs["labels"], self.model.config.num_labels).float()
         pixels, targets = mix_batch(inputs["pixel_values"], targets, **self.mixing)
         inputs = {**inputs, "pixel_values": pixels}
@@ -174,12 +174,13 @@ class FineTuner(Trainer):
         return loss + regularization(self.model, outputs), outputs, inputs
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Trainer's, which goes on with a new optimizer where the checkpoint has none."""
-        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # they have other files
+        """Load the optimizer and schedule; raise an error if they are missing, where Trainer would start new ones."""
+        # DeepSpeed and FSDP have other files.
+        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not Path(checkpoint, name).is_file():
                     raise UnreadableError(
-                        f"{checkpoint}: has no {name}, without which a run cannot go on; give another checkpoint"
+                        f"{checkpoint}: has no {name}, which resuming requires; give another checkpoint"
                     )
         with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -193,16 +194,18 @@ class FineTuner(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Trainer's, which leaves the random numbers of a training that continues as they were, and which evaluates
-        the average of the weights where there is one."""
+        """Evaluate as Trainer does, during training with the averaged weights if there are any.
+
+        The random state of the CPU is restored afterwards, so that evaluations do not change the training.
+        """
         during_training = self.ema_decay is not None and self.is_in_train
         weights = averaged(_inner(self.optimizer), self.model_wrapped) if during_training else nullcontext()
         with torch.random.fork_rng(devices=[]), weights:
             return super().evaluate(*arguments, **options)
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
-        """The card of `aft_hf.publishing`, from the files of the run; Trainer's for adapters and other models."""
-        assert self.args.output_dir is not None  # Trainer's arguments have filled it in
+        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for adapters and other models."""
+        assert self.args.output_dir is not None  # TrainingArguments sets a default
         config = Path(self.args.output_dir) / "config.json"
         if not config.is_file() or self.model.config.model_type != AFTConfig.model_type:
             super().create_model_card(*arguments, **options)
@@ -210,7 +213,7 @@ class FineTuner(Trainer):
             write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Trainer's, which leaves an earlier model as it was if it cannot write all files of the new one."""
+        """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
         if not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
@@ -220,9 +223,9 @@ class FineTuner(Trainer):
         try:
             with move_into(directory) as aside:
                 super()._save(str(aside), state_dict)
-        except (OSError, RuntimeError, SafetensorError) as error:  # each writer has an error of its own
+        except (OSError, RuntimeError, SafetensorError) as error:  # each writer raises its own type of error
             raise OSError(
-                f"cannot write the model to {directory} ({first_line(error)}); what was there stays as it was"
+                f"cannot write the model to {directory} ({first_line(error)}); the files in it are unchanged"
             ) from error
 
     @torch.no_grad()
@@ -235,25 +238,27 @@ class FineTuner(Trainer):
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """The optimizer of a training itself, where Accelerate has wrapped it."""
+    """Return the optimizer itself, without the wrapper of Accelerate."""
     assert optimizer is not None
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     if teacher.base_model is teacher:
-        raise ValueError(f"the teacher is a {type(teacher).__name__}, which has no classifier to learn from")
+        raise ValueError(
+            f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
+        )
     theirs, ours = (list((model.config.id2label or {}).values()) for model in (teacher, student))
     if len(theirs) != len(ours):
-        raise ValueError(f"the teacher knows {len(theirs)} classes, the model {len(ours)}: both need the same")
+        raise ValueError(f"the teacher has {len(theirs)} classes, the model {len(ours)}: both need the same")
     if theirs == ours:
         return
     if sorted(theirs) == sorted(ours):
-        raise ValueError(f"the teacher numbers the classes {theirs}, the model {ours}")
+        raise ValueError(f"the teacher numbers the classes {theirs}, the model {ours}: both need the same order")
     both = f"{shortened(theirs)}, the model {shortened(ours)}"
     if are_names(theirs) and are_names(ours):
         raise ValueError(
-            f"the teacher knows the classes {both}: take a teacher of the same classes, or give it their names "
-            "(id2label) if these are the same"
+            f"the teacher has the classes {both}: give a teacher with the same classes, or, if only the names differ, "
+            "set its id2label to the names of the model"
         )
-    logger.warning(f"the classes of teacher and model are taken to be the same by number: the teacher has {both}")
+    logger.warning(f"classes of the teacher and the model are matched by number: the teacher has {both}")

@@ -1,8 +1,9 @@
-"""The training loop, on Accelerate: one for all tasks, for one process or many.
+"""The training loop, built on Accelerate, for all tasks and any number of processes.
 
-A step is a global batch, which is cut into micro-batches. Micro-batch k of step t holds the same samples and uses the
-same random numbers whichever process takes it and whatever happened before. So a run is the same for any number of
-processes (with one `micro_batch_size`), and a resumed run is the one that was never interrupted.
+Each step takes a global batch, which is cut into micro-batches. Micro-batch k of step t holds the same samples and
+uses the same random numbers, regardless of the process that computes it and of earlier interruptions. A run therefore
+gives the same result for any number of processes (with the same `micro_batch_size`), and a resumed run the same result
+as an uninterrupted run.
 """
 
 import signal
@@ -21,29 +22,30 @@ from .averaging import averaged
 from .ownership import owned
 from .recipe import Recipe
 from .records import move_into, peak_memory, plot_losses, write_results
-from .setup import Run, checkpoint_directory, join_processes, set_up
+from .setup import Run, join_processes, set_up
 from .stopping import StopSignal
 from .tasks import Batch
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
-    """Run a recipe to its end, from its newest checkpoint if there is one; returns what `results.json` holds.
+    """Run a recipe to its end, from its newest checkpoint if it has any; return the content of `results.json`.
 
     Raises:
-        ValueError: a recipe that does not fit the data, the checkpoint or the processes, or a loss that is not finite.
-        OSError: data that cannot be read, checkpoints or a model that cannot be written, or another process that
-            trains in the same output directory.
-        SystemExit: with 128 + the number of the signal, after SIGTERM or Ctrl-C and a checkpoint.
+        ValueError: the recipe does not fit the data, the checkpoint or the processes, or the loss or the weights are
+            not finite.
+        OSError: the data cannot be read, a checkpoint or the model cannot be written, or another process is training
+            in the same output directory.
+        SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
     """
     join_processes()
-    with owned(checkpoint_directory(recipe)):
+    with owned(Path(recipe.output_dir)):
         run = set_up(recipe)
         take_steps(run)
         return finish(run)
 
 
 def take_steps(run: Run) -> None:
-    """The steps of a run that are still to be done, with evaluations and checkpoints between them."""
+    """Take the remaining steps of a run, with evaluations and checkpoints in between."""
     recipe, batches, record = run.recipe, iter(run.batches), run.record
     run.model.train()
     record.lap()
@@ -73,13 +75,13 @@ def take_steps(run: Run) -> None:
             if stopped and step < run.total:
                 run.accelerator.end_training()
                 run.accelerator.print(
-                    f"{signal.Signals(stopped).name}: saved {path}; the same command goes on from it"
+                    f"{signal.Signals(stopped).name}: saved {path}; the same command resumes from it"
                 )
                 raise SystemExit(128 + stopped)
 
 
 def state(run: Run, step: int) -> dict[str, Any]:
-    """What a run goes on from, beside the weights and what belongs to them."""
+    """Return the state for the manifest of a checkpoint, from which a run resumes (see `Manifest`)."""
     return {
         "record": run.record.state(),
         "recipe": run.recipe.model_dump(),
@@ -90,9 +92,9 @@ def state(run: Run, step: int) -> dict[str, Any]:
 
 
 def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor:
-    """Forward and backward pass of a micro-batch, and with the last one of a step the update; returns the loss."""
+    """Run the forward and backward pass of a micro-batch, and the update after the last of a step; return the loss."""
     accelerator, clip, pieces = run.accelerator, run.recipe.max_grad_norm, run.pieces
-    place = (pieces.rank,) if pieces.size > 1 else ()  # pieces of a sample do not have the same dropout
+    place = (pieces.rank,) if pieces.size > 1 else ()  # each piece of a sample has its own dropout
     seed_random(run.recipe.seed, step, index * pieces.groups + pieces.index, *place)
     with accelerator.accumulate(run.model):
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
@@ -100,19 +102,19 @@ def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor
         accelerator.backward(loss)
         if clip is not None and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(run.model.parameters(), clip)
-        run.optimizer.step()  # does nothing before the last micro-batch
+        run.optimizer.step()  # skipped by Accelerate before the last micro-batch
         run.optimizer.zero_grad()
     return loss.detach()
 
 
 def seed_random(*numbers: int) -> None:
-    """Begin the random numbers that belong to these numbers: dropout, drop path, augmentation."""
+    """Seed the random numbers of dropout, drop path and augmentation from several numbers."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> dict[str, float]:
-    """The metrics of a split, every sample counted once; of the averaged weights, if there are any."""
+    """Return the metrics of a split, each sample counted once; with averaged weights if the run has them."""
     metric, options = run.task.metric()
     show = run.accelerator.is_main_process
     run.model.eval()
@@ -127,7 +129,7 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
 
 @contextmanager
 def averaged_weights(run: Run) -> Iterator[None]:
-    """Within, the model has its averaged weights, where the recipe asks for an average."""
+    """Give the model its averaged weights within the context, if the recipe asks for an average."""
     if run.recipe.ema_decay is None:
         yield
         return
@@ -136,21 +138,21 @@ def averaged_weights(run: Run) -> Iterator[None]:
 
 
 def check_weights(run: Run, step: int, rate: float) -> None:
-    """Raise a ValueError rather than save weights that are not finite: a gradient can overflow where no loss does."""
-    names = ("_local_tensor", "ds_tensor")  # what FSDP and DeepSpeed call the shard of this process
+    """Raise a ValueError before saving weights that are not finite: gradients can overflow when no loss does."""
+    names = ("_local_tensor", "ds_tensor")  # attributes of FSDP and DeepSpeed with the shard of this process
     shards = [next((getattr(w, n) for n in names if hasattr(w, n)), w).detach() for w in run.model.parameters()]
     if not torch.stack([shard.isfinite().all() for shard in shards]).all():
         raise ValueError(f"weights are not finite after step {step}, with learning rate {rate:.3g}: training stops")
 
 
 def progress_bar(run: Run) -> tqdm:
-    """Over the steps, on the main process alone, and in a terminal."""
+    """Return a progress bar over the steps, shown in a terminal and by the main process only."""
     disable = None if run.accelerator.is_main_process else True
     return tqdm(total=run.total, initial=run.start, unit="step", dynamic_ncols=True, disable=disable)
 
 
 def show(run: Run, progress: tqdm) -> None:
-    """The newest loss and rates, on the bar or as a line of a log, and to the trackers."""
+    """Report the latest loss, learning rate and throughput: on the progress bar or in a log line, and to trackers."""
     step, loss, rate = run.record.curve()[-1]
     per_second = run.record.steps_per_second * run.recipe.global_batch_size * run.task.units_per_sample
     memory = peak_memory(run.accelerator.device)
@@ -169,7 +171,7 @@ def show(run: Run, progress: tqdm) -> None:
 
 
 def finish(run: Run) -> dict[str, Any]:
-    """Evaluate all splits, save the model, and write down what came of the run."""
+    """Evaluate all splits, and save the model and the results."""
     accelerator = run.accelerator
     metrics = {split: evaluate(run, split) for split in run.evaluated}
     with averaged_weights(run):
@@ -178,16 +180,16 @@ def finish(run: Run) -> dict[str, Any]:
     for split, values in metrics.items():
         accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
     accelerator.print(f"the model is in {run.recipe.output_dir}")
-    accelerator.wait_for_everyone()  # none leaves the group while the main process still writes
+    accelerator.wait_for_everyone()  # no process leaves the group while the main process writes
     accelerator.end_training()
     return results
 
 
 def write_outcome(run: Run, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Write the model, the results and the picture of the losses; returns the results.
+    """Write the model, the results and the plot of the losses; return the results.
 
     Raises:
-        OSError: they cannot be written. An earlier model stays as it was.
+        OSError: a file cannot be written. If it is one of the model, an earlier model stays unchanged.
     """
     accelerator, directory = run.accelerator, Path(run.recipe.output_dir)
     try:
@@ -204,17 +206,16 @@ def write_outcome(run: Run, weights: dict[str, torch.Tensor], metrics: dict[str,
             peak_memory_gib=round(peak_memory(accelerator.device), 3),
         )
         plot_losses(directory / "losses.png", run.record)
-    except Exception as error:  # safetensors and matplotlib have errors of their own for a disk that is full
+    except Exception as error:  # on a full disk, safetensors and matplotlib raise their own types of errors
         raise OSError(
-            f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done and "
-            f"in {run.checkpoints.directory}: the same command writes them when there is room"
+            f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done "
+            f"and saved in {run.checkpoints.directory}: free disk space and run the same command again to write them"
         ) from error
     return results
 
 
 def save_model(run: Run, weights: dict[str, torch.Tensor], directory: Path) -> None:
-    """The model as `from_pretrained` reads it, whatever it was wrapped in for training, with its tokenizer or image
-    processor."""
+    """Save the model for `from_pretrained`, without the wrappers of training, and its tokenizer or image processor."""
     model = run.task.auto_model.from_config(run.accelerator.unwrap_model(run.model).config)
     model.load_state_dict(weights)
     with move_into(directory) as aside:

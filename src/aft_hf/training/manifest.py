@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: its files with their check sums, and where the run stands.
+"""The manifest of a checkpoint: the checksums of its files, and the state from which a run resumes.
 
-It is a JSON object that begins with the check sum of all that follows, so that a change to any byte of it is noticed.
-Check sums find damage, no intent: whoever can write a checkpoint can also write its sums. What is read from one is
-therefore checked for its types here, and for code in `safe_loading`.
+It is a JSON object that begins with the checksum of everything after it, so a change to any byte of it is detected.
+Checksums detect damage, not tampering: whoever can write a checkpoint can also write its checksums. Manifests are
+therefore validated against a schema here, and the other files are checked for code in `safe_loading`.
 """
 
 import json
@@ -19,14 +19,14 @@ from ..reading import Document, FileName, UnreadableError, parse_json
 
 MANIFEST = "checkpoint.json"
 SEAL = re.compile(rb'\{"sum":"([0-9a-f:]+)",')
-FORMER_SCHEDULE = "custom_checkpoint_0.pkl"  # only checkpoints without a sum have it
+FORMER_SCHEDULE = "custom_checkpoint_0.pkl"  # only in checkpoints of earlier versions, without a checksum
 
 Count = Annotated[int, Field(ge=0)]
 Losses = list[tuple[Count, float, float]]  # (steps done, mean loss, learning rate)
 
 
 class RecordState(Document):
-    """`Record.state()`."""
+    """Schema of `Record.state()`."""
 
     losses: Losses
     evaluations: list[dict[str, int | float]]
@@ -35,21 +35,21 @@ class RecordState(Document):
 
 
 class Manifest(Document):
-    """What a run resumes from, beside the weights and the state of the optimizer."""
+    """Schema of checkpoint.json: the state of a run besides its weights, optimizer and random states."""
 
     format: Literal[2] = 2
     step: Count
-    rates: list[float]  # the learning rates of the next step, of each parameter group
+    rates: list[float]  # learning rate of each parameter group in the next step
     record: RecordState
     recipe: dict[str, Any]
     data: str  # the fingerprint of the training data
-    # Of the sampler: nothing, or where a stream goes on (`Block`).
+    # Position of the sampler: empty, or for a stream the `Block` from which it resumes.
     position: tuple[()] | tuple[Count, Count, Count, dict[str, Any] | None]
-    files: Annotated[dict[FileName, str], Field(min_length=1)]  # with their check sums
+    files: Annotated[dict[FileName, str], Field(min_length=1)]  # name to checksum
 
 
 class FormerFormatError(ValueError):
-    """A checkpoint of a version that pickled the state of its schedule."""
+    """Raised for a checkpoint of an earlier version of aft-hf, which pickled the state of the schedule."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -58,17 +58,17 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """A JSON object behind the check sum of its text."""
+    """Serialize a JSON object, with the checksum of the rest of the text as its first entry."""
     text = json.dumps(content, separators=(",", ":")).encode()[1:]
     return b'{"sum":"%s",%s' % (check_sum(text).encode(), text)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        UnreadableError: it is missing, or is not what was written; the message does not name the checkpoint.
-        FormerFormatError: an earlier version of aft-hf wrote it.
+        UnreadableError: the manifest is missing or damaged; the message does not name the checkpoint.
+        FormerFormatError: an earlier version of aft-hf wrote the checkpoint.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -77,20 +77,20 @@ def read_manifest(directory: Path) -> Manifest:
     seal = SEAL.match(content)
     if seal is None and (directory / FORMER_SCHEDULE).exists():
         raise FormerFormatError(
-            f"{directory} is of an earlier version of aft-hf, which pickled what could run code when it is read: "
+            f"{directory} was written by an earlier version of aft-hf, with a pickle that could run code when loaded: "
             "finish the run with that version, or give another output_dir"
         )
     if seal is None or check_sum(content[seal.end() :]) != seal[1].decode():
-        raise UnreadableError(f"{MANIFEST} is not what was written")
+        raise UnreadableError(f"{MANIFEST} does not match its checksum")
     return parse_json(content, Manifest, MANIFEST)
 
 
 def check_sum(content: bytes) -> str:
-    """Size and CRC-32 of a few bytes."""
+    """Return the checksum of `content`: its size and CRC-32."""
     return f"{len(content)}:{zlib.crc32(content):08x}"
 
 
 def file_check_sum(path: Path) -> str:
-    """Size and CRC-32 of a file."""
+    """Return the checksum of a file: its size and CRC-32."""
     size = path.stat().st_size
     return f"{size}:{crc32(path, [(0, size)]):08x}"

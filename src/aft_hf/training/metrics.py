@@ -1,4 +1,4 @@
-"""Metrics as `evaluate` classes that need no network: they are made from the class, not loaded by name."""
+"""Metrics as classes of `evaluate`, which need no network because they are not loaded by name."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from ..data.bytes import IGNORED
 
 
 class TopKAccuracy(evaluate.Metric):
-    """The share of examples whose label is among the k highest scores; `compute` gives one number for each k.
+    """Top-k accuracy: the share of samples whose label is among the k highest scores, for each k in `top_k`.
 
-    Of equal scores that of the first class counts as the highest, as with argmax.
+    Among equal scores, that of the first class counts as the highest, as with argmax.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -22,7 +22,7 @@ class TopKAccuracy(evaluate.Metric):
             description="Top-k accuracy of a classifier.",
             citation="",
             inputs_description=(
-                "predictions: scores (n, classes); references: labels (n,); top_k: the ks, (1,) by default."
+                "predictions: scores (n, classes); references: labels (n,); top_k: the values of k, (1,) by default."
             ),
             features=datasets.Features(
                 {"predictions": datasets.Sequence(datasets.Value("float32")), "references": datasets.Value("int64")}
@@ -36,7 +36,7 @@ class TopKAccuracy(evaluate.Metric):
 
 
 class AccuracyAndLoss(TopKAccuracy):
-    """Top-k accuracy, and `loss`, the mean cross-entropy in nats with the scores as logits."""
+    """Top-k accuracy, and `loss`: the mean cross entropy in nats, with the scores as logits."""
 
     def _compute(self, predictions: Any, references: Any, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
         logits, labels = np.asarray(predictions, dtype=np.float64), np.asarray(references)
@@ -46,15 +46,13 @@ class AccuracyAndLoss(TopKAccuracy):
 
 
 class BitsPerToken(evaluate.Metric):
-    """The mean code length of tokens in bits, per byte for a byte tokenizer, and the perplexity, 2 to its power."""
+    """Mean code length in bits per token (with a byte tokenizer, per byte), and perplexity, 2 to the power of that."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description="Mean code length of tokens.",
             citation="",
-            inputs_description=(
-                "predictions: losses in nats (n,); references: the tokens (n,), where -100 does not count."
-            ),
+            inputs_description=("predictions: losses in nats (n,); references: tokens (n,), -100 to ignore a loss."),
             features=datasets.Features(
                 {"predictions": datasets.Value("float32"), "references": datasets.Value("int64")}
             ),
@@ -63,16 +61,16 @@ class BitsPerToken(evaluate.Metric):
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         losses, tokens = np.asarray(predictions, dtype=np.float64), np.asarray(references)
         bits = float(losses[tokens != IGNORED].mean() / np.log(2))
-        with np.errstate(over="ignore"):  # infinite, where a training has failed
+        with np.errstate(over="ignore"):  # infinite for a diverged model
             return {"bits_per_token": bits, "perplexity": float(np.exp2(bits))}
 
 
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-    """The loss of each token but the first in nats, (B, T - 1), 0 where it does not count: all that is kept of logits.
+    """Return the loss of each token but the first in nats, (B, T - 1): small enough to keep, unlike the logits.
 
     Args:
-        logits: (B, T, vocabulary), alone or first in a tuple.
-        labels: (B, T), not shifted; -100 does not count.
+        logits: logits (B, T, vocabulary), or a tuple that begins with them.
+        labels: labels (B, T), not shifted; the loss is 0 where they are -100.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     logits, targets = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]

@@ -1,4 +1,4 @@
-"""The parameter groups of an optimizer, and the optimizer."""
+"""Parameter groups for AFT models, and AdamW with these groups."""
 
 from typing import Any
 
@@ -11,23 +11,23 @@ from ..mixer_aft import AFTMixer
 def parameter_groups(
     model: nn.Module, learning_rate: float, *, weight_decay: float = 0.0, position_bias_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Groups for any optimizer: weight decay on what has two dimensions or more, a rate of its own for w.
+    """Return parameter groups for any optimizer, with a separate learning rate for the position biases w.
 
     A new AFT-conv has w = 0 (Eq. 8: gamma = beta = 0), and Adam moves a parameter by about the learning rate in each
-    step. In a training of few steps the position biases, which have to grow to the order of 1, get there only with a
-    larger rate than the weights, or with a `position_bias_multiplier` in the config, which does the same for any
-    optimizer of Adam's kind: converted models have one, and need no rate of their own.
+    step. Position biases have to grow to the order of 1, and in a short training they do so only with a larger
+    learning rate than the weights. A `position_bias_multiplier` in the config has the same effect with Adam and its
+    variants; converted models have a multiplier and need no `position_bias_scale`.
 
     Args:
-        model: any model; one without AFT mixers has no position biases.
-        learning_rate: of the weights.
-        weight_decay: of parameters with two dimensions or more that are no position biases.
+        model: any model; a model without AFT mixers has no position biases.
+        learning_rate: learning rate of all other parameters.
+        weight_decay: weight decay of parameters with two or more dimensions, except position biases.
         position_bias_scale: factor on the learning rate of the position biases, for models without a multiplier.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     position_biases: list[nn.Parameter] = []
-    # A mixer's own parameters are those of w; its projections are modules of their own.
+    # The direct parameters of a mixer are those of w; its projections are submodules.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
     of_mixers = {id(parameter) for mixer in mixers for parameter in mixer.parameters(recurse=False)}
     for parameter in model.parameters():
@@ -43,5 +43,12 @@ def parameter_groups(
 
 
 def build_optimizer(model: nn.Module, learning_rate: float, **options: float) -> torch.optim.AdamW:
-    """AdamW with the groups of `parameter_groups`, which takes the same arguments."""
+    """Build AdamW with a separate learning rate for the position biases of AFT layers.
+
+    Args:
+        model: any model; a model without AFT mixers has no position biases.
+        learning_rate: learning rate of all parameters except position biases.
+        **options: `weight_decay` of parameters with two or more dimensions, except position biases (default 0), and
+            `position_bias_scale`, a factor on the learning rate of the position biases (default 1).
+    """
     return torch.optim.AdamW(parameter_groups(model, learning_rate, **options), lr=learning_rate)

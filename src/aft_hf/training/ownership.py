@@ -1,4 +1,4 @@
-"""One run at a time in an output directory: a second process would mix its checkpoints with those of the first."""
+"""The lock of an output directory: a second run in it would mix its checkpoints with those of the first."""
 
 import os
 import socket
@@ -15,11 +15,12 @@ from ..data.json_files import write_json
 from ..reading import Document, UnreadableError, first_line, read_json, shortened
 
 
-LOCK, OWNER = "run.lock", "run.json"
+RUN = "_run"  # a name that neither Trainer nor `publish` uploads
+LOCK, OWNER = f"{RUN}/run.lock", f"{RUN}/run.json"
 
 
 class Owner(Document):
-    """Who holds the lock."""
+    """Schema of run.json: the process that holds the lock."""
 
     host: str
     pid: int
@@ -31,13 +32,14 @@ class Owner(Document):
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Within, no other launch of processes owns the directory, which is made if it is not there.
+    """Hold the lock of a directory within the context; create the directory if it does not exist.
 
-    The main process of a launch holds the lock for all of its processes. The system releases the lock of a process
-    that ends, however it ends; so that of a killed run is free.
+    The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
+    when that process ends, however it ends, so a killed run leaves no lock behind.
 
     Raises:
-        OSError: another launch owns it, for all processes; the message says who.
+        OSError: another launch holds the lock, and the message names its owner; or the directory cannot be written.
+            All processes raise the same error.
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     refusal: list[str | None] = [None]
@@ -58,9 +60,9 @@ def owned(directory: Path) -> Iterator[None]:
 
 
 def _acquire(lock: FileLock, directory: Path) -> None:
-    """Take the lock, and write down who has it."""
+    """Acquire the lock, and record its owner."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
         since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
@@ -75,5 +77,5 @@ def _acquire(lock: FileLock, directory: Path) -> None:
 def _owner(directory: Path) -> str:
     try:
         return shortened(str(read_json(directory / OWNER, Owner)))
-    except UnreadableError:  # it has the lock, and has not written its name yet
+    except UnreadableError:  # the owner has the lock, but has not written run.json yet
         return "another process"

@@ -1,4 +1,4 @@
-"""Context parallelism in training: groups of processes take the same batch, and each process a piece of its sequences.
+"""Context parallelism in training: the processes of a group share a batch, and each computes a piece of its sequences.
 
 The loss and the metrics are those of whole sequences, in every process.
 """
@@ -17,20 +17,21 @@ from .tasks import Batch, Task
 
 @dataclass
 class Pieces:
-    """The group of this process. With one process in each group, everything is as without."""
+    """The context-parallel group of this process. Groups of one process mean no context parallelism."""
 
     size: int  # processes in a group
-    groups: int
+    groups: int  # number of groups
     index: int  # of this group
-    rank: int  # of this process in it
+    rank: int  # of this process in its group
     group: distributed.ProcessGroup | None
 
     @classmethod
     def of(cls, recipe: Recipe, state: PartialState) -> "Pieces":
-        """Groups of `context_parallel` processes, one after the other.
+        """Form groups of `context_parallel` consecutive processes.
 
         Raises:
-            ValueError: the processes cannot be divided so, or the recipe is not of sequences.
+            ValueError: `context_parallel` does not divide the number of processes, or the recipe compiles the model or
+                is for images.
         """
         size, processes = recipe.context_parallel, state.num_processes
         if processes % size:
@@ -41,13 +42,13 @@ class Pieces:
             raise ValueError(f"context_parallel={size} needs {wanted}, got {given}")
         index, rank = divmod(state.process_index, size)
         group = None
-        if size > 1:  # all processes make all groups
+        if size > 1:  # every process must take part in creating every group
             made = [distributed.new_group(range(i, i + size)) for i in range(0, processes, size)]
             group = made[index]
         return cls(size, processes // size, index, rank, group)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raise a ValueError for a model that cannot take pieces."""
+        """Raise a ValueError if the model does not support context parallelism."""
         types = getattr(model.config, "layer_aft_types", ["no AFT"])
         if self.size > 1 and not set(types) <= {"simple", "alibi", "local", "conv"}:
             raise ValueError(
@@ -56,7 +57,7 @@ class Pieces:
             )
 
     def loss(self, task: Task, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of whole sequences, whose gradient is an average over the processes."""
+        """Return the loss of whole sequences; DDP and FSDP average its gradient over the processes."""
         if self.group is None:
             return task.loss(model, batch)
         piece = self._cut(batch)
@@ -67,8 +68,10 @@ class Pieces:
         return average_over(self.group, loss)
 
     def scores(self, task: Task, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predictions and references of this process's own batch. The group takes the batches of its processes in
-        turn, each process a piece; what a task scores in a row is a sum over its tokens.
+        """Return predictions and references of this process's own batch.
+
+        The group computes the batches of its processes in turn, each process a piece of every batch. The scores of the
+        pieces are added, so a task's scores of a row must be sums over its tokens.
         """
         if self.group is None:
             return task.scores(model, batch)
@@ -81,7 +84,7 @@ class Pieces:
         return own[0], own[1]
 
     def _from(self, source: int, x: torch.Tensor) -> torch.Tensor:
-        """The tensor that one process of the group has."""
+        """Broadcast the tensor of process `source` of the group."""
         x = x.clone()
         distributed.broadcast(x, group_src=source, group=self.group)
         return x

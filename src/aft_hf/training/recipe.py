@@ -1,4 +1,4 @@
-"""Recipes: everything that decides a training run, as a typed schema that YAML files fill in."""
+"""Recipes: the typed schema of a training run, and loading from YAML files with overrides."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ from .. import baselines  # noqa: F401  (registers their architecture)
 from ..reading import described, read_text, shortened, shown
 
 
-# Keys of which a recipe has one: to override one is to drop the other.
+# Pairs of keys of which a recipe has only one: an override of one key removes the other.
 ALTERNATIVES = (
     ("epochs", "steps"),
     ("warmup_epochs", "warmup_steps"),
@@ -23,10 +23,10 @@ ALTERNATIVES = (
     ("dataset", "train"),
 )
 
-# Schedules that need more than the step.
+# Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
-# Of a YAML file and of a value in an override: levels, and values.
+# Limits of a YAML text (a file, or the value of an override): levels of nesting, and number of values.
 DEEPEST, LARGEST = 20, 10_000
 
 Count = Annotated[int, Field(gt=0)]
@@ -37,70 +37,71 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A part of a recipe: no key that it does not know, no value of another type."""
+    """A section of a recipe. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Data(Section):
-    """What all tasks say about their data. A Hub id or files are given, most often on the command line."""
+    """Data settings of all tasks. A recipe needs `train` or `dataset`, usually given on the command line."""
 
     train: str | None = None  # a file or a folder
     validation: str | None = None
-    dataset: str | None = None  # in place of these files: an id on the Hub, or a local dataset
+    dataset: str | None = None  # instead of files: an id on the Hub, or a local dataset
     dataset_config: str | None = None
-    workers: Annotated[int, Field(ge=0)] = 0  # processes that read and decode; 0: the training process itself
-    max_train_samples: Count | None = None  # the first ones
+    workers: Annotated[int, Field(ge=0)] = 0  # worker processes of the data loader; 0: load in the training process
+    max_train_samples: Count | None = None  # None: all; otherwise the first ones
     max_eval_samples: Count | None = None
 
 
 class BytesData(Data):
-    """A file as bytes, or the texts of a dataset as one. One alone is split by position (see
-    `aft_hf.data.bytes.split_bytes`)."""
+    """Files that are read as bytes, or a dataset whose texts are joined to a file for each split. A single file is
+    split by position (see `aft_hf.data.bytes.split_bytes`)."""
 
     test: str | None = None
-    text_column: str = "text"  # of a dataset
-    text_separator: str = "\n"  # between its texts
-    seq_len: Count = 1024  # bytes that a sample predicts
-    eval_stride: Count | None = None  # bytes that are new in each evaluated window; None: all, no overlap
+    text_column: str = "text"  # column of the dataset
+    text_separator: str = "\n"  # between the texts of a dataset
+    seq_len: Count = 1024  # bytes predicted per sample
+    eval_stride: Count | None = None  # new bytes per evaluated window; None: seq_len, no overlap
 
 
 class ImageRows(Data):
-    """Rows of a dataset that hold an image."""
+    """Datasets with an image in each row."""
 
     image_column: str = "image"
-    streaming: bool = False  # read while training, with no copy on the disk
-    shuffle_buffer: Count = 1000  # rows of a stream that are shuffled together
+    streaming: bool = False  # read rows during training, without a copy on the disk
+    shuffle_buffer: Count = 1000  # rows per shuffled block of a stream
 
 
 class PixelsData(ImageRows):
-    """Images as sequences of the values of their sub-pixels."""
+    """Images as sequences of sub-pixel values."""
 
-    image_size: Count = 32  # side in pixels; other images are resized
+    image_size: Count = 32  # side in pixels; images of another size are resized
     flip: bool = True
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = 10  # of 255: uniform in [-shift, shift], then clipped
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = 10  # uniform in [-x, x], clipped to 0 .. 255
 
 
 class Augmentation(Section):
-    """What training does to images; the defaults do nothing but flip, `DeiT` is in the recipes."""
+    """Augmentation of training images. The defaults only flip; configs/imagenet has the augmentation of DeiT."""
 
-    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = None  # share of the area
+    # Range of the share of the area that is cropped; None: no random crop.
+    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = None
     flip: bool = True
     rand_augment_operations: Annotated[int, Field(ge=0)] = 0
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0  # the mean of what each operation draws
-    rand_augment_noise: NonNegative = 0.0  # its standard deviation
-    erasing: Probability = 0.0  # a part of an image becomes noise
-    mixup: NonNegative = 0.0  # alpha of its Beta distribution
-    cutmix: NonNegative = 0.0
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0  # mean magnitude of the operations
+    rand_augment_noise: NonNegative = 0.0  # standard deviation of the magnitude
+    erasing: Probability = 0.0  # probability that noise replaces a part of an image
+    mixup: NonNegative = 0.0  # alpha of its Beta distribution; 0: off
+    cutmix: NonNegative = 0.0  # as for mixup
     repetitions: Count = 1  # repeated augmentation: copies of an image in each batch
 
 
 class ImagesData(ImageRows):
-    """Labelled images."""
+    """Images with class labels."""
 
     label_column: str = "label"
     image_size: Count = 224  # side in pixels
-    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0  # evaluated is this much of the side, the centre
+    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0  # side of the center crop / side of the resized image
     image_mean: list[float] = [0.485, 0.456, 0.406]
     image_std: list[Positive] = [0.229, 0.224, 0.225]
     augmentation: Augmentation = Augmentation()
@@ -118,19 +119,19 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """A schedule of `transformers.get_scheduler`; "inverse_sqrt" is that of "Attention is all you need"."""
+    """A schedule of `transformers.get_scheduler`, such as "inverse_sqrt" of "Attention is all you need"."""
 
     name: str = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     warmup_epochs: NonNegative | None = None
-    options: dict[str, Any] = {}  # more arguments of that schedule
+    options: dict[str, Any] = {}  # additional arguments of the schedule
 
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
         names = {kind.value for kind in SchedulerType} - UNUSABLE_SCHEDULES
         if name not in names:
-            raise ValueError(f"not a schedule that is known{_suggestion(name, names)}")
+            raise ValueError(f"not a known schedule{_suggestion(name, names)}")
         return name
 
     @model_validator(mode="after")
@@ -141,53 +142,53 @@ class Schedule(Section):
 
 
 class Paper(Section):
-    """What of the paper a recipe repeats."""
+    """The result of the paper that a recipe reproduces."""
 
     rows: Annotated[list[str], Field(min_length=1)]  # "Table 4: AFT-local-32, L = 24, d = 256"
-    # Of the data that it is tested on: bits per byte or per dimension, or top-1 accuracy in 0 .. 1.
+    # Score on the test data: bits per byte or per dimension, or top-1 accuracy in 0 .. 1.
     score: Positive
 
 
 class Recipe(Section):
-    """One training run.
+    """The configuration of one training run.
 
-    `model` has the fields of a config and either `architecture`, a `model_type` of transformers ("aft" is one), or
-    `pretrained`, a directory or Hub id to start from. What follows from the data (vocabulary, lengths, labels) is
-    filled in where `model` does not say it.
+    `model` holds fields of the model's config and either `architecture`, a `model_type` of transformers such as "aft",
+    or `pretrained`, a directory or Hub id to start from. Fields that follow from the data (vocabulary size, lengths,
+    labels) are filled in unless `model` sets them.
     """
 
     task: Literal["bytes", "pixels", "images"]
-    notes: str = ""  # where the paper is silent: what was chosen, and why
-    paper: Paper | None = None  # None: the recipe is ours
+    notes: str = ""  # values that the paper does not give, and reasons for the choice
+    paper: Paper | None = None  # None: the recipe is not from the paper
     model: dict[str, Any]
     data: Data
     optimizer: Optimizer
     schedule: Schedule = Schedule()
     epochs: Positive | None = None
     steps: Count | None = None
-    global_batch_size: Count  # samples in each step of the optimizer, over all processes
-    micro_batch_size: Count | None = None  # samples in each pass of a process; None: its whole share
-    context_parallel: Count = 1  # processes that share each sequence, a piece for each
+    global_batch_size: Count  # samples per optimizer step, over all processes
+    micro_batch_size: Count | None = None  # samples per forward pass of a process; None: its whole share
+    context_parallel: Count = 1  # processes that share each sequence, one piece per process
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     max_grad_norm: Positive | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # the average is then evaluated and saved
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # if set, the average is evaluated and saved
     label_smoothing: Share = 0.0
     seed: Annotated[int, Field(ge=0)] = 0
     log_every: Count = 10  # steps
-    evaluate_every: Count | None = None  # steps; None: an epoch
-    save_every: Count | None = None  # steps; None: an epoch
+    evaluate_every: Count | None = None  # steps; None: once per epoch
+    save_every: Count | None = None  # steps; None: once per epoch
     keep_checkpoints: Count = 2
-    resume: str = "auto"  # or "never", or a checkpoint
-    tracker: str | None = "tensorboard"  # a tracker of Accelerate by name
+    resume: str = "auto"  # or "never", or the path of a checkpoint
+    tracker: str | None = "tensorboard"  # name of a tracker of Accelerate; None: no tracker
     output_dir: str
 
     @field_validator("model")
     @classmethod
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if ("architecture" in model) == ("pretrained" in model):
-            raise ValueError("give either architecture (a model_type of transformers) or pretrained (a directory)")
+            raise ValueError("give either architecture (a model_type) or pretrained (a directory or Hub id)")
         if "architecture" in model:
             check_architecture(**model)
         return model
@@ -199,15 +200,15 @@ class Recipe(Section):
         return self
 
     def accumulation(self, processes: int) -> tuple[int, int]:
-        """(micro-batch size, micro-batches that each process adds up in a step).
+        """Return the micro-batch size, and the number of micro-batches that each process accumulates per step.
 
         Raises:
-            ValueError: the global batch cannot be cut that way.
+            ValueError: `global_batch_size` is not a multiple of processes x micro-batch size.
         """
         size = self.micro_batch_size or self.global_batch_size // processes
         if size == 0 or self.global_batch_size % (processes * size):
             raise ValueError(
-                f"global_batch_size={self.global_batch_size} is no multiple of the processes x micro_batch_size, "
+                f"global_batch_size={self.global_batch_size} is not a multiple of processes x micro_batch_size, "
                 f"{processes} x {size or 1}: change one of them"
             )
         return size, self.global_batch_size // (processes * size)
@@ -230,7 +231,7 @@ class ImageRowsRecipe(Recipe):
         warms_up_by_epochs = self.schedule.warmup_epochs is not None
         if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
             raise ValueError(
-                "nobody knows the length of an epoch with data.streaming: give steps, evaluate_every and save_every, "
+                "the length of an epoch is unknown with data.streaming: give steps, evaluate_every and save_every, "
                 "and the schedule's warmup_steps in place of warmup_epochs"
             )
         return self
@@ -248,16 +249,18 @@ RECIPES: dict[str, type[Recipe]] = {"bytes": BytesRecipe, "pixels": PixelsRecipe
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
-    """Read a recipe. It may name a file to start from as `base`, beside it. Without an `output_dir` it is
-    outputs/FOLDER/NAME of the file.
+    """Load a recipe from a YAML file.
+
+    The file may name another recipe as `base`, relative to its folder, whose values it overrides. By default
+    `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file (outputs/smoke/... with `smoke`).
 
     Args:
-        path: a YAML file.
-        overrides: "dotted.key=value" with a value in YAML, applied last.
-        smoke: whether to apply the recipe's own overrides under `smoke`, which make a run of seconds.
+        path: the YAML file.
+        overrides: "dotted.key=value", where the value is YAML; applied last.
+        smoke: whether to apply the overrides in the recipe's section `smoke`, for a run of a few seconds.
 
     Raises:
-        ValueError: no such recipe, or one that is wrong; the message names the key, the value and what is allowed.
+        ValueError: the recipe does not exist or is invalid; the message names the key, its value and what is allowed.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -275,33 +278,33 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         parts = key.split(".")
         if not equals or not all(parts) or len(parts) > DEEPEST:
             raise ValueError(
-                f"{shown(override)} is no override: write key=value, such as optimizer.learning_rate=1e-3"
+                f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
         values = _merge(values, {key: _parse(value, shortened(override))})
     return build_recipe(values)
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """The nested values of a file and of its bases; `above` are the files whose base it is."""
+    """Return the nested values of a file, merged with those of its bases; `above` are the files based on it."""
     values = _parse(read_text(path), str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
+        raise ValueError(f"{path}: a recipe must be a mapping of keys to values")
     base = values.pop("base", None)
     if base is None:
         return _merge({}, values)
     above = (*above, path.resolve())
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{path}: base={shown(base)} must be the name of a recipe beside it")
+        raise ValueError(f"{path}: base={shown(base)} must be the path of a recipe, relative to this one")
     if (path.parent / base).resolve() in above:
-        raise ValueError(f"{path}: base={base!r} leads back to a recipe that it is the base of")
+        raise ValueError(f"{path}: base={base!r} leads back to the same recipe: bases must not be circular")
     return _merge(_read(path.parent / base, above), values)
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """A recipe from nested mappings.
+    """Build a recipe from nested mappings.
 
     Raises:
-        ValueError: as `load_recipe`.
+        ValueError: as for `load_recipe`.
     """
     task = values.get("task")
     if not isinstance(task, str) or task not in RECIPES:
@@ -314,7 +317,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def check_architecture(architecture: Any, **fields: Any) -> None:
-    """Raise a ValueError unless transformers knows the architecture, and its config the fields."""
+    """Raise a ValueError unless transformers knows the architecture and its config has the fields."""
     if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
         near = _suggestion(str(shown(architecture)), CONFIG_MAPPING.keys())
         raise ValueError(f"model.architecture={shown(architecture)} is not known to transformers{near}")
@@ -328,11 +331,11 @@ def check_architecture(architecture: Any, **fields: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 3e-4 is a number; PyYAML, of YAML 1.1, wants 3.0e-4 for that."""
+    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """The same YAML, written: a string that `_Loader` would read as something else is quoted."""
+    """YAML dumper for `_Loader`: it quotes strings that `_Loader` would read as another type."""
 
 
 for _class in (_Loader, _Dumper):
@@ -342,7 +345,7 @@ for _class in (_Loader, _Dumper):
 
 
 def _write_string(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    """In double quotes, with escapes, where PyYAML would write a line break of Unicode that reads as a space."""
+    """Escape Unicode line breaks in double quotes; PyYAML would write them in a form that is read as a space."""
     style = '"' if re.search("[\x85\u2028\u2029]", value) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
@@ -351,11 +354,11 @@ _Dumper.add_representer(str, _write_string)
 
 
 def _parse(text: str, source: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Raises:
-        ValueError: it is not YAML, nested deeper than `DEEPEST`, or holds more than `LARGEST` values, each alias
-            counted as what it stands for: nine lines of aliases make a billion.
+        ValueError: the text is not YAML, is nested deeper than `DEEPEST`, or holds more than `LARGEST` values, where
+            an alias counts as all values that it stands for: nine lines of aliases can expand to a billion values.
     """
     loader = None
     try:
@@ -365,15 +368,15 @@ def _parse(text: str, source: str) -> Any:
             return None
         _count(node, {}, 0)
         return loader.construct_document(node)
-    except Exception as error:  # constructors of YAML's many types raise what Python does for a wrong date or number
-        raise ValueError(f"{source}: not YAML that can be used: {described(error)}") from None
+    except Exception as error:  # YAML's constructors pass on Python's errors for invalid dates and numbers
+        raise ValueError(f"{source}: not YAML that can be read: {described(error)}") from None
     finally:
         if loader is not None:
             loader.dispose()
 
 
 def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
-    """The values in a node, itself included."""
+    """Return the number of values in a node, including itself."""
     if depth > DEEPEST:
         raise ValueError(f"it is nested deeper than {DEEPEST} levels")
     if id(node) not in counted:
@@ -392,7 +395,7 @@ def _nested(keys: list[str], value: Any) -> dict[str, Any]:
 
 
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `more` in their place, mapping by mapping; dotted keys of `more` reach inside."""
+    """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
     for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
         if more.get(one) is not None and other not in more:
@@ -407,9 +410,9 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """One line on one error of pydantic."""
+    """Describe an error of pydantic in one line."""
     *above, last = error["loc"] or ("",)
-    # Names of types in unions are part of pydantic's location, but no part of the key.
+    # Names of types in unions are part of pydantic's location, but not of the key.
     path = [str(part) for part in above if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
     if error["type"] == "extra_forbidden":
         return f"unknown key {shortened('.'.join([*path, last]))}{_suggestion(last, _fields(kind, path), path)}"
@@ -419,7 +422,8 @@ def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
     if error["type"] == "model_type":
         return f"{key}={shown(error['input'])}: must be a mapping of keys to values"
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if error["type"] == "value_error" and isinstance(error["input"], dict):  # about several keys, which it names
+    # An error about several keys, which the message names.
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{key}: {message}" if key and f"{key}." not in message else message
     return f"{key}={shown(error['input'])}: {message}"
 
@@ -431,9 +435,9 @@ def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _suggestion(name: str, known: Iterable[str], path: Iterable[str] = ()) -> str:
-    """'; did you mean ...?' with the name nearest to one that is not known, or the known ones where none is near."""
-    known = sorted(known)  # so that of two names as near, it is always the same one
+    """Return '; did you mean ...?' with the known name closest to `name`, or all known names if none is close."""
+    known = sorted(known)  # among equally close names, always suggest the same one
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"; did you mean {'.'.join([*path, near[0]])}?"
-    return f"; there are {', '.join(known)}" if len(known) <= 40 else ""
+    return f"; known: {', '.join(known)}" if len(known) <= 40 else ""

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its losses, its results, and a picture of them."""
+"""The records of a run: its losses and evaluations, `results.json`, and a plot of the losses."""
 
 import importlib.metadata
 import json
@@ -21,51 +21,51 @@ from .manifest import RecordState
 from .recipe import Recipe
 
 
-# What a nat of the training loss is measured in when evaluated.
+# Factors that convert evaluated losses to nats, the unit of the training loss.
 NATS = {"loss": 1.0, "bits_per_byte": math.log(2), "bits_per_dim": math.log(2)}
 
-UNFINISHED = ".unfinished"  # files that are still being written
+UNFINISHED = ".unfinished"  # directory of files that are still being written
 
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evaluate", "kornia", "numpy")
 
 
 class Record:
-    """The losses, evaluations and seconds of a run, which its checkpoints carry on.
+    """The losses, evaluations and training time of a run, which are saved in its checkpoints.
 
-    Losses stay on the device until they are asked for. What is kept is the mean over each `every` steps, counted from
-    the first step of the run, so a run that was interrupted keeps what the uninterrupted one does.
+    Losses stay on the device until `collect`. Recorded are means over every `every` steps, counted from the first step
+    of the run, so an interrupted run records the same values as an uninterrupted run.
     """
 
     def __init__(self, accelerator: Accelerator, every: int):
         self.accelerator, self.every = accelerator, every
         self.losses: list[tuple[int, float, float]] = []  # (steps done, mean loss, learning rate)
         self.evaluations: list[dict[str, float]] = []
-        self.seconds = 0.0  # of training: without evaluations and checkpoints
-        self.steps_per_second = 0.0  # of late
-        self._pending: list[tuple[int, float, float]] = []  # of the steps since then
+        self.seconds = 0.0  # training time, without evaluations and checkpoints
+        self.steps_per_second = 0.0  # of the steps fetched by the last `collect`
+        self._pending: list[tuple[int, float, float]] = []  # of the steps since the last record
         self._on_device: list[tuple[int, torch.Tensor, float]] = []
         self._since = time.perf_counter()
 
     def add(self, step: int, loss: torch.Tensor, learning_rate: float) -> None:
-        """The loss of this process in a step (1, 2 ...), and the rate of the update made with it."""
+        """Add the loss of this process in a step (1, 2 ...), and the learning rate of the step's update."""
         self._on_device.append((step, loss, learning_rate))
 
     def collect(self) -> None:
-        """Fetch the losses of all processes.
+        """Fetch the losses from the device, averaged over all processes.
 
         Raises:
-            ValueError: one is not finite; the message has the step and the learning rate.
+            ValueError: a loss is not finite; the message gives the step and the learning rate.
         """
         if not self._on_device:
             return
         losses = self.accelerator.reduce(torch.stack([loss for _, loss, _ in self._on_device]), "mean").tolist()
-        seconds = self.lap()  # after the losses, for which a GPU has to finish
+        seconds = self.lap()  # after fetching the losses, which waits for a GPU
         self.seconds, self.steps_per_second = self.seconds + seconds, len(losses) / seconds
         for (step, _, rate), loss in zip(self._on_device, losses):
             if not math.isfinite(loss):
                 raise ValueError(
                     f"the loss is {loss} at step {step}, with learning rate {rate:.3g}: training stops; "
-                    "a smaller rate, a longer warm-up or max_grad_norm may help"
+                    "a smaller learning rate, a longer warm-up or max_grad_norm may help"
                 )
             self._pending.append((step, loss, rate))
             if step % self.every == 0:
@@ -73,14 +73,14 @@ class Record:
         self._on_device.clear()
 
     def curve(self) -> list[tuple[int, float, float]]:
-        """What is kept, and the mean of the steps since."""
+        """Return the recorded losses, followed by the mean of the steps since the last record."""
         if not self._pending:
             return self.losses
         step, _, rate = self._pending[-1]
         return [*self.losses, (step, sum(loss for _, loss, _ in self._pending) / len(self._pending), rate)]
 
     def lap(self) -> float:
-        """Seconds since the last call; what came before is then not counted as training."""
+        """Return the seconds since the last call, and restart the clock of the training time."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
@@ -99,14 +99,14 @@ class Record:
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory this process has had in use, in GiB: on the GPU if it computes there, else its own."""
+    """Return the peak memory of this process in GiB: on the GPU if it computes there, else its resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what decides a result."""
+    """Return the versions of Python and of the packages that affect results."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -117,9 +117,9 @@ def versions() -> dict[str, str]:
 
 
 def write_results(directory: Path, recipe: Recipe, record: Record, **more: Any) -> dict[str, Any]:
-    """`results.json`: the recipe, the losses and evaluations, `more`, and the versions. Returns what it holds.
+    """Write `results.json` with the recipe, losses, evaluations, versions and `more`; return its content.
 
-    It is published with the model, so files are named without the directories they lie in.
+    The file is published with the model, so paths in the recipe are reduced to file names (`portable`).
     """
     results = {
         **more,
@@ -135,9 +135,9 @@ def write_results(directory: Path, recipe: Recipe, record: Record, **more: Any) 
 
 
 def portable(values: Any) -> Any:
-    """Nested values with the names of files in place of paths, which say nothing to anybody elsewhere.
+    """Replace paths in nested values by file names, because directories of this machine mean nothing elsewhere.
 
-    A relative path is one if there is something: `name/model` may as well be on the Hub.
+    A relative path counts as a path only if it exists: `name/model` may also be an id on the Hub.
     """
     if isinstance(values, dict):
         return {key: portable(value) for key, value in values.items()}
@@ -147,12 +147,12 @@ def portable(values: Any) -> Any:
 
 
 def plot_losses(path: Path, record: Record) -> None:
-    """A picture of the losses and of the metrics over the steps; none where matplotlib is not installed."""
+    """Plot the losses and the metrics over the steps, if matplotlib is installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        record.accelerator.print("matplotlib is not installed: no picture of the losses")
+        record.accelerator.print("matplotlib is not installed: losses are not plotted")
         return
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {
         "loss (nats)": {"training": [(step, loss) for step, loss, _ in record.curve()]}
@@ -179,8 +179,10 @@ def plot_losses(path: Path, record: Record) -> None:
 
 @contextmanager
 def move_into(directory: Path) -> Iterator[Path]:
-    """A new directory to write into, whose files then move to `directory`: each is there as a whole, or not at all.
-    None moves, and none stays, if one cannot be written."""
+    """Yield a temporary directory, and move its files to `directory` at the end of the context.
+
+    A file appears in `directory` complete or not at all. If one cannot be written, none is moved and none is left.
+    """
     remove_unfinished(directory)
     aside = directory / UNFINISHED
     aside.mkdir(parents=True)
@@ -193,5 +195,5 @@ def move_into(directory: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what a killed process left in `move_into`."""
+    """Remove the temporary directory that a killed process left in `move_into`."""
     shutil.rmtree(directory / UNFINISHED, ignore_errors=True)

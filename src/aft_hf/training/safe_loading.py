@@ -1,8 +1,8 @@
-"""Reading checkpoints without running code from them.
+"""Loading of checkpoints without running code from them.
 
-Accelerate, `torch.distributed.checkpoint` and DeepSpeed keep optimizer states, random states and tables of shards as
-pickles, which can name any function to be called while they are read. Here they may hold tensors, numbers and the few
-types that these libraries need, and nothing else.
+Accelerate, `torch.distributed.checkpoint` and DeepSpeed save optimizer states, random states and shard tables as
+pickles, which can name any function to be called while they are loaded. Here pickles may contain only tensors, numbers
+and the few types that these libraries need.
 """
 
 import os
@@ -19,13 +19,13 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 
-PICKLES = (".bin", ".pkl", ".pt", ".pth")  # by `torch.save`
-NEVER_READ = ("training_args.bin",)  # which Trainer writes for people, as objects
-SHARD_TABLE = ".metadata"  # of `torch.distributed.checkpoint`, a plain pickle; one of a process has its number before
+PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
+NEVER_READ = ("training_args.bin",)  # written by Trainer for information only
+SHARD_TABLE = ".metadata"  # plain pickle of `torch.distributed.checkpoint`; tables of single processes have a prefix
 
 FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
-# All that `torch.distributed.checkpoint` itself writes into such a table.
+# All types that `torch.distributed.checkpoint` writes to a shard table.
 TABLE_TYPES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -46,27 +46,28 @@ TABLE_TYPES |= {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("pathlib._local", "PosixPath"),  # in Python 3.13
 }
 TABLE_TYPES |= {("torch", str(value)[6:]) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class UnsafeCheckpointError(ValueError):
-    """A file of a checkpoint that names what a checkpoint has no need of."""
+    """Raised for a checkpoint with a file that could run code when it is loaded, or that cannot be checked."""
 
 
 @contextmanager
 def data_only(checkpoint: Path) -> Iterator[None]:
-    """Within, `torch.load` reads nothing but data, even for callers that ask for more. All files of the checkpoint
-    that tell what they name without being read are looked through before.
+    """Restrict `torch.load` to data within the context, even for callers that pass `weights_only=False`.
+
+    Files of the checkpoint that can be checked without loading them are checked first.
 
     Raises:
-        UnsafeCheckpointError: a file would call something, which it has not done.
+        UnsafeCheckpointError: a file is not restricted to data, or is a symlink. No code from it has been run.
     """
     with torch.serialization.safe_globals([*TORCH_SAFE_GLOBALS, *_deepspeed_types()]):
         for path in sorted(checkpoint.rglob("*")):
-            if path.is_symlink():  # to what may change after the check
-                raise UnsafeCheckpointError(f"{path} is not read: it is a link, which no checkpoint has")
+            if path.is_symlink():  # its target may change after the check
+                raise UnsafeCheckpointError(f"{path} is not read: it is a symlink, which checkpoints never contain")
             if path.is_file():
                 _check(path)
         kept = {name: os.environ.pop(name, None) for name in (FORCE, PREVENT)}
@@ -77,7 +78,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
             if not isinstance(cause_of(error), pickle.UnpicklingError):
                 raise
             raise UnsafeCheckpointError(
-                f"{checkpoint} is not read: it has objects other than tensors and numbers, which could run code"
+                f"{checkpoint} is not read: it contains objects other than tensors and numbers, which could run code"
             ) from error
         finally:
             del os.environ[FORCE]
@@ -85,35 +86,36 @@ def data_only(checkpoint: Path) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in the first of the processes that failed."""
+    """Return the error of the first failed process if `error` is a `CheckpointException`, else `error` itself."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
 
 
 def _check(path: Path) -> None:
-    """Raise an UnsafeCheckpointError if a file is a pickle of something else than data."""
+    """Raise an UnsafeCheckpointError if a file is a pickle that contains more than data."""
     named: list[str] = []
     try:
         if path.name.endswith(SHARD_TABLE):
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file, named).load(), Metadata):
-                    raise pickle.UnpicklingError("no table of shards")
+                    raise pickle.UnpicklingError("not a shard table")
         elif path.suffix in PICKLES and path.name not in NEVER_READ:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except OSError:
         raise
-    except Exception as error:  # of a damaged pickle there is no saying what is raised
+    except Exception as error:  # a damaged pickle can raise any error
         if not named:
-            raise UnsafeCheckpointError(f"{path} is not read: it is no file of tensors and numbers") from error
+            raise UnsafeCheckpointError(f"{path} is not read: it is not a file of tensors and numbers") from error
     if named:
         raise UnsafeCheckpointError(
-            f"{path} is not read: it names {min(named)}, which could run code; a checkpoint has tensors and numbers"
+            f"{path} is not read: it names {min(named)}, which could run code; a checkpoint may contain only tensors, "
+            "numbers and types that are known to be safe"
         )
 
 
 class _ShardTable(pickle.Unpickler):
-    """Reads the table of the shards up to the first name that belongs into none, which is added to `named`."""
+    """Unpickler of a shard table that stops at the first name not in `TABLE_TYPES` and appends it to `named`."""
 
     def __init__(self, file: BinaryIO, named: list[str]):
         super().__init__(file)
@@ -127,7 +129,7 @@ class _ShardTable(pickle.Unpickler):
 
 
 def _deepspeed_types() -> list[type]:
-    """What DeepSpeed keeps beside tensors and numbers; nothing where it is not in use."""
+    """Return the types that DeepSpeed saves besides tensors and numbers, none if it is not imported."""
     if "deepspeed" not in sys.modules:
         return []
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

@@ -1,4 +1,4 @@
-"""What a run is made of, from its recipe: the accelerator, the data, the model and its optimizer, where it begins."""
+"""Setup of a run from its recipe: accelerator, data, model, optimizer, schedule, and resuming from a checkpoint."""
 
 import os
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from .records import Record, portable, remove_unfinished
 from .tasks import TASKS, Samples, Task
 
 
-# Keys of a recipe that may differ between a checkpoint and the run that goes on from it.
+# Keys of a recipe that may differ between a checkpoint and the run that resumes from it.
 FREE_TO_CHANGE = {
     "notes",
     "paper",
@@ -50,40 +50,40 @@ FREE_TO_CHANGE |= {
 
 @dataclass
 class Run:
-    """A run that is ready to train: `start` of its `total` steps are done."""
+    """A run that is ready to train, with `start` of its `total` steps done."""
 
     recipe: Recipe
     accelerator: Accelerator
     pieces: Pieces
     task: Task
-    data: str  # the fingerprint of what is trained on
+    data: str  # the fingerprint of the training data
     model: nn.Module
     optimizer: AcceleratedOptimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     order: GlobalBatches | StreamedBatches
-    batches: DataLoader[Any]  # the micro-batches of this process from `start` on, in that order
+    batches: DataLoader[Any]  # micro-batches of this process after step `start`, from `order`
     evaluated: dict[str, DataLoader[Any]]
     checkpoints: Checkpoints
     record: Record
-    accumulation: int  # micro-batches of this process in a step
+    accumulation: int  # micro-batches of this process per step
     start: int
     total: int
     evaluate_every: int  # steps
-    save_every: int
+    save_every: int  # steps
     parameters: int
 
 
 def set_up(recipe: Recipe) -> Run:
-    """Build a run, and load the checkpoint that it goes on from.
+    """Build a run, and load the checkpoint from which it resumes.
 
     Raises:
-        ValueError: a recipe that does not fit the data, the checkpoint, the device or the number of processes.
-        OSError: data that cannot be read.
+        ValueError: the recipe does not fit the data, the checkpoint, the device or the number of processes.
+        OSError: the data cannot be read.
     """
     pieces = Pieces.of(recipe, join_processes())
     micro_batch_size, accumulation = recipe.accumulation(pieces.groups)
     task = TASKS[recipe.task](recipe)
-    # The recipe of a stream says everything in steps.
+    # The length of a stream is unknown; its recipe counts in steps, never in epochs.
     count = None if isinstance(task.train, StreamedSamples) else len(task.train)
     epoch = 0 if count is None else steps_per_epoch(count, recipe.global_batch_size)
     total = recipe.steps or max(1, round((recipe.epochs or 0) * epoch))
@@ -94,7 +94,7 @@ def set_up(recipe: Recipe) -> Run:
     pieces.check(model)
     parameters = model.num_parameters()
     if recipe.gradient_checkpointing:
-        # The old name of it is deprecated in new releases of transformers, the new one is missing in old ones.
+        # New releases of transformers deprecate the old name of this method; old releases lack the new name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     optimizer = build_adamw(model, recipe.optimizer, recipe.ema_decay)
@@ -104,12 +104,14 @@ def set_up(recipe: Recipe) -> Run:
         model.compile()  # in place: the weights keep their names
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    checkpoints = Checkpoints(accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
+    checkpoints = Checkpoints(accelerator, Path(recipe.output_dir) / "checkpoints", keep=recipe.keep_checkpoints)
     record = Record(accelerator, recipe.log_every)
     data = task.train.fingerprint()
     start, position = resume(recipe, data, checkpoints, scheduler, record)
     if start > total:
-        raise ValueError(f"the checkpoint has {start} steps, the recipe only {total}: give another output_dir")
+        raise ValueError(
+            f"the checkpoint has {start} steps, the recipe only {total}: give more steps, or another output_dir"
+        )
     if start == total:
         accelerator.print(f"already complete: all {total:,} steps are done; the model is evaluated and saved again")
     order = build_order(
@@ -131,7 +133,7 @@ def set_up(recipe: Recipe) -> Run:
         f"{recipe.task}: {samples}, {total:,} steps; "
         f"{parameters / 1e6:.2f} M parameters; a step is {pieces.groups} x {accumulation} x "
         f"{micro_batch_size} (processes x micro-batches x samples)"
-        + (f", each sample in {pieces.size} pieces in as many processes" if pieces.size > 1 else "")
+        + (f", where {pieces.size} processes that share each sample count as one" if pieces.size > 1 else "")
     )
     return Run(
         recipe=recipe,
@@ -162,32 +164,27 @@ def set_up(recipe: Recipe) -> Run:
 def build_order(
     samples: Samples, recipe: Recipe, position: tuple[Any, ...], **counts: int
 ) -> GlobalBatches | StreamedBatches:
-    """The batches of a run.
+    """Build the sampler of a run's micro-batches.
 
     Args:
-        samples: what is trained on.
-        position: of the sampler in a stream.
-        **counts: the arguments that both samplers have.
+        samples: the training dataset.
+        position: the position from which the sampler of a stream resumes.
+        **counts: the arguments that both samplers share.
     """
     if not isinstance(samples, StreamedSamples):
         return GlobalBatches(len(samples), **counts)
-    assert isinstance(recipe.data, ImageRows)  # nothing else is streamed
+    assert isinstance(recipe.data, ImageRows)  # only datasets of images are streamed
     return StreamedBatches(samples.rows, shuffle_buffer=recipe.data.shuffle_buffer, position=position, **counts)
 
 
-def checkpoint_directory(recipe: Recipe) -> Path:
-    """Where the checkpoints of a run are, and the lock of who runs it."""
-    return Path(recipe.output_dir) / "checkpoints"
-
-
 def join_processes() -> PartialState:
-    """The group of the processes that were launched together."""
-    # Accelerate makes a group of CPU processes only if told that they are to be CPU processes.
+    """Join the group of the processes of this launch, and return its state."""
+    # Accelerate creates a group of CPU processes only with an explicit `cpu=True`.
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) -> Accelerator:
-    """The accelerator of the recipe, with its tracker; the strategy is that of `accelerate launch`."""
+    """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
     tracker = available_tracker(recipe.tracker)
     if recipe.mixed_precision == "fp16" and join_processes().device.type == "cpu":
         raise ValueError("mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or 'no'")
@@ -201,45 +198,50 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", recipe.mixed_precision):
         accelerator.print(
-            f"mixed_precision={recipe.mixed_precision!r} by the recipe; {launched!r} of the launch has no effect"
+            f"mixed_precision={recipe.mixed_precision!r} of the recipe is used; {launched!r} of the launch has "
+            "no effect"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if recipe.ema_decay is not None:
-            raise ValueError("ema_decay does not go with DeepSpeed, whose optimizers keep a state of their own")
+            raise ValueError("ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own")
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = micro_batch_size
         config["gradient_accumulation_steps"] = accumulation
         config["gradient_clipping"] = recipe.max_grad_norm or 0.0  # DeepSpeed clips in its own step
-        # Or else transformers builds models in shards: not from the same random numbers, and not to be saved by one
-        # process. `prepare` makes the shards.
+        # Otherwise transformers would build the model in shards, from other random numbers, and one process could not
+        # save it. `prepare` makes the shards.
         unset_hf_deepspeed_config()
     if tracker is not None:
-        # Trackers leave files beside the model, which is published.
+        # Trackers write files beside the model, which may be published: paths are reduced to file names.
         values = _flat(portable(recipe.model_dump()))
         accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
     elif recipe.tracker is not None:
-        accelerator.print(f"{recipe.tracker} is not installed: no tracker; results.json will have the losses")
+        accelerator.print(
+            f"{recipe.tracker} is not installed: no tracker is used; results.json will contain the losses"
+        )
     return accelerator
 
 
 def available_tracker(name: str | None) -> str | None:
-    """The tracker if it is installed; None for tensorboard, the default, if it is not.
+    """Return the name of a tracker that is installed, or None for tensorboard, the default, if it is not.
 
     Raises:
-        ValueError: another one, which was asked for, is not installed.
+        ValueError: the tracker is not installed, and is not the default.
     """
     available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     if name is None or name in available:
         return name
     if name == "tensorboard":
         return None
-    raise ValueError(f"tracker={name!r} is not installed; there is {', '.join(available) or 'none'}; null: no tracker")
+    raise ValueError(
+        f"tracker={name!r} is not installed; available: {', '.join(available) or 'none'}; null: no tracker"
+    )
 
 
 def build_scheduler(
     recipe: Recipe, optimizer: torch.optim.Optimizer, epoch: int, total: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule of the recipe, for epochs of `epoch` steps and `total` steps in all."""
+    """Build the schedule of a recipe, for `epoch` steps per epoch and `total` steps in all."""
     schedule = recipe.schedule
     warmup = schedule.warmup_steps or round((schedule.warmup_epochs or 0) * epoch)
     options = schedule.options or None
@@ -256,19 +258,23 @@ def resume(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     record: Record,
 ) -> tuple[int, tuple[Any, ...]]:
-    """Load the checkpoint that the recipe asks for, of a run on the same data, and clear away what a killed process
-    left; returns how many steps are done, and the sampler's position.
+    """Load the checkpoint that the recipe asks for, after removing partial files of a killed process.
+
+    Returns:
+        The number of completed steps, and the position of the sampler.
 
     Raises:
-        ValueError: it is damaged or comes from another recipe, other data or an earlier version, or there is one and
-            the recipe says "never".
+        ValueError: the checkpoint is damaged, or comes from another recipe, other data or an earlier version of
+            aft-hf; or there is a checkpoint and the recipe has resume="never".
     """
     checkpoints.remove_partial()
     if checkpoints.accelerator.is_main_process:
         remove_unfinished(Path(recipe.output_dir))
     if recipe.resume == "never":
         if earlier := checkpoints.steps():
-            raise ValueError(f"{earlier[0][1]} is of an earlier run: remove it, or give another output_dir")
+            raise ValueError(
+                f"{earlier[0][1]} is from an earlier run, and resume=never: remove it, or give another output_dir"
+            )
         return 0, ()
     path = checkpoints.newest() if recipe.resume == "auto" else checkpoints.complete(recipe.resume)
     if path is None:
@@ -277,45 +283,52 @@ def resume(
     manifest = read_manifest(path)
     check_same_run(recipe, manifest.recipe, path)
     if manifest.data != data:
-        raise ValueError(f"{path} was made with other training data: give another output_dir for another run")
+        raise ValueError(
+            f"{path} was made with other training data: give the same data, or another output_dir for a new run"
+        )
     checkpoints.load(path)
     restore_schedule(scheduler, manifest, path)
     checkpoints.set_aside(manifest.step)
     record.restore(manifest.record)
-    checkpoints.accelerator.print(f"going on from {path}")
+    checkpoints.accelerator.print(f"resuming from {path}")
     return manifest.step, manifest.position
 
 
 def restore_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, manifest: Manifest, path: Path) -> None:
-    """Have a schedule go on after the steps of a checkpoint.
+    """Set a schedule to the step of a checkpoint.
 
     Raises:
         ValueError: the checkpoint has another number of parameter groups.
     """
     state = scheduler.state_dict()
     if len(manifest.rates) != len(state["_last_lr"]):
-        raise ValueError(f"{path} does not fit the model: it has {len(manifest.rates)} learning rates")
-    # The first step of a schedule is counted when it is made.
+        raise ValueError(
+            f"{path} does not fit the model: it has another number of learning rates, {len(manifest.rates)}"
+        )
+    # A schedule counts its first step when it is created.
     done = {"last_epoch": manifest.step, "_step_count": manifest.step + 1, "_last_lr": manifest.rates}
     scheduler.load_state_dict(state | done)
 
 
 def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
-    """Raise a ValueError where a checkpoint comes from a recipe that differs in what makes the run."""
+    """Raise a ValueError if the recipe of a checkpoint differs in a key that is not in `FREE_TO_CHANGE`."""
     with explained(f"{path}: its recipe cannot be read"):
-        then = _flat(build_recipe(earlier))  # keys that were not there yet had their defaults
+        then = _flat(build_recipe(earlier))  # keys that are newer than the checkpoint take their defaults
     now = _flat(recipe)
     for key in sorted((now.keys() | then.keys()) - FREE_TO_CHANGE):
         if now.get(key) != then.get(key):
             raise ValueError(
                 f"{path} was made with {key}={then.get(key)!r}, and the recipe has {now.get(key)!r}: "
-                "give another output_dir for another run"
+                "give the same value, or another output_dir for a new run"
             )
 
 
 def _shard_by_blocks(accelerator: Accelerator, model: nn.Module) -> None:
-    """Have FSDP take the blocks of the model as its units. Left alone, it takes all of `_no_split_modules`: the
-    embeddings, too, of which Accelerate makes a unit of its own, and classes that this model may not have."""
+    """Make FSDP shard the model by its blocks.
+
+    By default it wraps all classes in `_no_split_modules`. These include the embeddings, which Accelerate wraps
+    separately, and classes that this model may not have.
+    """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
         blocks = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
@@ -323,7 +336,7 @@ def _shard_by_blocks(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _flat(recipe: Recipe | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones."""
+    """Flatten nested keys to dotted keys."""
     values = recipe.model_dump() if isinstance(recipe, Recipe) else recipe
     flat: dict[str, Any] = {}
     for key, value in values.items():

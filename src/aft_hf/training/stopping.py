@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGTERM, or Ctrl-C, lets it end its step and save."""
+"""Graceful stop on SIGTERM or Ctrl-C: the run completes its step and saves a checkpoint."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Within, the first SIGTERM or SIGINT is noted for the loop to act on; a second one has its usual effect."""
+    """Context that records the first SIGTERM or SIGINT for the training loop; a second has its usual effect."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator, self.received = accelerator, 0
@@ -33,7 +33,7 @@ class StopSignal:
         self.__exit__()
 
     def agreed(self) -> int:
-        """The signal that any process has received, 0 for none: the same answer for all of them, in the same step."""
+        """Return a signal that any process has received, 0 for none; in a step, all processes get the same value."""
         if self.accelerator.num_processes == 1:
             return self.received
         received = torch.tensor([self.received], device=self.accelerator.device)

@@ -1,4 +1,4 @@
-"""The three tasks: what their data are, what a model of them loses on a batch, and how it is scored."""
+"""The training tasks (bytes, pixels and images): their data, models, losses and metrics."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 
-# What is trained on: indexed by `SampleKey`, or streamed.
+# Training datasets: indexed by `SampleKey`, or streamed.
 Samples: TypeAlias = "First | PixelSequences | TrainingImages | StreamedSamples"
 
 
 class First(Dataset[Any]):
-    """The first windows of a file, whatever they are indexed by."""
+    """The first `count` windows of a file, or all; indices are passed on to the dataset of windows."""
 
     def __init__(self, dataset: ByteWindows, count: int | None):
         self.dataset, self.count = dataset, len(dataset) if count is None else min(count, len(dataset))
@@ -65,28 +65,31 @@ class First(Dataset[Any]):
 
 
 class Task(ABC):
-    """What the loop needs to know of a task. Making one reads the data, so there may be an OSError or a ValueError."""
+    """Base class of the tasks: the data, model, loss and metric for the training loop.
+
+    The constructor reads the data, and raises an OSError or a ValueError if that fails.
+    """
 
     auto_model: type[Any] = AutoModelForCausalLM
-    unit: str  # what rates count
+    unit: str  # unit of the throughput
     units_per_sample: int = 1
-    repetitions: int = 1  # copies of a sample in a row
+    repetitions: int = 1  # consecutive copies of each sample
     train: Samples
-    # Indexed by numbers, or iterated over; the first is looked at during training, all at the end.
+    # Map-style or iterable datasets by split; the first is evaluated during training, all of them at the end.
     evaluated: dict[str, Dataset[Any]]
-    config_values: dict[str, Any]  # what the data say about the model's config
-    processor: Any = None  # saved beside the model
+    config_values: dict[str, Any]  # fields of the model's config that follow from the data
+    processor: Any = None  # tokenizer or image processor, saved with the model
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
     def build_model(self) -> PreTrainedModel:
-        """The model of the recipe, new or pretrained."""
+        """Build the model of the recipe, new or pretrained."""
         fields = dict(self.recipe.model)
         if "pretrained" in fields:
             source = fields.pop("pretrained")
             values = self._fitting(type(load(AutoConfig, source))) | fields
-            # Whatever it was saved in: small updates would be lost in half precision.
+            # Train in float32 whatever dtype was saved: half precision would lose small updates.
             values["dtype"] = torch.float32
             return load(self.auto_model, source, ignore_mismatched_sizes=True, **values)
         architecture = fields.pop("architecture")
@@ -95,28 +98,28 @@ class Task(ABC):
             return self.auto_model.from_config(config)
 
     def _fitting(self, config: type[Any]) -> dict[str, Any]:
-        """`config_values` as far as a class of configs has them."""
+        """Return the `config_values` that are fields of the config class."""
         known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
         return {name: value for name, value in self.config_values.items() if name in known}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The training loss, a mean over the batch. The model may be wrapped."""
+        """Return the training loss, a mean over the batch. The model may be wrapped, for example by DDP."""
 
     @abstractmethod
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predictions and references of the metric, a row for each sample."""
+        """Return predictions and references for the metric, one row per sample."""
 
     @abstractmethod
     def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
-        """A new metric, and the arguments of its `compute`."""
+        """Return a new metric, and the arguments of its `compute`."""
 
 
 class SequenceTask(Task):
-    """Prediction of the next token, in batches of `input_ids` and `labels` that are aligned already: (B, T) both."""
+    """Next-token prediction on `input_ids` and `labels`, (B, T) each, where labels are already shifted."""
 
     unit = "tokens"
-    units: tuple[str, ...]  # what bits are counted per
+    units: tuple[str, ...]  # units of the code length
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         outputs = model(input_ids=batch["input_ids"], use_cache=False)
@@ -130,7 +133,7 @@ class SequenceTask(Task):
         return losses.double().sum(1), self.count(batch["labels"])
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
-        """How many of each unit the labels of a row stand for: (B, T) to (B, units)."""
+        """Count each unit in the labels of each row: (B, T) to (B, units)."""
         return (labels != IGNORED).sum(1, keepdim=True)
 
     def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
@@ -138,7 +141,7 @@ class SequenceTask(Task):
 
 
 class BytesTask(SequenceTask):
-    """The next byte of a file, or of the texts of a dataset."""
+    """Prediction of the next byte of a file, or of the texts of a dataset."""
 
     recipe: BytesRecipe
     units = ("byte", "character")
@@ -169,7 +172,7 @@ class BytesTask(SequenceTask):
         }
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of bytes, with special tokens unless a pretrained model has embeddings of the bytes alone."""
+        """Build the byte tokenizer, with special tokens unless a pretrained model has embeddings of bytes only."""
         options: dict[str, Any] = {"model_max_length": self.recipe.data.seq_len}
         source = self.recipe.model.get("pretrained")
         if source is not None and load(AutoConfig, source).vocab_size == NUM_BYTES:
@@ -182,7 +185,7 @@ class BytesTask(SequenceTask):
 
 
 class PixelsTask(SequenceTask):
-    """The next sub-pixel of an image."""
+    """Prediction of the next sub-pixel of an image."""
 
     units = ("dim",)
 
@@ -210,14 +213,14 @@ class PixelsTask(SequenceTask):
 
 
 class ImagesTask(Task):
-    """The class of an image."""
+    """Image classification."""
 
     recipe: ImagesRecipe
     auto_model = AutoModelForImageClassification
     unit = "images"
 
     def __init__(self, recipe: ImagesRecipe):
-        # kornia takes seconds to import, which the other tasks need not wait for.
+        # kornia takes seconds to import, and the other tasks do not need it.
         from ..data.classification import BatchAugmentation, TrainingImages
         from ..data.images import ImagePipeline, class_names, class_numbers
 
@@ -261,7 +264,7 @@ class ImagesTask(Task):
         }
 
     def _image_processor(self) -> Any:
-        """That of the recipe: the whole image, or the centre of a larger one, and the recipe's normalization."""
+        """Build the image processor: resize, crop the center if `eval_crop_ratio` is below 1, and normalize."""
         data = self.recipe.data
         side = round(data.image_size / data.eval_crop_ratio)
         options: dict[str, Any] = {"size": {"height": side, "width": side}, "do_center_crop": False}
@@ -291,7 +294,7 @@ TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "pixels": PixelsTask, "image
 
 
 def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
-    """Eq. 9: what an AFT-conv adds to the loss for the entropy of its position biases; 0 for other models."""
+    """Return the entropy regularization of an AFT-conv's position biases (Eq. 9), 0 for other models."""
     entropy = getattr(outputs, "position_bias_entropy", None)
     if entropy is None:
         return 0.0
@@ -300,7 +303,7 @@ def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
 
 
 def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
-    """The file of each split, "train" first."""
+    """Return the file of each split, "train" first."""
     given = {"train": data.train, "validation": data.validation, "test": data.test}
     files: dict[str, str | Path] = {split: file for split, file in given.items() if file is not None}
     if data.dataset is not None:
@@ -312,7 +315,9 @@ def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         with PartialState().local_main_process_first():
             return {split: join_texts(rows, data.text_column, data.text_separator) for split, rows in splits.items()}
     if data.train is None:
-        raise ValueError('no data: give data.train=FILE (any file, as bytes), or "generated", or data.dataset=ID')
+        raise ValueError(
+            "no data: give data.train=FILE (any file), data.train=generated, or data.dataset=ID of the Hub"
+        )
     if data.train == GENERATED:
         files["train"] = write_text(output_dir)
     for split, file in files.items():
@@ -322,7 +327,7 @@ def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
 
 
 def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableDatasetDict:
-    """The splits of the recipe's dataset; without one to validate on, a twentieth of the training rows."""
+    """Return the splits of the recipe's dataset; without a validation split, hold out 5 % of the training rows."""
     data = recipe.data
     if data.dataset is None and data.train is None:
         raise ValueError("no data: give data.train=FILE_OR_FOLDER, or data.dataset=ID of the Hub")
@@ -335,19 +340,19 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
     splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, streaming=data.streaming)
     require_train(splits, data)
     if data.streaming and "validation" not in splits:
-        raise ValueError("nothing can be held out from a stream: give data to validate on, or data.streaming=false")
+        raise ValueError("a held-out set cannot be taken from a stream: give validation data, or data.streaming=false")
     splits = hold_out(splits, 0.05)
     require_column(splits, data.image_column, "data.image_column")
     return splits
 
 
 def read_files(data: ImageRows) -> list[Path]:
-    """The files of the training rows that lie on this machine."""
+    """Return the local files of the training rows, if any."""
     return [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
 
 
 def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRows) -> dict[str, Rows | StreamedRows]:
-    """Of each split as many rows as the recipe asks for."""
+    """Return the first rows of each split, as many as the recipe asks for."""
     first: dict[str, Rows | StreamedRows] = {}
     for split, rows in splits.items():
         limit = data.max_train_samples if split == "train" else data.max_eval_samples
@@ -358,6 +363,6 @@ def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRows) -> di
 
 
 def require_train(splits: DatasetDict | IterableDatasetDict, data: Data) -> None:
-    """Raise a ValueError unless there is something to train on."""
+    """Raise a ValueError if there is no training split."""
     if "train" not in splits:
         raise ValueError(f"there is nothing to train on: data.dataset={data.dataset} has no split 'train'")
