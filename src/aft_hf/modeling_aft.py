@@ -498,7 +498,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         """False: `generate` must not create a cache of its own, since the model creates an `AFTCache`."""
         return False
 
-    def _prepare_cache_for_generation(  # type: ignore[override]  # the library declares a bool, and returns nothing
+    def _prepare_cache_for_generation(  # type: ignore[override]  # transformers declares a bool and returns None
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
