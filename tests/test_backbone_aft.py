@@ -1,4 +1,4 @@
-"""AFTBackbone: feature maps for detectors and segmenters of transformers."""
+"""AFTBackbone: feature maps for the detection and segmentation models of transformers."""
 
 import json
 
@@ -15,7 +15,7 @@ def config_of(aft_type="conv", **options):
 
 
 def save_classifier(path, **options):
-    """A classifier with position biases and logits of some size."""
+    """Save a classifier whose position biases and logits are not negligible."""
     model = AFTForImageClassification(config_of(**options)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("kernel_scale", "classifier.weight", "layernorm.weight")):
@@ -83,7 +83,7 @@ def test_a_stage_that_does_not_exist_and_a_text_model_are_refused():
 
 
 def squares(count):
-    """Noise with a bright square somewhere, and where that is: a task for segmentation."""
+    """A segmentation task: images of noise with a bright square, and masks of the square."""
     pixels, labels = torch.randn(count, 3, 32, 32), torch.zeros(count, 32, 32, dtype=torch.long)
     for i, (row, column) in enumerate(torch.randint(16, (count, 2)).tolist()):
         pixels[i, :, row : row + 16, column : column + 16] += 2.0
@@ -106,6 +106,6 @@ def test_a_segmentation_head_of_transformers_trains_on_the_feature_maps():
     pixels, labels = squares(32)
     with torch.no_grad():
         found = model.eval()(pixels).logits.argmax(1)
-    # The background alone is three quarters.
+    # The background is three quarters of the pixels.
     assert (found == labels).float().mean() > 0.9
     assert all(parameter.grad is not None for parameter in model.backbone.layers.parameters())

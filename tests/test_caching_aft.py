@@ -1,4 +1,4 @@
-"""Generation: the cache of AFTForCausalLM changes nothing but time and memory."""
+"""Generation: the cache of AFTForCausalLM changes time and memory, but no results."""
 
 import copy
 
@@ -38,7 +38,7 @@ VARIANTS = {
 
 
 def build(name, **options):
-    """A small model in evaluation mode whose position biases are far from 0."""
+    """Build a small model in evaluation mode whose position biases are far from 0."""
     settings = {
         "hidden_size": 12,
         "num_heads": 3,
@@ -64,12 +64,12 @@ def model(request):
 
 
 def tokens(rows, length):
-    """Random tokens but 0: that is the padding token here, from which `generate` would infer a mask."""
+    """Random tokens without 0, the padding token here, from which `generate` would infer a mask."""
     return torch.randint(1, 256, (rows, length))
 
 
 def in_pieces(model, ids, cuts, mask=None):
-    """Logits of `ids` fed piece by piece, and the state after them."""
+    """The logits of `ids` computed in pieces with a cache, and the cache after them."""
     state, logits, seen = None, [], 0
     for piece in ids.split(cuts, 1):
         seen += piece.shape[1]
@@ -106,7 +106,7 @@ def test_a_text_token_by_token_has_the_logits_of_the_text_in_one(model):
 def test_large_keys_are_remembered_as_they_are(model, scale):
     for layer in model.aft.layers:
         layer.mixer.k_proj.weight.mul_(scale)
-        # Keys a hundred times larger round a hundred times more coarsely: compare what the mixers make of them.
+        # The rounding errors of keys grow with their size, so the outputs of the mixers are compared, not the logits.
         mixer, hidden = layer.mixer, torch.randn(2, LONGEST - 1, model.config.hidden_size)
         window = mixer.state_window
         state = AFTLayerState(window)
@@ -141,7 +141,7 @@ def test_a_piece_longer_than_the_internal_step_is_taken_in_several(model):
 @torch.no_grad()
 def test_every_row_of_a_padded_batch_has_the_logits_of_the_row_alone(model, cuts):
     ids, mask = tokens(4, 41), torch.ones(4, 41, dtype=torch.long)
-    mask[1, :1], mask[2, :38], mask[3, 10:25] = 0, 0, 0  # left padding, and a hole
+    mask[1, :1], mask[2, :38], mask[3, 10:25] = 0, 0, 0  # left padding, and padding in the middle
     logits, _ = in_pieces(model, ids, cuts, mask)
     for row in range(4):
         real = mask[row].bool()
@@ -252,7 +252,7 @@ def test_generation_stops_where_the_learned_positions_end(options, caplog):
     assert expected.shape == (2, 13) and "earlier" not in caplog.text  # the last position predicts one more token
     found = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0, **options)
     assert torch.equal(found, expected)
-    assert "generation stops 292 tokens earlier than asked for" in caplog.text
+    assert "generation stops 292 tokens earlier than requested" in caplog.text
 
 
 def test_padding_takes_no_room_where_generation_stops():
@@ -302,7 +302,7 @@ def test_what_cannot_be_undone_says_so(model):
     with pytest.raises(ValueError, match="stateful"):
         model.generate(ids, assistant_model=copy.deepcopy(model), max_new_tokens=4, pad_token_id=0)
     _, state = in_pieces(model, ids, [5])
-    with pytest.raises(ValueError, match="cannot be taken out"):
+    with pytest.raises(ValueError, match="cannot be removed"):
         state.crop(2)
 
 
@@ -359,7 +359,7 @@ def test_a_text_longer_than_a_table_is_an_error_and_generation_stops_there(name)
     generated = model.generate(
         tokens(1, LONGEST - 10), attention_mask=padded, max_new_tokens=30, min_new_tokens=30, pad_token_id=0
     )
-    assert generated.shape == (1, LONGEST + 20)  # padding takes no room in the table
+    assert generated.shape == (1, LONGEST + 20)  # padding takes no learned positions
 
 
 @pytest.mark.parametrize("name", ["conv", "alibi", "simple"])
@@ -373,7 +373,7 @@ def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
     assert state.get_seq_length() == 100_000
     assert state.nbytes() < 2_000
     assert torch.isfinite(output.logits).all()
-    # A hundred times the same thousand tokens: what they sum to no longer changes.
+    # After a hundred repetitions of the same tokens, the averages no longer change.
     again = model(ids, past_key_values=state, logits_to_keep=1).logits
     assert_near(again, output.logits, tolerance=1e-3)
 
@@ -382,7 +382,7 @@ def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
 def test_wrong_states_and_masks_are_named(model):
     ids = tokens(2, 6)
     _, state = in_pieces(model, ids, [6])
-    with pytest.raises(ValueError, match=r"batch of 2.*3"):
+    with pytest.raises(ValueError, match=r"batch size of 2.*3"):
         model(tokens(3, 1), past_key_values=state)
     with pytest.raises(ValueError, match=r"6 past and 1 new"):
         model(ids[:, :1], attention_mask=torch.ones(2, 3), past_key_values=state)
@@ -462,20 +462,20 @@ def test_a_window_of_one_has_its_own_position_bias_in_every_step(mixer):
 
 
 def step_inputs(width, window, length=13, rows=2, dtype=torch.float64):
-    """Keys and values of 3 heads, and position biases far from 0 of a window and of the token itself."""
+    """Keys and values of 3 heads, and random position biases of a window and of the token itself."""
     key, value = torch.randn(rows, 3, length, width, dtype=dtype), torch.randn(rows, 3, length, 5, dtype=dtype)
     return key, value, torch.randn(3, window + 1, 1, dtype=dtype)
 
 
 def steps(state, key, value, bias):
-    """What the first token and every step after it give, (B, h, T - 1, c) for T tokens."""
+    """The results of `step` for every token after the first one, (B, h, T - 1, c) for T tokens."""
     state.update(key[:, :, :1], value[:, :, :1])
     tokens = zip(key.split(1, 2)[1:], value.split(1, 2)[1:])
     return torch.cat([state.step(*token, bias) for token in tokens], 2)
 
 
 def steps_by_definition(key, value, bias):
-    """The same by Eq. 2, with a kernel over the lags of the window."""
+    """The same by the reference of Eq. 2, with a kernel over the lags of the window."""
     kernels = LagKernel(bias.squeeze(-1).flip(-1), causal=True)
     problem = Mixing(join_heads(key), join_heads(value), len(bias), kernels, causal=True)
     return split_heads(reference_mixing(problem), len(bias))[:, :, 1:]
@@ -499,9 +499,9 @@ def test_steps_and_their_gradients_are_those_of_the_definition(width, window, ro
 def test_steps_over_hostile_keys_are_those_of_the_definition(width):
     key, value, bias = step_inputs(width, window=4)
     key[:, :, 2::3] *= 1e4
-    key[:, :, 7] = -torch.inf  # as of padding
+    key[:, :, 7] = -torch.inf  # as for padding
     actual = steps(AFTLayerState(4), *(x.float() for x in (key, value, bias)))
-    # In float32, too, what is added to a large key is rounded: the reference gets the same sums.
+    # Adding a bias to a large key rounds the sum, so the reference computes in float32 too and gets the same sums.
     expected = steps_by_definition(key.float(), value.float(), bias.float())
     assert torch.isfinite(actual).all()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -532,7 +532,7 @@ def test_a_state_knows_how_many_real_tokens_each_row_has_had():
 
 
 def conv_after_steps(**options):
-    """An AFT-conv in evaluation mode that has made steps without gradients, and copies of its state."""
+    """An AFT-conv in evaluation mode after steps without gradients, and a function that copies its state."""
     torch.manual_seed(0)
     mixer = AFTConv(6, 3, 5, spatial_dims=1, causal=True, **options).eval()
     with torch.no_grad():
@@ -546,7 +546,7 @@ def conv_after_steps(**options):
 
 
 def assert_steps_as_without_memory(mixer, state):
-    """A step gives what it gives where nothing is remembered: with gradients."""
+    """A step without gradients, which may use remembered kernels, equals a step with gradients, which never does."""
     x = torch.randn(2, 1, 6, dtype=mixer.kernel.dtype)
     expected = mixer(x, state=state()).detach()
     with torch.no_grad():
@@ -621,7 +621,7 @@ def test_conv_steps_under_vmap_over_its_parameters():
 
     for one, actual in zip(kernels, torch.func.vmap(call)(kernels)):
         torch.testing.assert_close(actual, call(one))
-    assert mixer._last_kernels is remembered  # no tensor of a transform outlives it
+    assert mixer._last_kernels is remembered  # no tensor of a torch.func transform is kept
 
 
 @pytest.mark.parametrize("name", ["local", "conv"])
@@ -634,7 +634,7 @@ def test_steps_run_in_full_precision_under_autocast(name):
     twin = copy.deepcopy(state)
     expected = mixer(hidden[:, 9:], state=state)
     for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj):
-        # What is left to autocast is nothing: the projections run without it.
+        # The projections run without autocast, so autocast must have no effect on the rest.
         projection.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled("cpu", False))
         projection.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", True))
     with torch.autocast("cpu"):

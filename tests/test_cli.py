@@ -1,4 +1,4 @@
-"""The `aft-hf` command: what a user can do wrong ends in one line and a non-zero exit."""
+"""The command `aft-hf`: its commands, and errors of users, which are one line and a non-zero exit status."""
 
 import re
 import runpy

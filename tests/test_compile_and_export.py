@@ -1,6 +1,6 @@
 """torch.compile without graph breaks, and torch.export and ONNX for any batch, length and image size.
 
-Compiled graphs are run as they were captured ("aot_eager"): what is tested is that there is one, not how fast it is.
+Compiled graphs run as they were captured (backend "aot_eager"): the tests check that one graph is captured, not speed.
 """
 
 import pytest
@@ -11,12 +11,12 @@ from aft_hf import AFTConfig, AFTConv, AFTForCausalLM, AFTForImageClassification
 
 
 TYPES = ["full", "local", "simple", "conv", "alibi"]
-# Compilation takes seconds: make test has one type, make test-all every one.
+# Compilation takes seconds, so `make test` covers one type and `make test-all` every type.
 ONE_TYPE_OR_ALL = ["local", *(pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name != "local")]
 
 
 def with_biases(model):
-    """Kernels that do something: they start at 0."""
+    """Give the model random kernels, since initial ones (w = 0) have no effect, and set evaluation mode."""
     for name, parameter in model.named_parameters():
         if "kernel" in name:
             torch.nn.init.normal_(parameter)
@@ -55,7 +55,7 @@ def image_model(aft_type):
 
 
 def text_inputs(batch_size, length):
-    """Tokens with padding anywhere."""
+    """Tokens with padding at random positions."""
     mask = (torch.rand(batch_size, length) > 0.2).long()
     return {"input_ids": torch.randint(256, (batch_size, length)), "attention_mask": mask, "use_cache": False}
 
@@ -107,12 +107,12 @@ def test_a_decode_step_compiles_once_for_all_tokens(aft_type):
         logits = step(token, past_key_values=states[0]).logits
         torch.testing.assert_close(logits, model(token, past_key_values=states[1]).logits)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    # The second token teaches the compiler that the number of past tokens changes; from then on nothing is new.
+    # At the second token the compiler learns that the number of past tokens varies; no later token recompiles.
     assert graphs[1] == graphs[-1] <= 2
 
 
 def assert_export_equals_model(model, inputs, shapes, others):
-    """A program exported for `inputs` must give what the model gives, on inputs of other sizes too."""
+    """Assert that a program exported with `inputs` equals the model, on these and on inputs of other sizes."""
     program = export(model, (), kwargs=inputs, dynamic_shapes=shapes).module()
     for other in (inputs, *others):
         torch.testing.assert_close(program(**other).logits, model(**other).logits, rtol=1e-4, atol=1e-5)
@@ -144,7 +144,7 @@ def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
 @pytest.mark.parametrize("aft_type", TYPES)
 @torch.no_grad()
 def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
-    """Deep models: the time that exporters take grows faster than the number of operations."""
+    """Important for deep models: the time of exporters grows faster than the number of operations."""
     counts = []
     for layers in (1, 2):
         inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
@@ -154,7 +154,7 @@ def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
 
 @torch.no_grad()
 def test_an_exported_window_is_cut_from_one_table():
-    """Gathered for each length, biases have sizes that are not known, and exporters take long for these."""
+    """Position biases gathered for each length would have symbolic sizes, for which exporters take long."""
     inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
     shapes = {"input_ids": text_shapes(min=1, max=80)["input_ids"], "use_cache": None}
     program = export(language_model("local", layers=1), (), kwargs=inputs, dynamic_shapes=shapes)
@@ -162,7 +162,7 @@ def test_an_exported_window_is_cut_from_one_table():
 
 
 def image_shapes(aft_type):
-    """Any image for `conv`, the training size for types with tables."""
+    """Dynamic shapes: any image size for `conv`, only the size of the config for types with tables."""
     shape = {0: Dim("batch", min=1, max=64)}
     if aft_type == "conv":
         shape |= {2: 4 * Dim("rows", min=2, max=512), 3: 4 * Dim("columns", min=2, max=512)}

@@ -1,4 +1,4 @@
-"""AFTConfig: the defaults of the design, what is derived from them, every validator, and the way to disk and back."""
+"""AFTConfig: default values, derived fields, every validator, and saving and loading."""
 
 import json
 import math
@@ -141,7 +141,7 @@ def test_a_list_of_aft_types_is_one_per_layer():
     assert AFTConfig(aft_type=types, num_hidden_layers=5).layer_aft_types == types
 
 
-# Arguments, and what the message must name: the field and the value that is wrong.
+# Arguments, and the parts that the error message must contain: the field, the wrong value and others.
 INVALID = {
     "type of a size": ({"hidden_size": "a"}, ("hidden_size", "'a'")),
     "type of a switch": ({"use_query": "yes"}, ("use_query", "'yes'")),
@@ -208,7 +208,7 @@ for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
 for name in ("conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
-for name in ("layer_norm_eps", "gumbel_temperature", "position_bias_multiplier", "initializer_range"):  # divided by
+for name in ("layer_norm_eps", "gumbel_temperature", "position_bias_multiplier", "initializer_range"):  # divisors
     INVALID[f"{name} of 0"] = ({name: 0.0}, (name, "0.0"))
 for name in ("initializer_range", "position_bias_init_std", "position_bias_entropy_weight"):
     INVALID[f"negative {name}"] = ({name: -0.5}, (name, "-0.5"))
@@ -257,7 +257,7 @@ def test_a_wrong_argument_is_a_value_error_that_names_field_and_value(arguments,
 
 def test_the_number_of_layers_is_checked_before_a_list_of_them_is_made():
     config = AFTConfig()
-    config.num_hidden_layers = 2**50  # no memory holds a list of that length
+    config.num_hidden_layers = 2**50  # a list of that length would not fit into memory
     with pytest.raises(StrictDataclassError, match="num_hidden_layers"):
         config.validate()
     with pytest.raises(ValueError, match="num_labels"):
@@ -320,7 +320,7 @@ ROUND_TRIPS = {
 
 
 def fields(config):
-    """All but the version of the library, which is added on saving."""
+    """All fields except the version of transformers, which is added on saving."""
     return {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
 
 

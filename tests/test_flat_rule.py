@@ -1,8 +1,8 @@
-"""What travels to the Hub: the files at the top of the package stand alone.
+"""Remote code: the files at the top level of the package can be saved with a checkpoint and loaded without aft-hf.
 
-Transformers resolves remote code through one level of `from .name import ...` only, so these files import torch,
-transformers, huggingface_hub, the standard library and each other, never a sub-package. What a file can do without, it
-imports in a `try`, where Transformers does not ask for it.
+Transformers resolves only one level of `from .name import ...` in remote code. So these files import only torch,
+transformers, huggingface_hub, the standard library and each other, never a sub-package. Optional dependencies are
+imported in a `try`, since transformers requires all others to be installed.
 """
 
 import ast
@@ -16,7 +16,7 @@ import aft_hf
 
 
 PACKAGE = Path(aft_hf.__file__).parent
-# The package itself, its command line and its readers of files do not travel.
+# These modules of the installed package are not saved with checkpoints.
 ABOVE = ("__init__", "__main__", "cli", "loading", "progress", "reading")
 FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ABOVE)
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
@@ -24,7 +24,7 @@ OPTIONAL = {"triton"}
 
 
 def imports(path):
-    """(level, module, whether in a `try`) of every import statement of a file, wherever it stands."""
+    """Yield (level, module, whether in a `try`) for every import statement of a file, nested ones included."""
     tree = ast.parse(path.read_text())
     tried = {inner for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
     for node in ast.walk(tree):
@@ -52,6 +52,6 @@ def test_the_flat_files_are_there():
 def test_flat_files_can_be_imported_without_what_is_optional():
     names = [f"aft_hf.{path.stem}" for path in FLAT]
     program = "import importlib, sys\n"
-    program += f"sys.modules.update(dict.fromkeys({sorted(OPTIONAL)}))\n"  # None: not to be found
+    program += f"sys.modules.update(dict.fromkeys({sorted(OPTIONAL)}))\n"  # None in sys.modules makes an import fail
     program += f"[importlib.import_module(name) for name in {names}]\n"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,7 +1,7 @@
-"""The Triton backend: its kernels by the contract of all backends, and what is special about them.
+"""The Triton backend: the contract of all backends, and properties of the kernels alone.
 
-Where there is no GPU the kernels are interpreted on the CPU, which takes about a second per problem: so these are
-small, and each is there for a branch of the kernels.
+Without a GPU the kernels are interpreted on the CPU, which takes about a second per problem. So the problems are
+small, and each covers a branch of the kernels.
 """
 
 import copy
@@ -30,11 +30,11 @@ from aft_hf import mixing_triton_launch_aft as launches
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy says so of inf - inf
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
 TRITON = contract.Backend("triton", DEVICE)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# One for each branch of the kernels, and those with branches that depend on values.
+# KERNELS: a structure for each branch of the kernels. FEW: structures whose kernels have branches on values.
 KERNELS = ["simple causal", "alibi causal", "local causal", "full causal", "local causal, window alone", "conv causal"]
 FEW = ["alibi causal", "local causal"]
 BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key per feature", "conv"]
@@ -43,7 +43,7 @@ structures = partial(pytest.mark.parametrize, "structure")
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Asserts that the kernels computed what a test asked for: nothing else may pass under their name."""
+    """Assert that the kernels computed the problem, so that a fallback to another backend fails the test."""
     calls, compute = [], TritonBackend.mix
 
     def counted(problem):
@@ -58,7 +58,7 @@ def launched(monkeypatch):
 # ----------------------------------------------------------------------------------------------- the contract of Eq. 2
 
 
-# Structure, dtype, rows and tokens; `scripts/measure_kernel_errors.py` takes them too.
+# Structure, dtype, batch size and length. `scripts/measure_kernel_errors.py` uses the same cases.
 CASES = (
     [(x, FP32, batch, length) for x in KERNELS for batch, length in ((1, 1), (2, 65))]
     + [(x, dtype, 2, 35) for x in KERNELS for dtype in (BF16, FP16)]
@@ -116,7 +116,7 @@ def test_large_keys_in_packed_documents_are_right(structure, launched):
 @structures(("local causal", "simple causal", "alibi causal"))
 @pytest.mark.parametrize("keys", ("moderate", "x 90"))
 def test_keys_with_a_large_common_offset_cost_no_precision(structure, keys, launched):
-    """Averages do not change with it. Sums of keys and biases that are rounded would cost 3 digits."""
+    """A common offset does not change the averages. Rounding the sums of keys and biases would cost 3 digits."""
     given = contract.case(structure, FP32, 1, 65, keys=keys)
     key, size = given.key + 1e4, given.key.abs().max().item()
     double = copy.deepcopy(given.mixer).double()
@@ -333,11 +333,11 @@ def test_kernels_run_where_they_are_named_and_nowhere_else(monkeypatch):
 
 # -------------------------------------------------------------------------------------------------- memory they touch
 
-GUARD = 512  # numbers on both sides of a buffer
+GUARD = 512  # guard elements on each side of a buffer
 
 
 class Guarded:
-    """`torch` for the launches, whose new tensors lie between guards and are filled with NaN at first."""
+    """Stands in for `torch` in the launches: new tensors lie between guards, and `empty` fills them with NaN."""
 
     def __init__(self):
         self.buffers = []
@@ -356,7 +356,7 @@ class Guarded:
         return self.empty(*shape, dtype=dtype, device=device, fill=0.0)
 
     def like(self, tensor):
-        """A copy between guards."""
+        """Copy a tensor to a buffer between guards."""
         return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, fill=0).copy_(tensor)
 
     def assert_untouched(self):
@@ -366,7 +366,7 @@ class Guarded:
 
 
 def between_nan(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x in a buffer of NaN (of -1 for integers)."""
+    """Copy x into the middle of a buffer of NaN (-1 for integers)."""
     fill = torch.nan if x.is_floating_point() else -1
     buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype, device=x.device)
     copy = buffer[GUARD : GUARD + x.numel()].view(x.shape)
@@ -378,7 +378,7 @@ def between_nan(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("seen", ("everything", "documents"))
 def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, monkeypatch):
     monkeypatch.setattr(launches, "SCANNED", 4)
-    dtype = BF16 if structure == "local causal" else FP32  # what is kept of it has a dtype of its own
+    dtype = BF16 if structure == "local causal" else FP32  # with bfloat16, averages are kept in float16
     given, guarded = contract.case(structure, dtype, 2, 70, seen), Guarded()
     mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}

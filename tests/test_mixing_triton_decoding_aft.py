@@ -1,6 +1,6 @@
-"""Generation by Triton kernels: averages and the state against Eq. 2 over all tokens, and what they touch.
+"""Generation by Triton kernels: results and states against Eq. 2 over all tokens, and the memory that they access.
 
-Where there is no GPU the kernels are interpreted, so problems are small.
+Without a GPU the kernels are interpreted, so the problems are small.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def _counted(calls, name, compute, *arguments):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Asserts that kernels took the tokens in: nothing else may pass under their name."""
+    """Assert that the kernels processed the tokens, so that a fallback to another backend fails the test."""
     calls = []
     for name in ("step", "prefill"):
         monkeypatch.setattr(
@@ -67,13 +67,13 @@ def state_of(mixer, static: bool) -> AFTLayerState:
 
 
 def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
-    """`pieces` of x in turn give what Eq. 2 gives for all of x, and the state that other backends leave."""
+    """Assert that x in pieces of these lengths gives Eq. 2 over all of x, and the state that other backends give."""
     found, state, start = [], state_of(mixer, static), 0
     others, other = [], state_of(mixer, static)
     with torch.no_grad():
         for piece in pieces:
             part = slice(start, start + piece)
-            # Of tokens that are decoded, all are real
+            # Decoding steps have no padding
             options = {} if mask is None or mask[:, part].all() else {"attention_mask": mask[:, part]}
             mixer.implementation = "triton"
             found.append(mixer(x[:, part], state=state, **options))
@@ -85,12 +85,12 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
         exact = mixer.double()(x[:, :start].double(), **options).cpu()
     real = 1.0 if mask is None else mask[:, :start, None].cpu()
     size = exact.abs().max().item()
-    # Three projections, each with sums of d products, before and after the average
+    # The terms of the average, and d products for each projection before and after it
     allowed = contract.tolerance(FP32, start + 4 * x.shape[-1], x.abs().max().item() + 8.0)
     allowed += 8 * contract.storage_error(dtype)
     contract.assert_within(torch.cat(found, 1).cpu() * real, exact * real, size * allowed, "outputs")
     assert int(state.get_seq_length()) == start
-    if mixer.global_connectivity:  # else nobody reads the sums
+    if mixer.global_connectivity:  # otherwise the sums are not used
         torch.testing.assert_close(state.sums().average(), other.sums().average(), rtol=1e-4, atol=1e-4)
     for name in ("keys", "values", "seen"):
         torch.testing.assert_close(getattr(state, name), getattr(other, name), rtol=1e-4, atol=1e-4)
@@ -107,7 +107,7 @@ def test_a_prompt_and_tokens_after_it_are_eq_2(structure, computed):
 def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed):
     mixer = build(structure)
     x, mask = torch.randn(3, 50, mixer.hidden_size, device=DEVICE), torch.ones(3, 50, dtype=torch.bool, device=DEVICE)
-    mask[0, :2] = mask[1, :43] = False  # the second row begins in the last piece
+    mask[0, :2] = mask[1, :43] = False  # the second row begins in the fourth piece
     mask[2, 36] = False
     assert_decodes(mixer, x, (3, 33, 1, 9, 1, 1), static=structure == "local causal", mask=mask)
 

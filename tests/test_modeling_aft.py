@@ -1,4 +1,4 @@
-"""The models: the paper's parameter counts, every type in both modalities, what transformers expects of a model."""
+"""The models: the parameter counts of the paper, every type in both modalities, and the interfaces of transformers."""
 
 import copy
 
@@ -34,7 +34,7 @@ VOCAB, LABELS, LAYERS, WIDTH = 32, 5, 2, 16
 
 
 def tiny_config(modality, aft_type, **options):
-    """Two layers of width 16: 48 tokens of 32, or 4 x 4 patches of 4 x 4 pixels and 5 labels."""
+    """A config of two layers of width 16: at most 48 tokens and a vocabulary of 32, or 4 x 4 patches and 5 labels."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_heads": 2, "position_bias_dim": 4}
     sizes |= {"local_window_size": 4, "conv_kernel_size": 3}
     if modality == "text":
@@ -49,7 +49,7 @@ def head_class(config):
 
 
 def build(config, model_class=None):
-    """The task model, for evaluation, with kernels that matter and logits of some size."""
+    """The model with a head in evaluation mode, with kernels that are not 0 and logits that are not negligible."""
     torch.manual_seed(0)
     model = (model_class or head_class(config))(config).eval()
     for name, parameter in model.named_parameters():
@@ -93,7 +93,7 @@ def count_parameters(**options):
         return AFTForImageClassification(config).num_parameters()
 
 
-PAPER = {  # its Tables 7 and 8: millions
+PAPER = {  # millions of parameters, from Tables 7 and 8 of the paper
     "AFT-full tiny": ({"aft_type": "full", "hidden_size": 192}, 6.3),
     "AFT-full small": ({"aft_type": "full", "hidden_size": 384}, 22.6),
     "AFT-conv tiny 11/32": ({"aft_type": "conv", "hidden_size": 192, "num_heads": 32}, 5.4),
@@ -113,7 +113,7 @@ def test_the_number_of_parameters_is_that_of_the_paper(options, millions):
 
 
 def test_aft_conv_base_at_384_has_79_86_million_parameters():
-    """The structure that gives all the other counts of the paper gives 79.86 here, where the paper prints 79.7."""
+    """The architecture that reproduces all other counts of the paper has 79.86 million; the paper prints 79.7."""
     options = {"hidden_size": 768, "num_heads": 32, "conv_kernel_size": 25, "image_size": 384}
     assert count_parameters(aft_type="conv", **options) == 79_864_552
 
@@ -193,7 +193,7 @@ def test_text_is_causal_and_images_are_not(modality, causal):
 def test_modules_that_are_not_split_over_devices_are_those_of_the_model(config):
     model = build(config)
     embeddings = "AFTTextEmbeddings" if config.modality == "text" else "AFTImageEmbeddings"
-    # FSDP of Accelerate refuses a name that no module has.
+    # FSDP of Accelerate refuses names of absent modules.
     assert set(model._no_split_modules) == {embeddings, "AFTLayer"}
 
 
@@ -214,7 +214,7 @@ def test_every_parameter_gets_a_finite_gradient_from_the_loss(config):
     model(**inputs_of(config), labels=labels_of(config)).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        # A kernel counts only by its scale, which begins at 0; what is added to all keys of a feature cancels.
+        # With the initial scale gamma = 0 a kernel has no gradient; the bias of a key cancels in Eq. 2.
         if not name.endswith(("kernel", "k_proj.bias")):
             assert parameter.grad.ne(0).any(), name
 
@@ -296,7 +296,7 @@ def test_attentions_are_one_per_layer_of_every_feature_and_pair_of_positions(con
 
 
 def test_attentions_times_values_are_what_the_first_layer_adds(config):
-    """Eq. 3 through the whole model."""
+    """Checks Eq. 3 through the whole model."""
     model = build(config).aft
     output = model(**inputs_of(config), output_attentions=True, output_hidden_states=True)
     layer, inputs = model.layers[0], output.hidden_states[0]
@@ -337,7 +337,7 @@ def assert_checkpointing_gives_equal_gradients(config):
     assert len(runs) == 1
     model.gradient_checkpointing_enable()
     torch.testing.assert_close(loss_gradients(model, config), expected)
-    assert len(runs) == 3  # once more in the backward pass
+    assert len(runs) == 3  # recomputed in the backward pass
 
 
 def test_gradient_checkpointing_gives_equal_gradients(config):
@@ -617,7 +617,7 @@ def test_aft_conv_takes_images_of_any_size_in_patches(size):
 
 
 def test_patches_are_rows_then_columns_of_pixels():
-    """A change of the second patch in the first row changes the second token of the embeddings."""
+    """Changing the second patch of the first row changes the second embedded token."""
     config = tiny_config("image", "conv")
     embeddings = build(config).aft.embeddings
     pixel_values = torch.randn(1, 3, 8, 12)
@@ -831,7 +831,7 @@ def test_position_ids_that_are_those_of_no_documents_are_refused():
 
 
 def packed(config: AFTConfig, *lengths: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Documents, and the row that `DataCollatorWithFlattening` packs them into."""
+    """Documents, and the row into which `DataCollatorWithFlattening` packs them."""
     documents = [torch.randint(config.vocab_size, (1, length)) for length in lengths]
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     return documents, {"input_ids": torch.cat(documents, 1), "position_ids": position_ids}
@@ -840,7 +840,7 @@ def packed(config: AFTConfig, *lengths: int) -> tuple[list[torch.Tensor], dict[s
 @pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])
 def test_packed_documents_equal_the_documents_one_by_one(aft_type):
     config = tiny_config("text", aft_type)
-    model = build(config).double()  # the gradient of a key's bias is 0: in float32, nothing but rounding
+    model = build(config).double()  # the gradient of a key's bias is 0, which in float32 is only rounding noise
     documents, row = packed(config, 5, 1, 9, 4)
     expected = torch.cat([model(document).logits for document in documents], 1)
     boundaries = torch.tensor([0, 5, 6, 15, 19], dtype=torch.int32)

@@ -1,7 +1,8 @@
-"""No file beside a model runs code: not when it is converted, evaluated, published or shown by the demo.
+"""No file in the folder of a model runs code when the model is converted, evaluated, published or shown by the demo.
 
-A payload is code in each form that something in a folder could run: a pickle, a module, a name that a config gives for
-a class, a kernel or a function. It leaves a trace. What the command makes of the folder does not matter here.
+The payloads cover each form of code in a folder that a library could execute: a pickle, a module, and names of
+classes, kernels or functions in a config. A payload that runs leaves a trace. The result of the command is not tested
+here.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ IMAGES = {"image_size": 8, "patch_size": 4, "id2label": {0: "a", 1: "b"}, "label
 
 
 class Payload:
-    """What runs when it is unpickled."""
+    """An object that leaves a trace when it is unpickled."""
 
     def __init__(self, trace):
         self.trace = trace
@@ -47,7 +48,7 @@ class Payload:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A ViT, an AFT for images and one for text, with all files that the commands know; data for both."""
+    """A ViT, an AFT image model and an AFT text model with all files that the commands read, and data for both."""
     root = tmp_path_factory.mktemp("models")
     ViTForImageClassification(ViTConfig(num_attention_heads=2, **SIZES, **IMAGES)).save_pretrained(root / "vit")
     aft = {"num_heads": 2, "position_bias_dim": 4}
@@ -117,7 +118,7 @@ CASES = [
 
 @pytest.fixture
 def planted(folders, tmp_path, monkeypatch):
-    """A copy of a folder to plant payloads in. Who is asked whether to run code says yes."""
+    """A function that copies a folder to plant payloads in. Any prompt that asks for permission is answered by yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
 
     def copy(name):
@@ -151,7 +152,7 @@ def test_payloads_run_where_they_are_asked_to(trace):
 
 @pytest.mark.parametrize(("command", "name"), CASES)
 def test_the_folders_are_whole_without_payloads(planted, command, name):
-    if command is not publish_dry:  # which refuses the short README
+    if command is not publish_dry:  # publish_dry refuses the short README
         command(planted(name))
 
 
@@ -177,7 +178,7 @@ def test_no_pickle_beside_the_files_of_a_model_runs(planted, trace, command, nam
     (folder / "adapter_config.json").unlink()
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    run(command, folder, trace)  # pytorch_model.bin is next
+    run(command, folder, trace)  # without model.safetensors, pytorch_model.bin would be loaded
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "pytorch_model.bin")}
     for file in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         (folder / file).write_text(json.dumps(index))

@@ -1,4 +1,4 @@
-"""A log gets no bars."""
+"""Progress bars are disabled where stderr is not a terminal."""
 
 import os
 import subprocess
@@ -23,9 +23,12 @@ print(huggingface_hub.utils.are_progress_bars_disabled())
 
 
 def bars(terminal, before=""):
-    """Whether transformers has bars, and whether datasets and huggingface_hub have none, in a new process."""
+    """Whether progress bars are enabled in transformers, and disabled in datasets and in huggingface_hub.
+
+    All three are printed as strings by a new process.
+    """
     program = PROGRAM.format(terminal=terminal, before=before)
-    # What an earlier test has switched off in this process is not inherited.
+    # Variables that an earlier test has set in this process must not be inherited.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_DISABLE_PROGRESS_BARS")}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()

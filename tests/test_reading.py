@@ -1,4 +1,4 @@
-"""What files and servers can hold: a value of the declared types, or one line."""
+"""Validation of untrusted files: each gives a value of the declared types, or a one-line error."""
 
 import os
 import struct
@@ -80,7 +80,7 @@ def test_a_pipe_a_directory_a_missing_and_an_endless_file_are_no_documents(tmp_p
     with pytest.raises(UnreadableError, match=r"no\.json: no such file"):
         read_json(tmp_path / "no.json", Example)
     with (tmp_path / "endless.json").open("wb") as file:
-        file.truncate(2**40)  # a hole, which takes no space
+        file.truncate(2**40)  # a sparse file, which takes no disk space
     with pytest.raises(UnreadableError, match=f"larger than {LARGEST_JSON >> 20} MiB"):
         read_json(tmp_path / "endless.json", Example)
 

@@ -1,4 +1,4 @@
-"""`generate` with a static cache: what the library's own tests of static caches ask."""
+"""`generate` with a static cache: the requirements of transformers' own tests of static caches."""
 
 import copy
 
@@ -99,7 +99,7 @@ def test_a_static_cache_that_is_reset_begins_anew(model):
 
 
 def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(model):
-    """As `test_generate_compile_model_forward_fullgraph` of the library."""
+    """As in `test_generate_compile_model_forward_fullgraph` of transformers."""
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
     config._compile_all_devices = True
     options = {"cache_implementation": "static", "compile_config": config}
@@ -140,7 +140,7 @@ def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
 
 
 def test_a_prompt_is_prefilled_in_chunks_where_transformers_does_not_tell_them_from_new_tokens(model, monkeypatch):
-    """As before 5.23."""
+    """The behavior of transformers before 5.23."""
     named = AFTForCausalLM.create_masks_for_generate
 
     def unnamed(*arguments, is_first_iteration=False, **options):

@@ -1,4 +1,4 @@
-"""The heads that classify texts and tokens, and the pipelines that run them and the backbone."""
+"""Sequence and token classification, and the pipelines of the text classifiers and the base models."""
 
 import inspect
 
@@ -50,7 +50,7 @@ def build(head=AFTForSequenceClassification, **options):
 
 
 def padded(rows, side, pad=PAD):
-    """Rows of tokens as a batch with its mask."""
+    """Pad rows of tokens to a batch with its attention mask."""
     longest = max(map(len, rows))
     ids, mask = torch.full((len(rows), longest), pad), torch.zeros(len(rows), longest, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -60,7 +60,7 @@ def padded(rows, side, pad=PAD):
 
 
 ROWS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 1, 5)]
-# Float64: layers of a width of 16 lose a few digits of 16; what is wrong differs in the first.
+# In float64, rounding in layers of width 16 costs a few of 16 digits, while an error in the code changes the first.
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
 
 
@@ -151,7 +151,7 @@ def test_trainer_knows_their_arguments(head):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_accumulated_gradients_are_those_of_the_whole_batch(head, tmp_path):
-    """The generic heads take no number of items, so Trainer has to divide the sum of their losses."""
+    """The generic heads do not take `num_items_in_batch`, so Trainer has to divide the sum of their losses."""
 
     def weights_after_a_step(batch_size):
         model, generator = build(head, hidden_dropout_prob=0.0), torch.Generator().manual_seed(0)
@@ -185,7 +185,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(head, tmp_path):
 def test_pieces_of_rows_are_refused(head, tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        with context_parallel(distributed.group.WORLD), pytest.raises(ValueError, match="needs whole rows"):
+        with context_parallel(distributed.group.WORLD), pytest.raises(ValueError, match="needs whole sequences"):
             build(head)(ROWS[0][None])
     finally:
         distributed.destroy_process_group()
@@ -196,7 +196,7 @@ def test_pieces_of_rows_are_refused(head, tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves a model in float32 with the byte tokenizer; gives the directory."""
+    """A function that saves a model in float32 with the byte tokenizer, and returns the directory."""
 
     def save(model):
         model.float().save_pretrained(tmp_path)
@@ -212,7 +212,7 @@ def test_the_pipeline_of_texts(saved):
     together, alone = classify(texts, batch_size=3, top_k=None), [classify(text, top_k=None) for text in texts]
     for several, one in zip(together, alone):
         assert [each["label"] for each in several] == [each["label"] for each in one]
-        # Float32: sums of a softmax over a width of 16.
+        # The tolerance of float32 for sums over a width of 16 and a softmax.
         assert all(abs(a["score"] - b["score"]) < 1e-5 for a, b in zip(several, one))
 
 

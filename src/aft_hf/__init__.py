@@ -1,4 +1,4 @@
-"""Attention Free Transformer for the Hugging Face ecosystem. Importing it makes the Auto classes know AFT."""
+"""Attention Free Transformer (AFT) for Hugging Face transformers. Importing it registers AFT with the Auto classes."""
 
 import sys
 
@@ -37,7 +37,7 @@ from .sequence_shards_aft import context_parallel, local_piece
 
 
 def _register() -> None:
-    """Make `from_pretrained` of the Auto classes, and so `pipeline`, resolve `model_type` "aft"."""
+    """Register AFT with the Auto classes, so that `from_pretrained` and `pipeline` resolve `model_type` "aft"."""
     AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
     AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
     AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
@@ -52,8 +52,8 @@ def _register() -> None:
 
         processors["torchvision"] = ViTImageProcessor
     AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
-    # `transformers serve` and TRL look for the class that config.json names among those of the library. (The library
-    # replaces itself in `sys.modules` when some of its modules are imported, so what was imported first may be stale.)
+    # `transformers serve` and TRL look up the class that config.json names in the module transformers. (transformers
+    # replaces itself in `sys.modules` when some of its submodules are imported, so an earlier reference may be stale.)
     for model in (AFTModel, *HEADS):
         setattr(sys.modules["transformers"], model.__name__, model)
 

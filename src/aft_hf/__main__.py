@@ -1,4 +1,4 @@
-"""`python -m aft_hf` is the command `aft-hf`."""
+"""Entry point of `python -m aft_hf`, which equals the command `aft-hf`."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""Blocks: a mixer and an MLP, each behind a layer norm and beside a residual connection."""
+"""The layers of the models: a pre-norm mixer and a pre-norm MLP, each with a residual connection."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from .sequence_shards_aft import SequenceShard
 
 
 def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
-    """The mixer of one layer as the config describes it."""
+    """Build the mixer of a layer from the config."""
     aft_type = config.layer_aft_types[layer_idx]
     options: dict[str, Any] = {
         "causal": config.modality == "text",
@@ -54,7 +54,7 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
 
 
 class AFTMLP(nn.Module):
-    """Two linear layers with an activation between them."""
+    """MLP of two linear layers with an activation function between them."""
 
     def __init__(self, config: AFTConfig):
         super().__init__()
@@ -68,7 +68,7 @@ class AFTMLP(nn.Module):
 
 
 class AFTDropPath(nn.Module):
-    """Stochastic depth: drops the residual branch of whole samples, and scales up what stays."""
+    """Stochastic depth: drops the residual branch of random samples, and scales up the remaining ones."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -85,7 +85,7 @@ class AFTDropPath(nn.Module):
 
 
 class AFTLayer(GradientCheckpointingLayer):
-    """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x))."""
+    """One layer, a pre-norm Transformer block: x + mixer(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, config: AFTConfig, layer_idx: int):
         super().__init__()
@@ -119,11 +119,14 @@ class AFTLayer(GradientCheckpointingLayer):
         )
         branch = branch[0] if output_attentions else branch
         hidden_states = self._add(hidden_states, branch)
-        del branch  # not to be kept while the MLP takes the most memory
+        del branch  # frees its memory before the MLP, where memory use peaks
         return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
 
     def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        """The residual connection. What changes nothing is not called: calls are what a step of decoding waits for."""
+        """Add a branch to the residual stream, after dropout and stochastic depth.
+
+        Modules without effect are not called, because the time of a decoding step is mostly the overhead of calls.
+        """
         for module, kind in ((self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)):
             if module.training or type(module) is not kind or not is_untouched(module):
                 branch = module(branch)

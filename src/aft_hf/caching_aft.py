@@ -1,9 +1,9 @@
-"""The cache of generation: running sums over the past, and the last few keys and values.
+"""The generation cache: running sums over the past, and a window of recent keys and values.
 
-The sums of Eq. 2 run over positions, so each layer caches one pair of sums (relative to a maximum) and the keys and
-values of positions that have a position bias of their own: none for `simple` and `alibi`, the window for `local` and
-`conv`, all of them for `full`. The cache of all types but `full` has a constant size, and a static cache keeps it at
-the same place in memory.
+Each layer caches the two running sums of Eq. 2 with their log-sum-exp shift. It also caches the keys and values of the
+positions that have a position bias of their own: none for `simple` and `alibi`, a window for `local` and `conv`, all
+for `full`. So the cache has a constant size for all types except `full`. A static cache also keeps its memory
+addresses.
 """
 
 from collections.abc import Callable
@@ -30,27 +30,29 @@ from .scaled_sums_aft import (
 from .shard_exchange_aft import state_at_end
 
 
-# Tokens that continue a cache are taken in pieces of this many, each with a table of its own.
+# New tokens that continue a cache are processed in chunks of this size, each with its own table of position biases.
 PIECE_SIZE = 128
 
 
 class AFTLayerState(CacheLayerMixin):
-    """The state of one layer in transformers' cache machinery. All tensors have the batch in front.
+    """The cached state of one layer. The batch is the first dimension of all tensors.
 
     Args:
-        window: how many of the last keys and values to keep; None for all. What leaves the window goes into the sums.
+        window: how many of the last keys and values to keep; None for all. Tokens that leave the window are added to
+            the sums.
 
     Attributes:
-        keys, values: (B, h, W, k) and (B, h, W, c) in float32, the last real tokens of each row on the right; a key
-            of -inf where a row is shorter.
-        numerator, denominator, maximum: `ScaledSums` over what lies before the window, (B, h, 1, c) and (B, h, 1, k).
-        padding: (B,), how many of the tokens of each row were padding.
-        history, history_mask: all keys (B, T, h k) and which of them are real (B, T), in the order in which they came;
-            None unless attentions are asked for, which cannot be had from the sums.
-        padded: whether rows may differ in `seen`.
+        keys, values: (B, h, W, k) and (B, h, W, c) in float32: the last real tokens of each row, right-aligned. Keys
+            are -inf where a row has fewer than W tokens.
+        numerator, denominator, maximum: `ScaledSums` over the tokens before the window, (B, h, 1, c) and
+            (B, h, 1, k).
+        padding: (B,), the number of padding tokens of each row.
+        history, history_mask: all keys (B, T, h k) in order, and (B, T), False for padding. None unless
+            `output_attentions` is used, since attentions cannot be computed from the sums.
+        padded: whether rows may have different numbers of real tokens (`seen`).
     """
 
-    # Those of the state are None until it is initialized.
+    # All tensors are None until the state is initialized.
     keys: torch.Tensor
     values: torch.Tensor
     numerator: torch.Tensor
@@ -78,12 +80,12 @@ class AFTLayerState(CacheLayerMixin):
         self.is_initialized = False
 
     def _store(self, **tensors: torch.Tensor) -> None:
-        """Replace tensors of the state."""
+        """Replace the named tensors of the state."""
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """An empty state for keys (B, h, T, k) and values (B, h, T, c)."""
+        """Allocate an empty state for keys (B, h, T, k) and values (B, h, T, c)."""
         batch, heads, _, key_width = key_states.shape
         shape, width = (batch, heads, self.window or 0), value_states.shape[-1]
         self.device = key_states.device
@@ -97,22 +99,26 @@ class AFTLayerState(CacheLayerMixin):
 
     @property
     def seen(self) -> torch.Tensor:
-        """(B,), the real tokens of each row: the position of its next one."""
+        """(B,), the number of real tokens of each row, which is also the position of its next token."""
         return self.cumulative_length - self.padding
 
     def sums(self) -> ScaledSums:
-        """Over what lies before the window, in the layout of `ScaledSums` with the batch folded into the heads."""
+        """The sums over the tokens before the window, as `ScaledSums` with the batch folded into the heads."""
         return ScaledSums(*(fold(x) for x in (self.numerator, self.denominator, self.maximum)))
 
     # ---------------------------------------------------------------------------------------------------- Eq. 2
 
     def mix(self, problem: Mixing, implementation: str = "auto") -> torch.Tensor:
-        """Eq. 2 for new tokens, which see all before them and themselves, times sigmoid(query) where a query is given:
-        (B, T, d). Takes them in.
+        """Compute Eq. 2 for new tokens and add them to the state.
+
+        Each new token sees itself and all tokens before it, cached ones included.
 
         Args:
-            problem: the keys and values of the new tokens, with their padding.
-            implementation: as for `mixing_aft.mix`, which computes the first tokens.
+            problem: the keys and values of the new tokens, with their padding mask.
+            implementation: as for `mixing_aft.mix`, which computes the tokens of an empty cache.
+
+        Returns:
+            (B, T, d), multiplied by sigmoid(query) if the problem has a query.
         """
         if problem.shard is not None:
             self._take_in_pieces(problem)
@@ -122,11 +128,11 @@ class AFTLayerState(CacheLayerMixin):
             context = mix_next(self, problem, implementation)
             if context is not None:
                 return context
-        # One next token of every row has a short way.
+        # Fast path: exactly one new token in every row.
         windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
         if one_token and windowed:
             biases = problem.biases
-            # `len` would fix the batch size of an exported program.
+            # Not `len(x)`, which would fix the batch size of an exported program.
             key, value = (widen(x.view(x.shape[0], problem.num_heads, 1, -1)) for x in (problem.key, problem.value))
             context = self.step(key, value, self.next_bias(biases), biases.slopes).reshape(key.shape[0], 1, -1)
             return context if problem.query is None else torch.sigmoid(problem.query) * context
@@ -140,7 +146,9 @@ class AFTLayerState(CacheLayerMixin):
         return context if order is None else gather(context, order)
 
     def _mix_prompt(self, problem: Mixing, counts: torch.Tensor | None, implementation: str) -> torch.Tensor:
-        """As `mixing_aft.mix_prompt`, by `mix` for the first tokens, in pieces behind the window for others."""
+        """The fallback for `mixing_aft.mix_prompt`: tokens of an empty cache are computed by `mix`, tokens that
+        continue a cache in chunks of `PIECE_SIZE`.
+        """
         biases = problem.biases
         key, value = (widen(x) for x in problem.by_head())
         if not self.is_initialized:
@@ -157,7 +165,7 @@ class AFTLayerState(CacheLayerMixin):
         return context if problem.query is None else torch.sigmoid(problem.query) * context
 
     def _take_in_pieces(self, problem: Mixing) -> None:
-        """Become the state after rows of which each process has a piece."""
+        """Set the state to that after whole rows, of which each process has a shard."""
         shard, biases, heads = problem.shard, problem.biases, problem.num_heads
         assert shard is not None
         if problem.padding_mask is not None:
@@ -176,13 +184,13 @@ class AFTLayerState(CacheLayerMixin):
         self.padded, self.is_empty = bool(self.padding.any()), False
 
     def next_bias(self, biases: PositionBias) -> torch.Tensor | None:
-        """w of the window and of the token itself, (B or 1, h, W + 1, 1); None where there is no window."""
+        """w from the next token to the window and to itself, (B or 1, h, W + 1, 1); None if there is no window."""
         in_line = biases.relative or not self.padded
         bias = biases.next_token(self.cumulative_length if in_line else self.seen)
         return None if bias is None else bias.unsqueeze(-1)
 
     def _continue(self, key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-        """The context of new tokens, (B, h, T, c), from their own keys and values and those that are kept."""
+        """The averages of Eq. 2 for new tokens, (B, h, T, c), over their own keys and values and the cached ones."""
         batch, _, length, _ = key.shape
         kept = self.keys.shape[2]
         rows = self.seen if self.padded and not biases.relative else self.seen[:1]
@@ -212,12 +220,13 @@ class AFTLayerState(CacheLayerMixin):
         counts: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in new tokens.
+        """Add new tokens to the state.
 
         Args:
-            key_states, value_states: (B, h, T, k) and (B, h, T, c), float32; real tokens first, keys of padding -inf.
-            counts: (B,), how many of the T tokens of each row are real; None for all of them.
-            slopes: (h,), where w = -slope * distance; then there is no window.
+            key_states, value_states: (B, h, T, k) and (B, h, T, c), float32. In each row, real tokens come first;
+                keys of padding are -inf.
+            counts: (B,), how many of the T tokens of each row are real; None if all are.
+            slopes: (h,), for w = -slope * distance, which has no window; otherwise None.
 
         Returns:
             The keys and values of the window.
@@ -232,7 +241,7 @@ class AFTLayerState(CacheLayerMixin):
             heads, rows = slopes.to(key_states.dtype), new.to(key_states.dtype)
             distance = rows[:, None, None] - 1 - torch.arange(length, device=new.device)  # (B, 1, T) to the last token
             bias = (-heads[:, None] * distance).expand(key_states.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
-            # Padding stands behind the last token: its bias would be positive, its weight is 0.
+            # Padding comes after the last real token, so its bias would be positive. Its weight is 0 anyway.
             bias = bias.clamp_max(0.0)
             past = past.shifted((-heads * rows[:, None]).expand(key_states.shape[0], -1).reshape(-1, 1, 1, 1))
         keys = torch.cat([self.keys, key_states], 2)
@@ -241,11 +250,11 @@ class AFTLayerState(CacheLayerMixin):
         if counts is None:
             leaving = keys.shape[2] - kept
             leaving_keys, leaving_values = keys[:, :, :leaving], values[:, :, :leaving]
-            # Copies: views would hold on to the memory of all the tokens that were given.
+            # Copies, since views would keep the memory of all the given tokens allocated.
             self._store(keys=keys[:, :, leaving:].clone(), values=values[:, :, leaving:].clone())
         else:
             # The window of each row ends at its own last real token.
-            start = (self.keys.shape[2] + counts - kept)[:, None]  # (B, 1), negative where a row is short
+            start = (self.keys.shape[2] + counts - kept)[:, None]  # (B, 1), negative if a row has too few tokens
             index = start + torch.arange(kept, device=start.device)
             before = torch.arange(keys.shape[2], device=start.device) < start  # (B, T)
             leaving_keys = keys.masked_fill(~before[:, None, :, None], -torch.inf)
@@ -260,7 +269,7 @@ class AFTLayerState(CacheLayerMixin):
         return self.keys, self.values
 
     def count(self, length: int, counts: torch.Tensor | None) -> None:
-        """Note that each row has `length` more tokens, of which `counts`, (B,), are real (None for all)."""
+        """Update the token counts: each row has `length` new tokens, of which `counts`, (B,), are real (None: all)."""
         self.is_empty = False
         if counts is not None:
             self.padded = True
@@ -274,15 +283,15 @@ class AFTLayerState(CacheLayerMixin):
         bias: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take in one token of every row, and average what it sees: all before it, and itself.
+        """Add one token to every row, and compute its average of Eq. 2 over all tokens before it and itself.
 
         Args:
             key, value: (B, h, 1, k) and (B, h, 1, c), float32.
-            bias: (B or 1, h, W + 1, 1), w of the window and of the token itself; None where there is no window.
-            slopes: (h,), where w = -slope * distance; then there is no window.
+            bias: (B or 1, h, W + 1, 1), w from the token to the window and to itself; None if there is no window.
+            slopes: (h,), for w = -slope * distance, which has no window; otherwise None.
 
         Returns:
-            (B, h, 1, c).
+            The averages, (B, h, 1, c).
         """
         self.cumulative_length += 1
         far = self.maximum if slopes is None else self.maximum - slopes.to(key.dtype).view(-1, 1, 1)
@@ -293,7 +302,7 @@ class AFTLayerState(CacheLayerMixin):
         keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         logits = keys + bias
         maximum = torch.maximum(logits.detach().amax(2, keepdim=True), far)
-        # In memory that no gradient needs: new memory takes longer than what is done there.
+        # In place: no gradient needs these tensors, and allocating new ones takes longer than the computation.
         weights, scale = logits.sub_(maximum).exp_(), (far - maximum).exp_()
         denominator = torch.addcmul(weights.sum(2, keepdim=True), self.denominator, scale)
         numerator = torch.addcmul((weights * values).sum(2, keepdim=True), self.numerator, scale)
@@ -302,7 +311,7 @@ class AFTLayerState(CacheLayerMixin):
         return numerator / denominator
 
     def _take_in(self, key: torch.Tensor, value: torch.Tensor, far: torch.Tensor) -> None:
-        """Add one position to the sums, whose maximum is `far` by now."""
+        """Add one position to the sums. `far` is their maximum as seen from the new token."""
         maximum = torch.maximum(far, key.detach())
         weight, scale = (key - maximum).exp_(), (far - maximum).exp_()
         numerator = torch.addcmul(weight * value, self.numerator, scale)
@@ -310,22 +319,32 @@ class AFTLayerState(CacheLayerMixin):
         self._store(numerator=numerator, denominator=denominator, maximum=maximum)
 
     def tokens_after(self, length: int, limit: int) -> int:
-        """How many tokens the longest row has after `length` more, to compare with a table of `limit` positions."""
+        """Number of tokens of the longest row after `length` more, to be compared with a `limit` of positions.
+
+        Padding is subtracted only if the result would exceed `limit` with it, since that reads a tensor.
+        """
         tokens = self.cumulative_length + length
         if tokens > limit and self.padded:
-            tokens = int(self.seen.max()) + length  # padding takes no room in a table
+            tokens = int(self.seen.max()) + length  # padding takes no position
         return tokens
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise where the state is of another batch."""
+        """Raise a ValueError if the state has another batch size."""
         if self.is_initialized and self.padding.shape[0] != batch_size:
-            raise ValueError(f"the state is of a batch of {self.padding.shape[0]}, the input of {batch_size}")
+            raise ValueError(
+                f"the cache has a batch size of {self.padding.shape[0]}, but the input has {batch_size}: give a new "
+                "cache"
+            )
 
     def record(self, problem: Mixing) -> Mixing:
-        """Add the keys of new tokens to the history, before `mix`; returns the problem of all tokens so far."""
+        """Add the keys of new tokens to the history, and return the problem of all tokens so far. Called before `mix`.
+
+        Raises:
+            ValueError: earlier tokens were added without a history.
+        """
         if not self.is_empty and self.history is None:
             raise ValueError(
-                "output_attentions needs all keys, and this state has kept the sums over them: ask for attentions "
+                "output_attentions needs all keys, but this cache holds only sums over them: set output_attentions "
                 "from the first call on, or call with use_cache=False"
             )
         key, mask = problem.key, problem.padding_mask
@@ -335,7 +354,7 @@ class AFTLayerState(CacheLayerMixin):
         self.history, self.history_mask = key, mask
         return replace(problem, key=key, padding_mask=mask, num_queries=key.shape[1])
 
-    # What the library asks of a layer's state.
+    # The interface of `CacheLayerMixin`.
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -370,24 +389,25 @@ class AFTLayerState(CacheLayerMixin):
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("the state of an AFT is a sum over the past: tokens cannot be taken out of it again")
+        raise ValueError("the cache of an AFT is a sum over the past: tokens cannot be removed from it")
 
     def nbytes(self) -> int:
-        """Bytes that the state holds."""
+        """Size of the state in bytes."""
         return sum(getattr(self, name).nbytes for name in self._state if getattr(self, name) is not None)
 
 
 class AFTStaticLayerState(AFTLayerState):
-    """A state for `torch.compile` and CUDA graphs: its tensors are updated in place, and its length is a tensor.
+    """A layer state for `torch.compile` and CUDA graphs: its tensors are updated in place, and its length is a tensor.
 
-    For inference with types whose state has a constant size.
+    It is for inference with types whose state has a constant size.
 
     Args:
         window: how many of the last keys and values to keep.
-        max_length: the most tokens that a row may have; not checked, since to look at the length would be to wait.
+        max_length: maximum number of tokens of a row. It is not checked, since reading the length would synchronize
+            with the device.
     """
 
-    cumulative_length: torch.Tensor  # type: ignore[assignment]  # as in the static layers of the library
+    cumulative_length: torch.Tensor  # type: ignore[assignment]  # as in the static layers of transformers
 
     is_compileable = True
 
@@ -399,7 +419,7 @@ class AFTStaticLayerState(AFTLayerState):
         if torch.compiler.is_compiling():
             self._allocate(key_states, value_states)
             return
-        with torch.inference_mode(False):  # to be updated in any mode
+        with torch.inference_mode(False):  # inference tensors could not be updated outside of inference mode
             self._allocate(key_states, value_states)
         for tensor in (*self._tensors().values(), self.cumulative_length):
             torch._dynamo.mark_static_address(tensor)
@@ -407,7 +427,7 @@ class AFTStaticLayerState(AFTLayerState):
     def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self.cumulative_length = torch.zeros((), dtype=torch.long, device=self.device)
-        self.padded = True  # one program for rows with and without padding
+        self.padded = True  # so that one compiled program serves rows with and without padding
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self._state if getattr(self, name) is not None}
@@ -417,7 +437,7 @@ class AFTStaticLayerState(AFTLayerState):
             getattr(self, name).copy_(tensor)
 
     def tokens_after(self, length: int, limit: int) -> int:
-        """The new tokens alone: where the cache is made, `max_length` is compared with the limit."""
+        """Only the new tokens: `AFTModel.new_cache` has compared `max_length` with the limit."""
         return length
 
     def get_max_length(self) -> int:
@@ -439,39 +459,42 @@ class AFTStaticLayerState(AFTLayerState):
 
 
 class AFTCache(Cache):
-    """The state of a whole model, one `AFTLayerState` for each layer.
+    """The generation cache of a model, with one `AFTLayerState` for each layer.
+
+    `AFTModel.new_cache` creates one, and models return one if `use_cache=True`. Pass it as `past_key_values` to
+    continue the sequences.
 
     Args:
-        windows: for each layer, how many keys and values it keeps; None for all.
-        max_length: for a static cache, the most tokens that a row may have; None for a cache that is not static.
+        windows: for each layer, how many of the last keys and values it keeps; None for all.
+        max_length: maximum number of tokens of a row in a static cache. Default: None, for a dynamic cache.
 
     Raises:
-        ValueError: a static cache for a layer that keeps all keys and values.
+        ValueError: a static cache is requested, but a layer keeps all keys and values.
     """
 
-    layers: list[AFTLayerState]  # type: ignore[assignment]  # the library counts its own classes up
+    layers: list[AFTLayerState]  # type: ignore[assignment]  # transformers lists only its own classes here
 
     def __init__(self, windows: list[int | None], max_length: int | None = None):
         super().__init__(layers=[_new_state(window, max_length) for window in windows])
 
     def nbytes(self) -> int:
-        """Bytes that the state holds."""
+        """Size of the cache in bytes."""
         return sum(layer.nbytes() for layer in self.layers)
 
 
 def _new_state(window: int | None, max_length: int | None) -> AFTLayerState:
-    """As of `AFTCache`, for one layer."""
+    """Create the state of one layer; the arguments are those of `AFTCache`."""
     if max_length is None:
         return AFTLayerState(window)
     if window is None:
         raise ValueError(
-            'a static cache needs layers with a state of constant size: aft_type "full" keeps all keys and values'
+            'a static cache needs layers with a cache of constant size: aft_type "full" keeps all keys and values'
         )
     return AFTStaticLayerState(window, max_length)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x[b, :, index[b, i]] of (B, h, T, c) for (B, W); negative indices give the first entry."""
+    """Gather x[b, :, index[b, i]] from x (B, h, T, c) and index (B, W); negative indices give the first entry."""
     shape = (x.shape[0], x.shape[1], index.shape[1], x.shape[3])
     return x.gather(2, index.clamp_min(0)[:, None, :, None].expand(shape))
 

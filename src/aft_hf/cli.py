@@ -1,4 +1,4 @@
-"""The `aft-hf` command: every sub-command is a thin call into the package."""
+"""The command line interface `aft-hf`. Every sub-command is a thin call into the package."""
 
 import re
 import shlex
@@ -30,7 +30,7 @@ from .reading import printable
 from .training.command import evaluate_command, train_command
 
 
-# Budget of a distillation where none is given.
+# Default budget of a distillation.
 DISTILLATION_MINUTES = 15.0
 
 app = typer.Typer(
@@ -53,7 +53,7 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_versions, is_eager=True, help="Print the versions, as bug reports need them."
+            "--version", callback=_print_versions, is_eager=True, help="Print the versions for bug reports, and exit."
         ),
     ] = False,
 ) -> None:
@@ -74,7 +74,7 @@ app.command("visualize")(visualize_command)
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def transformers_command(context: typer.Context) -> None:
-    """The commands of transformers with AFT known to them: `aft-hf transformers serve MODEL`, `chat`."""
+    """Run a command of transformers with AFT registered, for example `aft-hf transformers serve MODEL` or `chat`."""
     from transformers.cli.transformers import app as commands  # slow to import
 
     commands(args=context.args, prog_name="aft-hf transformers")
@@ -84,64 +84,94 @@ def transformers_command(context: typer.Context) -> None:
 def convert(
     context: typer.Context,
     source: Annotated[
-        str, typer.Argument(help="ViT or DeiT of transformers, timm or the original DeiT: directory, Hub id or file.")
+        str,
+        typer.Argument(
+            help="ViT or DeiT checkpoint of transformers, timm or the original DeiT: directory, Hub id or file."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="Directory to write the AFT to.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write the converted AFT model to.")],
     aft_type: Annotated[
         list[str] | None,
-        typer.Option(help="conv (the default), full, local or simple; several, or a comma list, for one per layer."),
+        typer.Option(
+            help="AFT type: conv (the default), full, local or simple. For one type per layer, repeat the option or "
+            "separate types by commas."
+        ),
     ] = None,
     kernel_size: Annotated[
-        int, typer.Option("--kernel-size", "--conv-kernel-size", help="Kernel size s of conv, odd.")
+        int, typer.Option("--kernel-size", "--conv-kernel-size", help="Kernel size s of conv; an odd number.")
     ] = KERNEL_SIZE,
     num_heads: Annotated[
-        int | None, typer.Option(help="Position-bias heads h; divides the width. By default 16 with conv, else 1.")
+        int | None,
+        typer.Option(
+            help="Number of position-bias heads h, a divisor of the hidden size. Default: 16 with conv, else 1."
+        ),
     ] = None,
-    local_window_size: Annotated[int, typer.Option(help="Window s of local.")] = LOCAL_WINDOW_SIZE,
+    local_window_size: Annotated[int, typer.Option(help="Window size s of local.")] = LOCAL_WINDOW_SIZE,
     position_bias_dim: Annotated[
-        int, typer.Option(help="Rank d' of the biases of full and local; 0 for one unfactorized table.")
+        int, typer.Option(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
     ] = POSITION_BIAS_DIM,
     position_bias_multiplier: Annotated[
-        float, typer.Option(help="The constant that position biases are multiplied by, to learn fast; 1: the paper's.")
+        float,
+        typer.Option(help="Constant that multiplies the position biases, so that they learn faster. The paper has 1."),
     ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[
         str | None,
-        typer.Option(help="Image size in pixels, 224 or 224x384 (height x width); by default the source's."),
+        typer.Option(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
     ] = None,
     init: Annotated[
         str,
-        typer.Option(help="Position biases: paper (new), or attention (fitted to that of the source on --images)."),
+        typer.Option(
+            help="Initial position biases: paper (those of a new model) or attention (fitted to the attention of the "
+            "source on --images)."
+        ),
     ] = "paper",
     images: Annotated[
-        Path | None, typer.Option(help="For --init attention and --distill: a folder of images, or parquet files.")
+        Path | None,
+        typer.Option(help="Images for --init attention and --distill: a folder of images, or parquet files."),
     ] = None,
-    num_images: Annotated[int, typer.Option(help="How many of these --init attention looks at.")] = 256,
+    num_images: Annotated[int, typer.Option(help="Number of images that --init attention uses.")] = 256,
     distill: Annotated[
-        bool, typer.Option("--distill", help="Train the AFT on the outputs of the source for --images: no labels.")
+        bool,
+        typer.Option("--distill", help="Train the AFT on the outputs of the source for --images, without labels."),
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(help=f"Budget of --distill in time; by default {DISTILLATION_MINUTES}.")
+        float | None, typer.Option(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES}.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Budget of --distill in updates, in place of --minutes: reproducible.")
+        int | None,
+        typer.Option(help="Budget of --distill in optimizer steps, in place of --minutes. Makes it reproducible."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Images per update of --distill.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="Largest learning rate of --distill.")] = 1e-3,
+    batch_size: Annotated[int, typer.Option(help="Batch size of --distill.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Maximum learning rate of --distill.")] = 1e-3,
     augmentation: Annotated[
-        str, typer.Option(help="Of the images of --distill: none, shift, crop or resized_crop; the last two flip.")
+        str,
+        typer.Option(
+            help="Augmentation of the images of --distill: none, shift, crop or resized_crop. crop and resized_crop "
+            "also flip."
+        ),
     ] = "shift",
-    seed: Annotated[int, typer.Option(help="Of --distill: new weights, order and augmentation of the images.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of --distill: of new weights, and of the order and augmentation of the images.")
+    ] = 0,
     source_image_size: Annotated[
-        str | None, typer.Option(help="Image size of a source that does not tell it, as --image-size.")
+        str | None,
+        typer.Option(help="Image size of the source if its checkpoint does not contain it; format as --image-size."),
     ] = None,
     source_num_heads: Annotated[
-        int | None, typer.Option(help="Attention heads of a source that does not tell them; by default width / 64.")
+        int | None,
+        typer.Option(
+            help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64."
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT; other files in it stay.")
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept."),
     ] = False,
 ) -> None:
-    """Convert a trained ViT or DeiT into an AFT, to be fine-tuned, or to be used as it is with --distill."""
+    """Convert a trained ViT or DeiT into an AFT.
+
+    Fine-tune the result, or use --distill for a model that is ready to use.
+    """
     distillation: dict[str, Any] = {
         "steps": steps,
         "minutes": DISTILLATION_MINUTES if minutes is None and steps is None else minutes,
@@ -152,10 +182,10 @@ def convert(
     }
     if distill:
         if images is None:
-            raise ValueError("--distill needs --images: some thousand of those that the model is for, without labels")
+            raise ValueError("--distill needs --images: some thousand images of the target domain, without labels")
         distillation["images"] = ImagesOnDisk(images)
     elif minutes is not None or steps is not None:
-        raise ValueError("--minutes and --steps are the budget of --distill: give it, too")
+        raise ValueError("--minutes and --steps set the budget of --distill: give --distill too")
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     model, report = save_converted(
         source,
@@ -179,18 +209,18 @@ def convert(
     for line in (
         report.summary(),
         _proof(report),
-        f"image processor (size, mean, deviation): {report.options['image_processor']}",
+        f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
-        "Next, with labels:",
+        "Next step, with labeled images:",
         f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
         "--output_dir FINE_TUNED",
-        *(() if distill else ("or without:", f"  {_distilling_command(context)}")),
+        *(() if distill else ("or with unlabeled images:", f"  {_distilling_command(context)}")),
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _distilling_command(context: typer.Context) -> str:
-    """The command for the same conversion with a distillation: with all options that were given."""
+    """The command that repeats this conversion with all given options and --distill."""
     words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -205,47 +235,48 @@ def _distilling_command(context: typer.Context) -> str:
 
 
 def _proof(report: ConversionReport) -> str:
-    """What was verified of a conversion, or how near a distillation has come."""
+    """One line with the verification of a conversion, or with the result of a distillation."""
     if "distillation" not in report.options:
         return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
     done = report.options["distillation"]
     return (
-        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; it agrees "
-        f"with the source on {done['agreement']:.1%} of the last ones, as augmented (KL {done['divergence']:.3f} nats)"
+        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
+        f"source agree on {done['agreement']:.1%} of the augmented images of the last steps "
+        f"(KL {done['divergence']:.3f} nats)"
     )
 
 
 def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
-    """224 for a square, 224x384 for (height, width)."""
+    """Parse an image size: "224" for a square, "224x384" for height x width."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
     if match is None:
-        raise ValueError(f"{option} {text!r}: give pixels as 224, or as 224x384 for height x width")
+        raise ValueError(f"{option} {text!r} is not a size in pixels: give 224, or 224x384 for height x width")
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
 
 
 def _describe(config: AFTConfig) -> str:
-    """The name of a model as the paper writes it: AFT-conv 11/16."""
+    """The name of a model as in the paper, for example AFT-conv 11/16."""
     types = sorted(set(config.layer_aft_types))
     sizes = f" {config.conv_kernel_size}/{config.num_heads}" if "conv" in types else ""
     return f"AFT-{'/'.join(types)}{sizes}"
 
 
 def main(*command: str) -> None:
-    """Run the command line; what a user can cause ends in one line, not in a traceback.
+    """Run the command line. Errors that a user can cause are printed as one line, without a traceback.
 
     Args:
-        *command: of a script that is one command: what `aft-hf` would have before the other words.
+        *command: for a script that runs a single command: the words between `aft-hf` and its other arguments.
     """
     no_bars_in_logs()
     try:
         app([*command, *sys.argv[1:]], prog_name="aft-hf" if command else None)
     except ModuleNotFoundError as error:
-        print(f"aft-hf: {error.name} is not installed; pip install 'aft-hf[train]' has all it takes", file=sys.stderr)
+        print(f"aft-hf: {error.name} is not installed: run pip install 'aft-hf[train]'", file=sys.stderr)
         sys.exit(1)
     except MemoryError:
-        print("aft-hf: the memory of this machine is full: take smaller sizes or batches", file=sys.stderr)
+        print("aft-hf: out of memory: use a smaller model or batch size", file=sys.stderr)
         sys.exit(1)
     except (ValueError, OSError) as error:
         message = printable(str(error)) or type(error).__name__

@@ -4,7 +4,7 @@ import math
 import operator
 import os
 from functools import wraps
-from reprlib import repr as shown  # at most a line, whatever the value
+from reprlib import repr as shown  # shortens any value to one line
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
 
-# Where the Auto classes find the code that is saved beside a checkpoint, by modality (`auto_map` in config.json).
+# The `auto_map` of config.json for each modality: where the Auto classes find the code saved with a checkpoint.
 AUTO_MAPS = {
     "text": {
         "AutoModel": "modeling_aft.AFTModel",
@@ -32,11 +32,11 @@ AUTO_MAPS = {
     },
 }
 
-# How Eq. 2 may be computed: "auto" takes the first backend of mixing_aft.py that supports the problem.
+# The values of `mixing_implementation`: "auto" takes the first backend of mixing_aft.py that supports the problem.
 MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable", "triton")
 
-# The largest values of fields. No real model meets them: a damaged config.json does, and is refused before its numbers
-# take memory or time.
+# The largest value of each field. No real model reaches them. A damaged config.json may exceed them, and is refused
+# before any memory is allocated.
 LARGEST = {
     "hidden_size": 2**17,
     "num_hidden_layers": 2**12,
@@ -55,13 +55,13 @@ LARGEST = {
     "position_bias_entropy_weight": 1e6,
 }
 LARGEST_NUM_PARAMETERS = 2**43  # of a whole model: 9e12
-# The smallest and largest of fields that something is divided by, in float32.
+# The smallest and largest value of fields that serve as divisors in float32.
 DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "initializer_range": (1e-12, 1e3)}
 DIVISORS["position_bias_multiplier"] = (1e-6, 1e6)
 
 
 def raise_value_errors(cls: Any) -> Any:
-    """Let the constructor raise what a user expects of a wrong argument: a ValueError with nothing but the message."""
+    """Make the constructor raise a plain ValueError for an invalid field, instead of the errors of `@strict`."""
     init = cls.__init__
 
     @wraps(init)
@@ -70,7 +70,7 @@ def raise_value_errors(cls: Any) -> Any:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(f"{type(self).__name__}: {error.__cause__ or error}") from error
-        except ValueError as error:  # of `__post_init__`
+        except ValueError as error:  # from `__post_init__`
             raise ValueError(f"{type(self).__name__}: {error}") from error
 
     cls.__init__ = __init__
@@ -81,75 +81,91 @@ def raise_value_errors(cls: Any) -> Any:
 @strict
 class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     r"""
-    Configuration of an Attention Free Transformer (Zhai et al., 2021, arXiv 2105.14103). The defaults are the paper's
-    best character-level model: AFT-local-32 with 24 layers of width 256, for 1024 bytes.
+    Configuration of an Attention Free Transformer (Zhai et al., 2021, arXiv 2105.14103). It defines the architecture
+    of the models `AFTModel`, `AFTForCausalLM`, `AFTForImageClassification` and the others. The defaults give the
+    paper's best character-level model: AFT-local-32 with 24 layers of width 256, for sequences of 1024 bytes.
 
     Args:
         modality (`str`, defaults to `"text"`):
-            `"text"` (a causal model of tokens) or `"image"` (a bidirectional model of patches).
+            Input of the model: `"text"` (tokens, causal) or `"image"` (image patches, bidirectional).
         aft_type (`str` or `list[str]`, defaults to `"local"`):
-            `"full"`, `"local"`, `"simple"`, `"conv"` or `"alibi"` (text only), or a list with one of them per layer.
-        hidden_size (`int`, defaults to 256): Width d of the model.
-        num_hidden_layers (`int`, defaults to 24): Number of blocks.
-        intermediate_size (`int`, *optional*): Width of the MLPs; 4 `hidden_size` by default.
-        hidden_act (`str`, defaults to `"gelu"`): Activation of the MLPs.
+            Type of the AFT layers: `"full"`, `"local"`, `"simple"`, `"conv"` or `"alibi"` (text only), or a list
+            with one type per layer.
+        hidden_size (`int`, defaults to 256): Dimension d of the hidden states.
+        num_hidden_layers (`int`, defaults to 24): Number of layers.
+        intermediate_size (`int`, *optional*): Hidden dimension of the MLPs. Default: 4 times `hidden_size`.
+        hidden_act (`str`, defaults to `"gelu"`): Activation function of the MLPs.
         layer_norm_eps (`float`, defaults to 1e-5): Epsilon of the layer norms.
-        initializer_range (`float`, defaults to 0.02): Standard deviation of new weight matrices.
-        hidden_dropout_prob (`float`, defaults to 0.0): Dropout of the embeddings and of each residual branch.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of the initial weight matrices.
+        hidden_dropout_prob (`float`, defaults to 0.0):
+            Dropout probability of the embeddings and of each residual branch.
         drop_path_rate (`float`, defaults to 0.0):
-            Stochastic depth of the last block; rises linearly from 0 at the first one.
-        qkv_bias (`bool`, defaults to `True`): Whether query, key and value projections have biases.
-        use_output_projection (`bool`, defaults to `True`): Whether mixers end in an output projection.
+            Stochastic depth rate of the last layer. The rates increase linearly from 0 in the first layer.
+        qkv_bias (`bool`, defaults to `True`): Whether the query, key and value projections have biases.
+        use_output_projection (`bool`, defaults to `True`): Whether each mixer ends in an output projection.
         num_heads (`int`, defaults to 1):
-            Number h of position-bias heads; head i owns features [i d/h, (i+1) d/h).
+            Number h of position-bias heads. All features of a head share the position biases: head i has the features
+            [i d/h, (i+1) d/h).
         position_bias_dim (`int`, *optional*, defaults to 256):
-            Rank d' of the factorized biases of `full` and `local` (Eq. 7); `None` for one unfactorized table.
+            Rank d' of the factorized position biases of `full` and `local` (Eq. 7). `None` learns the unfactorized
+            table.
         position_bias_init_std (`float`, defaults to 0.1):
-            Standard deviation of new position biases (of their factors); the paper's N(0, 10^-2) read as variance.
+            Standard deviation of the initial position biases, or of their factors if they are factorized. The default
+            reads the paper's N(0, 10^-2) as a variance of 10^-2.
         position_bias_multiplier (`float`, defaults to 1.0):
-            The constant m that learned position biases are multiplied by: w = m (gamma (k - mean) / std + beta) for
-            `conv`, w = m u . v for `full` and `local`. New biases begin with the same w for every m, but Adam, which
-            moves each parameter by about the learning rate, moves w m times as fast (sqrt(m) for factors). 1 is the
-            paper's; a training of few steps needs more: converted models have 1000.
-        local_window_size (`int`, defaults to 32): Window s of `local` (Eq. 4): learned biases for |t - t'| < s.
+            Constant m by which the learned position biases are multiplied: w = m (gamma (k - mean) / std + beta) for
+            `conv`, w = m u . v for `full` and `local`. The initial w is the same for every m. But Adam moves each
+            parameter by about the learning rate per step, so w changes m times as fast (sqrt(m) times in each
+            factor). The paper has m = 1. Short training runs need a larger m: converted models have m = 1000.
+        local_window_size (`int`, defaults to 32):
+            Window size s of `local` (Eq. 4): position biases are learned for |t - t'| < s.
         conv_kernel_size (`int`, defaults to 11):
-            Kernel s of `conv` (Eq. 6): s x s with s odd for images, lags 0 .. s-1 for text.
+            Kernel size s of `conv` (Eq. 6): s x s patches for images, where s is odd; the lags 0 .. s - 1 for text.
         position_bias_reparameterized (`bool`, defaults to `True`):
             Whether the kernels of `conv` are standardized and rescaled (Eq. 8).
         global_connectivity (`bool`, defaults to `True`):
-            Whether positions outside the window count with w = 0; `False` hides them (w = -inf).
-        query_activation (`str`, defaults to `"sigmoid"`): Activation of the query.
-        use_query (`bool`, defaults to `True`): Whether outputs are gated by the query at all.
+            Whether positions outside the window or kernel are visible, with w = 0. `False` hides them (w = -inf).
+        query_activation (`str`, defaults to `"sigmoid"`): Activation function of the query.
+        use_query (`bool`, defaults to `True`): Whether the query gates the output of each mixer.
         position_bias_entropy_weight (`float`, defaults to 0.0):
-            Weight of the entropy of the kernels of `conv` (Eq. 9) in the loss; the paper takes 0.001.
+            Weight of the entropy of the `conv` kernels (Eq. 9) in the loss. The paper uses 0.001.
         position_bias_selection (`str`, *optional*):
-            `"gumbel"`: each head of `conv` learns one position (Eq. 10), by Gumbel softmax in training and the
-            arg-max at inference.
+            `"gumbel"` makes each head of `conv` select one position of its kernel (Eq. 10): by a Gumbel softmax in
+            training, by the arg-max at inference.
         gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
         mixing_implementation (`str`, defaults to `"auto"`):
-            How Eq. 2 is computed: `"auto"` (the fastest backend for the device), `"reference"` (slow, Eq. 2 as
-            printed), or the backend to ask first: `"cpu"`, `"portable"`, or `"triton"` for the fused kernels of
-            causal models on a GPU, which need the package triton. What the named one does not support, the others
-            compute.
-        vocab_size (`int`, defaults to 256): Number of tokens (text).
+            Backend that computes Eq. 2: `"auto"` (the default backend of the device), `"reference"` (Eq. 2 as
+            printed, slow), `"cpu"`, `"portable"`, or `"triton"` (fused GPU kernels, which need the package triton).
+            The other backends compute the cases that the chosen backend does not support.
+        vocab_size (`int`, defaults to 256): Size of the vocabulary of a text model.
         max_position_embeddings (`int`, defaults to 1024):
-            Longest text, where position embeddings or a table of biases (`full`, `local`) set a limit.
-        tie_word_embeddings (`bool`, defaults to `False`): Whether the head shares the weights of the embeddings.
-        use_cache (`bool`, defaults to `True`): Whether text models return their state for generation.
+            Maximum sequence length of a text model with position embeddings or with learned tables of position biases
+            (`full` and `local`). Other text models have no maximum.
+        tie_word_embeddings (`bool`, defaults to `False`):
+            Whether the language modeling head shares its weights with the token embeddings.
+        use_cache (`bool`, defaults to `True`): Whether a text model returns its cache for generation.
+        bos_token_id (`int`, *optional*): Id of the token that begins a sequence.
+        eos_token_id (`int` or `list[int]`, *optional*): Id of the token, or tokens, that end a sequence.
+        pad_token_id (`int`, *optional*): Id of the padding token.
         use_position_embeddings (`bool`, *optional*):
-            By default, whether any layer is `full`, `local` or `simple`.
-        use_cls_token (`bool`, *optional*): Images only; by default, whether no layer is `conv`.
-        pooling (`str`, *optional*): Images only; `"cls"` where there is a class token, else `"mean"`.
-        image_size (`int` or `(int, int)`, defaults to 224): Image size in pixels (rows, columns).
-        patch_size (`int` or `(int, int)`, defaults to 16): Patch size in pixels (rows, columns).
-        num_channels (`int`, defaults to 3): Channels of the images.
+            Whether to add learned position embeddings to the input. Default: `True` if any layer is `full`, `local`
+            or `simple`.
+        use_cls_token (`bool`, *optional*):
+            Whether an image model prepends a class token. Default: `True` if no layer is `conv`.
+        pooling (`str`, *optional*):
+            Pooled output of an image model: `"cls"` (the class token) or `"mean"` (the mean of the patches). Default:
+            `"cls"` if there is a class token, else `"mean"`.
+        image_size (`int` or `(int, int)`, defaults to 224): Image size in pixels, or (rows, columns).
+        patch_size (`int` or `(int, int)`, defaults to 16): Patch size in pixels, or (rows, columns).
+        num_channels (`int`, defaults to 3): Number of image channels.
         out_features (`list[str]`, *optional*):
-            Stages whose feature maps `AFTBackbone` returns, of "stem", "stage1" ...; by default the last one.
-        out_indices (`list[int]`, *optional*): The same by number, 0 being the stem.
+            Names of the stages whose feature maps `AFTBackbone` returns: `"stem"`, `"stage1"`, `"stage2"`, ...
+            Default: the last stage.
+        out_indices (`list[int]`, *optional*): Indices of these stages, in place of their names; 0 is the stem.
 
     Raises:
-        ValueError: a field of the wrong type or value, or fields that make no sense together; the message names the
-            field, the value and what is allowed.
+        ValueError: a field has a wrong type or value, or two fields contradict each other. The message names the
+            field, the given value and the allowed values.
 
     Example:
 
@@ -209,7 +225,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     _out_indices: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.validate_sizes()  # before any of them takes memory
+        self.validate_sizes()  # before memory is allocated by any of them
         self._check_inherited(kwargs)
         types = set(self.layer_aft_types)
         if self.intermediate_size is None:
@@ -227,18 +243,18 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_inherited(self, kwargs: dict[str, Any]) -> None:
-        """Raise a ValueError for fields that transformers takes as they are, and uses: of config.json, any JSON."""
+        """Check the fields that transformers uses without checks; in a damaged config.json they can be any JSON."""
         for name in ("dtype", "torch_dtype"):
             dtype = self.dtype if name == "dtype" else kwargs.get(name)
             known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
             if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
-                raise ValueError(f"{name}={shown(dtype)} is no floating point dtype of torch such as 'float32'")
+                raise ValueError(f"{name} must be a floating point dtype such as 'float32', got {shown(dtype)}")
         names = self.architectures
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(f"architectures must be a list of names, got {shown(names)}")
         places = kwargs.get("auto_map")
         if places is not None and not isinstance(places, dict):
-            raise ValueError(f"auto_map must have a place for each Auto class, got {shown(places)}")
+            raise ValueError(f"auto_map must map names of Auto classes to classes, got {shown(places)}")
         kinds = (None, "regression", "single_label_classification", "multi_label_classification")
         _require_one_of("problem_type", self.problem_type, kinds)
         labels = self.id2label
@@ -247,16 +263,16 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             and all(isinstance(label, str) for label in labels.values())
             and {str(number) for number in labels} == {str(number) for number in range(len(labels))}
         ):
-            raise ValueError("id2label must have the names of the labels 0 .. num_labels - 1")
+            raise ValueError("id2label must map each label 0 .. num_labels - 1 to its name")
 
     @PreTrainedConfig.num_labels.setter  # type: ignore[attr-defined]  # a property under a decorator of transformers
     def num_labels(self, num_labels: int) -> None:
-        """Name the classes LABEL_0, LABEL_1, ...; the config keeps the names, and counts them."""
+        """Name the labels LABEL_0, LABEL_1, ...: the config stores the names, and `num_labels` is their count."""
         is_integer = hasattr(num_labels, "__index__") and not isinstance(num_labels, bool)
         if not is_integer or not 0 <= num_labels <= LARGEST["num_labels"]:
             raise ValueError(f"num_labels must be in 0 .. {LARGEST['num_labels']}, got {shown(num_labels)}")
         count = operator.index(num_labels)
-        PreTrainedConfig.num_labels.fset(self, count)  # type: ignore[attr-defined]  # likewise
+        PreTrainedConfig.num_labels.fset(self, count)  # type: ignore[attr-defined]  # as above
 
     @property
     def layer_aft_types(self) -> list[str]:
@@ -265,21 +281,22 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @property
     def stage_names(self) -> list[str]:
-        """The stages of a backbone: the embeddings, then each block."""
+        """The stages of a backbone: the embeddings, then each layer."""
         return ["stem", *(f"stage{i}" for i in range(1, self.num_hidden_layers + 1))]
 
     @property
     def grid_size(self) -> tuple[int, int]:
-        """Rows and columns of patches of an image of `image_size`."""
+        """Number of rows and columns of patches in an image of `image_size`."""
         (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
         return height // patch_height, width // patch_width
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
-        """How processes share the features of a model (`tp_plan="auto"`).
+        """The tensor-parallel plan (`tp_plan="auto"`).
 
-        The AFT operation never mixes features: with one position bias for all of them, processes mix their own and
-        meet in the output projection only. Where heads have biases of their own, or `conv` a key per head, mixers
-        stay whole in each process, and the MLPs are shared.
+        The AFT operation is element-wise in the features. If all features share one position bias, each process
+        computes a part of the features, and the parts are combined only in the output projection. If each head has
+        its own position biases, or its own key (`conv`), every process has the whole mixer, and only the MLPs are
+        split.
         """
         plan = {"layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise"}
         types = set(self.layer_aft_types)
@@ -287,18 +304,18 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         if one_bias and self.use_output_projection:
             plan |= {f"layers.*.mixer.{name}_proj": "colwise" for name in "qkv"}
             plan["layers.*.mixer.o_proj"] = "rowwise"
-            # Each process sees the gradient that its own features give the position biases, which all features share.
+            # All features share the position biases, so their gradient is the sum over the processes.
             plan["layers.*.mixer"] = "replicated_with_grad_allreduce"
         return plan
 
     @property
     def approximate_num_parameters(self) -> int:
-        """Parameters of a model with its head, but for the vectors: biases, norms, a class token."""
+        """Number of parameters of a model with its head, without vectors (biases, layer norms, the class token)."""
         width, heads, text = self.hidden_size, self.num_heads, self.modality == "text"
         positions, rank = self.max_positions, self.position_bias_dim
         table = heads * positions * (positions if rank is None else 2 * rank)
         kernel = heads * self.conv_kernel_size ** (1 if text else 2)
-        projections = 1 + self.use_query + self.use_output_projection  # of the value, of the query, of the output
+        projections = 1 + self.use_query + self.use_output_projection  # value, query and output projection
         total = 0
         for aft_type in self.layer_aft_types:
             key = heads if aft_type == "conv" else width
@@ -312,14 +329,14 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @property
     def max_positions(self) -> int:
-        """Positions that the learned tables cover: `max_position_embeddings`, or patches and class token."""
+        """Number of positions in the learned tables: `max_position_embeddings`, or the patches and the class token."""
         if self.modality == "text":
             return self.max_position_embeddings
         rows, columns = self.grid_size
         return rows * columns + bool(self.use_cls_token)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dictionary; stages of a backbone are in it where they were chosen."""
+        """Return the config as a dictionary, without `out_features` and `out_indices` if they are not set."""
         fields = super().to_dict()
         for name in ("out_features", "out_indices"):
             if fields[name] is None:
@@ -329,16 +346,16 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save config.json with an `auto_map` for all classes of the modality, not only the one that is being saved.
+        """Save config.json with an `auto_map` for all model classes of the modality, not only for the saved one.
 
-        So `AutoModel` loads a checkpoint with a head too, and a backbone takes a head, from the code beside the
-        weights. References to another repository ("name--module.Class") are left behind with it.
+        So the code saved with the weights also serves `AutoModel` for a checkpoint with a head, and an Auto class
+        with a head for a checkpoint without. References to another repository ("name--module.Class") are dropped.
         """
         own = {name: place for name, place in (getattr(self, "auto_map", None) or {}).items() if "--" not in place}
         self.auto_map = AUTO_MAPS[self.modality] | own
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
-    # Class validators of `@strict`: each runs after construction and again before saving.
+    # `@strict` runs each method `validate_*` after construction and again before saving.
 
     def validate_choices(self) -> None:
         _require_one_of("modality", self.modality, ("text", "image"))
@@ -351,7 +368,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         _require_one_of("pooling", self.pooling, ("cls", "mean") if self.modality == "image" else (None,))
 
     def validate_sizes(self) -> None:
-        # Written so that NaN is refused, too.
+        # The comparisons are negated so that NaN is refused too.
         counts = ["hidden_size", "num_hidden_layers", "num_heads", "local_window_size", "conv_kernel_size"]
         counts += ["vocab_size", "max_position_embeddings", "num_channels"]
         counts += [name for name in ("intermediate_size", "position_bias_dim") if getattr(self, name) is not None]
@@ -369,7 +386,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} must be in [0, 1), got {shown(getattr(self, name))}")
 
     def validate_layers(self) -> None:
-        self.validate_sizes()  # validators run in the order of their names, and this one divides
+        self.validate_sizes()  # first: validators run in the order of their names, and this one divides by sizes
         types = self.layer_aft_types
         if len(types) != self.num_hidden_layers:
             raise ValueError(
@@ -379,16 +396,16 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
-                "each head owns hidden_size / num_heads features"
+                "each head has hidden_size / num_heads features"
             )
         if not self.global_connectivity and not set(types) <= {"local", "conv"}:
             raise ValueError(
-                'global_connectivity=False hides what is outside a window and needs aft_type "local" or "conv" in all '
-                f"layers, got {self.aft_type!r}"
+                'global_connectivity=False hides positions outside a window and needs aft_type "local" or "conv" in '
+                f"all layers, got {self.aft_type!r}"
             )
         if self.position_bias_selection == "gumbel" and set(types) != {"conv"}:
             raise ValueError(
-                f'position_bias_selection="gumbel" selects a position of a kernel and needs aft_type="conv" in all '
+                f'position_bias_selection="gumbel" selects one position of a kernel and needs aft_type="conv" in all '
                 f"layers, got {self.aft_type!r}"
             )
         if self.position_bias_entropy_weight > 0 and "conv" not in types:
@@ -398,11 +415,11 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             )
 
     def validate_total(self) -> None:
-        # Validators run in the order of their names: all sizes are sensible here.
+        # Validators run in the order of their names, so all sizes have been checked here.
         if self.approximate_num_parameters > LARGEST_NUM_PARAMETERS:
             raise ValueError(
-                f"hidden_size={self.hidden_size}, num_hidden_layers={self.num_hidden_layers} and the other sizes make "
-                f"{self.approximate_num_parameters:.1e} parameters, more than {LARGEST_NUM_PARAMETERS:.1e}"
+                f"hidden_size={self.hidden_size}, num_hidden_layers={self.num_hidden_layers} and the other sizes give "
+                f"{self.approximate_num_parameters:.1e} parameters; at most {LARGEST_NUM_PARAMETERS:.1e} are allowed"
             )
 
     def validate_text(self) -> None:
@@ -412,7 +429,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
                 if token is not None and self.modality == "text" and not 0 <= token < self.vocab_size:
                     raise ValueError(
                         f"{name}={token} is not in 0 .. vocab_size - 1 with vocab_size={self.vocab_size}; "
-                        "a tokenizer's special tokens need vocab_size=len(tokenizer)"
+                        "set vocab_size=len(tokenizer) to include the tokenizer's special tokens"
                     )
         if self.modality == "text" and self.use_cls_token:
             raise ValueError('use_cls_token=True needs modality="image"')
@@ -425,7 +442,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             sides = pair(getattr(self, name))
             if len(sides) != 2 or not 0 < min(sides) <= max(sides) <= LARGEST[name]:
                 raise ValueError(
-                    f"{name} must be a size or (rows, columns), all in 1 .. {LARGEST[name]}, got "
+                    f"{name} must be an integer or (rows, columns), each in 1 .. {LARGEST[name]}, got "
                     f"{shown(getattr(self, name))}"
                 )
         for size, patch in zip(pair(self.image_size), pair(self.patch_size)):
@@ -445,21 +462,22 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     def _validate_image_kernel(self) -> None:
         if self.use_cls_token:
             raise ValueError(
-                'use_cls_token=True does not go with aft_type="conv": a class token has no place on the grid'
+                'use_cls_token=True is not supported with aft_type="conv": a class token has no position on the grid'
             )
         if self.conv_kernel_size % 2 == 0:
-            raise ValueError(f"conv_kernel_size={self.conv_kernel_size} must be odd for images: a kernel has a centre")
+            raise ValueError(
+                f"conv_kernel_size={self.conv_kernel_size} must be odd for images, so that the kernel has a center"
+            )
         largest = 2 * max(self.grid_size) - 1
         if self.conv_kernel_size > largest:
             raise ValueError(
-                f"conv_kernel_size={self.conv_kernel_size} is larger than sense allows: two patches of a "
-                f"{self.grid_size[0]} x {self.grid_size[1]} grid are never further apart than a kernel of "
-                f"{largest} reaches"
+                f"conv_kernel_size={self.conv_kernel_size} is too large: on a grid of {self.grid_size[0]} x "
+                f"{self.grid_size[1]} patches, a kernel of {largest} already covers every offset between two patches"
             )
 
 
 def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    """A size given once for both sides as (rows, columns)."""
+    """Return a size as (rows, columns): an integer stands for both."""
     return (size, size) if isinstance(size, int) else cast(tuple[int, int], tuple(size))
 
 
@@ -468,7 +486,7 @@ def _require_one_of(field: str, value: Any, allowed: Any) -> None:
         raise ValueError(f"{field}={shown(value)} is not known; use one of {', '.join(map(repr, allowed))}")
 
 
-# Saving a config, and so any model, saves this file beside it.
+# With this, saving a config or a model saves this file and its siblings with it.
 AFTConfig.register_for_auto_class("AutoConfig")
 
 __all__ = ["AFTConfig"]

@@ -1,4 +1,4 @@
-"""What goes into the first block: tokens or patches of an image, and their positions."""
+"""Embeddings of tokens and of image patches, with learned position embeddings."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AFTTextEmbeddings(nn.Module):
-    """Token embeddings, and learned embeddings of the positions where the config asks for them."""
+    """Token embeddings, with learned position embeddings if `config.use_position_embeddings` is set."""
 
     def __init__(self, config: AFTConfig):
         super().__init__()
@@ -49,11 +49,19 @@ class AFTTextEmbeddings(nn.Module):
         documents: Documents | None,
         shard: SequenceShard | None,
     ) -> torch.Tensor:
-        """(B or 1, T). Padding does not count, so a padded row equals the row alone."""
+        """Return the position of each token, (B or 1, T), within a table of `limit` positions.
+
+        Padding is not counted, so it does not change the positions of the real tokens.
+
+        Raises:
+            ValueError: a sequence or a document is longer than the table.
+        """
         length = inputs_embeds.shape[1]
         if shard is not None:
             if shard.longest > limit:
-                raise ValueError(f"a text of {shard.longest} tokens is longer than max_position_embeddings={limit}")
+                raise ValueError(
+                    f"a sequence of {shard.longest} tokens is longer than max_position_embeddings={limit}"
+                )
             return shard.positions().clamp_max(limit - 1)
         if documents is not None:
             longest_document = documents.longest()
@@ -67,14 +75,14 @@ class AFTTextEmbeddings(nn.Module):
         if state is not None and state.is_initialized:
             start, longest = state.seen[:, None], state.tokens_after(length, limit)
         if longest > limit:
-            raise ValueError(f"a text of {longest} tokens is longer than max_position_embeddings={limit}")
+            raise ValueError(f"a sequence of {longest} tokens is longer than max_position_embeddings={limit}")
         if padding_mask is None:
             return start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
         return (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
 class AFTImageEmbeddings(nn.Module):
-    """Patches to tokens; a class token and learned position embeddings where the config asks for them."""
+    """Patch embeddings, with a class token and learned position embeddings if the config has them."""
 
     def __init__(self, config: AFTConfig):
         super().__init__()
@@ -87,7 +95,7 @@ class AFTImageEmbeddings(nn.Module):
         self.position_embeddings = None
         if config.use_position_embeddings:
             self.position_embeddings = nn.Parameter(torch.zeros(1, config.max_positions, config.hidden_size))
-        # Mixers and embeddings with tables know one grid; AFT-conv alone takes any.
+        # Learned tables cover one grid size. AFT-conv without position embeddings accepts any.
         self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -97,7 +105,7 @@ class AFTImageEmbeddings(nn.Module):
         self._check_size(pixel_values, shard)
         patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
         grid_size = (patches.shape[2], patches.shape[3])
-        # A residual stream in another order of memory would slow down every layer.
+        # A residual stream that is not contiguous would slow down every layer.
         embeddings = patches.flatten(2).transpose(1, 2).contiguous()
         if self.cls_token is not None:
             embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
@@ -109,7 +117,7 @@ class AFTImageEmbeddings(nn.Module):
         return self.dropout(embeddings), grid_size
 
     def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
-        """Which piece of images that a group of processes shares these pixels are."""
+        """Return the shard that `pixel_values` are, of images that a group of processes shares."""
         self._check_patches(pixel_values)
         rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
         return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
@@ -122,8 +130,8 @@ class AFTImageEmbeddings(nn.Module):
         size = tuple(pixel_values.shape[2:])
         if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
             raise ValueError(
-                f"images of {size[0]} x {size[1]} pixels cannot be cut into patches of {self.patch_size[0]} x "
-                f"{self.patch_size[1]}: both sides must be multiples of the patch size"
+                f"images of {size[0]} x {size[1]} pixels cannot be divided into patches of {self.patch_size[0]} x "
+                f"{self.patch_size[1]}: height and width must be multiples of the patch size"
             )
 
     def _check_size(self, pixel_values: torch.Tensor, shard: SequenceShard | None) -> None:
@@ -134,5 +142,5 @@ class AFTImageEmbeddings(nn.Module):
         if self.fixed_size and (height, width) != self.image_size:
             raise ValueError(
                 f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
-                f"{self.image_size[1]}, for which this model has learned positions"
+                f"{self.image_size[1]}, the only size that the learned positions of this model cover"
             )

@@ -1,8 +1,9 @@
-"""What the Triton kernels share: where a program is, loads of tiles, biases, and the sums of one tile of Eq. 2.
+"""Device functions shared by the Triton kernels: index computations, loads of tiles and position biases, and the sums
+of one tile of Eq. 2.
 
-A tile of C queries and C keys is one matrix product with exp(w), relative to the largest key of the tile, where no
-query can lose terms to underflow by that; otherwise this tile alone is summed key by key. The kernel itself decides,
-so the host waits for nothing. All sums are a numerator and a denominator relative to a maximum.
+A tile of C queries and C keys is computed as one matrix product with exp(w), relative to the largest key of the tile.
+If a query could lose terms to underflow that way, this tile alone is summed key by key. The kernel itself decides, so
+the host never waits for the device. All sums are a numerator and a denominator relative to a maximum.
 
 The kernels are in `kernels_causal_aft.py`, `kernels_bidirectional_aft.py` and `kernels_decoding_aft.py`. All of these
 files can be imported without Triton.
@@ -11,33 +12,33 @@ files can be imported without Triton.
 try:
     import triton
     import triton.language as tl
-except ImportError:  # nothing here is called then; these are the names that definitions need
+except ImportError:  # the functions are then defined but never called; the definitions need these names
     from types import SimpleNamespace
 
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda x: x)
 
 
-# The structures of w: 0, -slope * distance, a table of a window (a row for each query, columns from the first near
-# chunk on), a table of all pairs.
+# The structures of w: 0; -slope * distance; the table of a window (one row per query, with columns for the keys of the
+# near chunks and the query's own chunk); the table of all pairs.
 SIMPLE = tl.constexpr(0)
 ALIBI = tl.constexpr(1)
 WINDOW = tl.constexpr(2)
 FULL = tl.constexpr(3)
 
-EMPTY = tl.constexpr(-1e30)  # the maximum over nothing: finite, so that differences of two such maxima are
-NOTHING = tl.constexpr(1e30)  # the logarithm of the denominator of a query that sees nothing, negated
-HALF = tl.constexpr(5e29)  # tells these from others
-LIMIT = tl.constexpr(60.0)  # a product may be relative to something this much larger, as a logarithm, than its result
-LOWERED = tl.constexpr(20.0)  # a denominator of at least exp(-LOWERED) bounds its logarithm without computing it
+EMPTY = tl.constexpr(-1e30)  # the maximum of an empty set: finite, so that the difference of two of them is 0, not NaN
+NOTHING = tl.constexpr(1e30)  # stored as the log-denominator of a query that sees nothing
+HALF = tl.constexpr(5e29)  # the threshold that distinguishes NOTHING from log-denominators
+LIMIT = tl.constexpr(60.0)  # the largest allowed log-ratio between the reference of a product and its result
+LOWERED = tl.constexpr(20.0)  # a denominator of at least exp(-LOWERED) has a known lower bound without its logarithm
 SMALLEST = tl.constexpr(2.06e-9)  # exp(-LOWERED)
 
 
-# -------------------------------------------------------------------------------------------------- where a program is
+# -------------------------------------------------------------------------------------------------- index computations
 
 
 @triton.jit
 def _program(N, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr):
-    """The row, chunk, head and block of features of this program, its features, and which of these exist."""
+    """The row, chunk, head, block of features and features of this program, and which of the features exist."""
     pid = tl.program_id(0)
     f = pid % (HEADS * BLOCKS)
     n = (pid // (HEADS * BLOCKS)) % N
@@ -49,7 +50,7 @@ def _program(N, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, B
 
 @triton.jit
 def _key_features(features, head, KEY_PER_HEAD: tl.constexpr):
-    """Where the key of each feature stands."""
+    """The index of the key of each feature."""
     if KEY_PER_HEAD:
         return features * 0 + head
     return features
@@ -57,14 +58,14 @@ def _key_features(features, head, KEY_PER_HEAD: tl.constexpr):
 
 @triton.jit
 def _tile(ptr, rows, stride, features, inside, other: tl.constexpr):
-    """(positions, features) in float32."""
+    """Load a tile (positions, features) as float32."""
     place = rows[:, None].to(tl.int64) * stride + features[None, :]
     return tl.load(ptr + place, inside, other).to(tl.float32)
 
 
 @triton.jit
 def _row(ptr, row, stride, features, inside, other: tl.constexpr):
-    """The features of one position in float32."""
+    """Load the features of one position as float32."""
     return tl.load(ptr + row.to(tl.int64) * stride + features, inside, other).to(tl.float32)
 
 
@@ -82,7 +83,7 @@ def _queries(first_ptr, b, t, T, reach, DOCUMENTS: tl.constexpr, ALONE: tl.const
 
 @triton.jit
 def _table_rows(t, start, near, positions, span, w_chunk, MODE: tl.constexpr, C: tl.constexpr):
-    """Where the rows of w of queries t begin, and the position that column 0 of each stands for."""
+    """The offset of the row of w of each query t, and the position of the key in its column 0."""
     p = tl.minimum(t - start, positions - 1)
     rows = (p // C).to(tl.int64) * w_chunk + (p % C) * span
     if MODE == FULL:
@@ -92,7 +93,7 @@ def _table_rows(t, start, near, positions, span, w_chunk, MODE: tl.constexpr, C:
 
 @triton.jit
 def _bias(w_ptr, rows, origin, slope, t, u, visible, span, MODE: tl.constexpr):
-    """w of queries t for keys u, broadcast against each other."""
+    """Load w between queries t and keys u, which are broadcast against each other."""
     if MODE == ALIBI:
         return (u - t).to(tl.float32) * slope
     elif MODE == SIMPLE:
@@ -104,7 +105,7 @@ def _bias(w_ptr, rows, origin, slope, t, u, visible, span, MODE: tl.constexpr):
 
 @triton.jit
 def _kept_averages(r_ptr, of_chunk, D, exists, COMPACT: tl.constexpr):
-    """What averages of a chunk are relative to, and in units of, as they are kept."""
+    """The offset and the scale of the averages that the forward pass stored for a chunk; 0 and 1 unless COMPACT."""
     centre, unit = of_chunk.to(tl.float32) * 0.0, of_chunk.to(tl.float32) * 0.0 + 1.0
     if COMPACT:
         centre = tl.load(r_ptr + of_chunk + D, exists, 0.0)
@@ -114,7 +115,7 @@ def _kept_averages(r_ptr, of_chunk, D, exists, COMPACT: tl.constexpr):
 
 @triton.jit
 def _is_finite(x):
-    """Whether all entries are numbers."""
+    """Whether all entries are finite."""
     return tl.max((x * 0.0 != 0.0).to(tl.int32)) == 0
 
 
@@ -127,9 +128,9 @@ def _add_tile(
     T, kt, vt, span,
     MODE: tl.constexpr, C: tl.constexpr, DIAGONAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of queries with C more keys, from `begin` on: (C, BD). They see the keys from `first` to `t`.
+    """Add C keys, starting at `begin`, to the sums of the queries, (C, BD). Query t sees the keys from `first` to `t`.
 
-    PARTIAL says that queries may see a part of a tile that lies before them.
+    PARTIAL: whether a query may see only a part of a tile before its own.
     """
     u = begin + tl.arange(0, C)
     inside = (u < T)[:, None] & exists[None, :]
@@ -141,8 +142,8 @@ def _add_tile(
     w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 1), EMPTY)
     m = tl.maximum(tl.max(k, 0), EMPTY)
     peak = w_top[:, None] + m[None, :]
-    # A bound from below on what each query sums up: the last key of the tile that it sees, all of them if it sees
-    # them all, and what it has seen before.
+    # A lower bound of the logarithm of each query's sum: on the diagonal from its own key, elsewhere from all keys of
+    # the tile, or from the last one if it sees only a part of them; and from its sum so far.
     if DIAGONAL:
         known = k + tl.sum(tl.where(u[None, :] == t[:, None], w, 0.0), 1)[:, None]
     else:
@@ -155,13 +156,13 @@ def _add_tile(
             known = tl.where((first <= begin)[:, None], known, last_key[None, :] + last_w[:, None])
     known = tl.maximum(known, tl.where(den >= SMALLEST, top - LOWERED, EMPTY))
     together = tl.max(tl.where(sees[:, None], peak - known, -float("inf"))) <= LIMIT
-    if DIAGONAL or PARTIAL:  # what is hidden from some queries may be NaN, and 0 * NaN is NaN
+    if DIAGONAL or PARTIAL:  # hidden keys and values may be NaN, and 0 * NaN is NaN
         together = together & _is_finite(v) & (tl.max((~(k < float("inf"))).to(tl.int32)) == 0)
     if together:
         table = tl.where(visible, tl.exp(w - w_top[:, None]), 0.0)
         p = tl.exp(k - m[None, :])
         new = tl.maximum(top, peak)
-        # `peak` is rounded where keys are large; the sums are relative to w_top + m as these are
+        # `peak` is rounded if keys are large, but the products are relative to the exact sum w_top + m
         old, here = tl.exp(top - new), tl.exp(peak - new + (w_top[:, None] - (peak - m[None, :])))
         num = num * old + tl.dot(table, p * v, input_precision=PRECISION) * here
         den = den * old + tl.dot(table, p, input_precision=PRECISION) * here
@@ -184,7 +185,7 @@ def _add_tile(
 
 @triton.jit
 def _gradient(g_ptr, q_ptr, b, t, gb, gt, qb, qt, features, inside, GATED: tl.constexpr):
-    """The gradient of averages, (positions, features)."""
+    """Load the gradient of the averages, (positions, features)."""
     g = _tile(g_ptr + b * gb, t, gt, features, inside, 0.0)
     if GATED:
         g *= tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0))
@@ -198,8 +199,8 @@ def _add_queries(
     MODE: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
     COMPACT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What C queries, those of chunk `tile`, give to the gradients of keys u: sums of a g and of a g (c - centre),
-    where a is the weight of a key for a query.
+    """Add the contributions of the C queries of chunk `tile` to the gradients of keys u: sums of a g and of
+    a g (c - centre), where a is the weight of the key for a query, g the gradient and c the average of the query.
     """
     t = tile * C + tl.arange(0, C)
     inside = (t < T)[:, None] & exists[None, :]
@@ -220,8 +221,8 @@ def _add_queries(
     c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32) * unit[None, :] + average[None, :]
     w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 1), EMPTY)
     low = tl.min(log_den, 0)
-    # exp(K + w - log den) <= 1 wherever a key is seen. As a product of three exponentials none may overflow; the
-    # others may then underflow.
+    # exp(K + w - log den) <= 1 for every visible key. It is computed as a product of three exponentials. Only the
+    # first can exceed 1; if it is at most exp(LIMIT), the others underflow only for negligible terms.
     exponent = relative - low[None, :] + w_top[:, None]
     p = tl.where(log_den >= HALF, 0.0, tl.exp(low[None, :] - log_den) * g)
     pc = p * c
@@ -260,9 +261,11 @@ def _add_to_table(
     exists, T, D, gb, gt, qb, qt, kb, kt, vb, vt,
     C: tl.constexpr, GATED: tl.constexpr, COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What some features give to the gradient of w between queries t and C keys from `begin` on: (C, C)."""
+    """Add the contribution of some features to the gradient of w between queries t and the C keys that start at
+    `begin`, (C, C).
+    """
     u = begin + tl.arange(0, C)
-    w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 0), EMPTY)  # of each key
+    w_top = tl.maximum(tl.max(tl.where(visible, w, -float("inf")), 0), EMPTY)  # for each key
     seen, asked = (u < T)[:, None] & exists[None, :], (t < T)[:, None] & exists[None, :]
     k = _tile(k_ptr + b * kb, u, kt, key_features, seen, -float("inf"))
     v = _tile(v_ptr + b * vb, u, vt, features, seen, 0.0)
@@ -294,7 +297,7 @@ def _add_to_table(
             ks = _row(k_ptr + b * kb, key, kt, key_features, there, -float("inf"))
             vs = _row(v_ptr + b * vb, key, vt, features, there, 0.0)
             ws = tl.sum(tl.where(this[None, :], w, 0.0), 1)
-            # g / den is 0 for a query that sees nothing; what is hidden is not added below
+            # g / den is 0 for a query that sees nothing; hidden keys are excluded below
             a = tl.exp((ks - largest)[None, :] + ws[:, None] - log_den) * g
             of_key = tl.sum(tl.where(asked, a * ((vs - centre)[None, :] - c), 0.0), 1)
             total += tl.where(this[None, :] & visible, of_key[:, None], 0.0)

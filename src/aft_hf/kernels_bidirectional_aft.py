@@ -1,11 +1,12 @@
-"""Triton kernels for bidirectional Eq. 2 with a table of all pairs: products with exp(w), gate and quotient fused.
+"""Triton kernels for bidirectional Eq. 2 with a table of all pairs: matrix products with exp(w), fused with the gate
+and the quotient.
 
-All rows of a batch share w, so the columns of a product are the features of a head in all rows: h products of
-(T, T) and (T, B d / h). A program computes C queries (or keys) of one block of columns; tiles are those of
-`kernels_aft.py`, relative to the largest key of each, or summed key by key where that would lose terms.
+All rows of a batch share w, so each head is one product of a (T, T) table with (T, B d / h) columns: the features of
+the head in all rows of the batch. A program computes C queries (or keys) for one block of columns. Tiles are computed
+as in `kernels_aft.py`: relative to their largest key, or key by key where that would lose terms.
 
 Tensors are contiguous: query, value and gradient (B, T, d), key (B, T, d) or (B, T, h), w (h, T, T).
-`mixing_triton_bidirectional_aft.py` launches these. The file can be imported without Triton.
+`mixing_triton_bidirectional_launch_aft.py` launches these kernels. The file can be imported without Triton.
 """
 
 from .kernels_aft import (
@@ -24,7 +25,7 @@ from .kernels_aft import (
 @triton.jit
 def _columns(head, block, B, T, D, rows_of_row, HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
              BD: tl.constexpr):  # fmt: skip
-    """Where columns of a head stand in (B, T, d), in the keys, and in (B, rows_of_row, d); and whether they exist."""
+    """Offsets of the columns of a head in (B, T, d), in the keys and in (B, rows_of_row, d); which columns exist."""
     column = block * BD + tl.arange(0, BD)
     b, f = (column // HEAD).to(tl.int64), head * HEAD + column % HEAD
     features = b * T * D + f
@@ -41,7 +42,10 @@ def both_ways_kernel(
     HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
     GATED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The averages of C queries, times the sigmoid of the query; with KEEP what the backward pass needs."""
+    """Compute the averages of C queries, times sigmoid(query) if GATED.
+
+    With KEEP, also store what the backward pass needs: averages, log-denominators and their maxima.
+    """
     pid = tl.program_id(0)
     head, n = pid // columns // N, pid // columns % N
     features, key_features, of_chunks, exists = _columns(
@@ -81,7 +85,9 @@ def both_ways_key_gradient_kernel(
     HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of C keys and values. That of a key is (B, T, d), to be summed where a head has one."""
+    """Compute the gradients of C keys and values. The gradient of the keys has one entry per feature, (B, T, d); with
+    one key per head, the caller sums it over the features.
+    """
     pid = tl.program_id(0)
     head, n = pid // columns // N, pid // columns % N
     features, key_features, of_chunks, exists = _columns(
@@ -95,7 +101,7 @@ def both_ways_key_gradient_kernel(
     of_num = tl.zeros((C, BD), tl.float32)
     of_den = tl.zeros((C, BD), tl.float32)
     w_ptr += head.to(tl.int64) * T * T
-    row = pid.to(tl.int64) * 0  # rows of the batch are among the columns
+    row = pid.to(tl.int64) * 0  # 0, because the columns already include the rows of the batch
     for tile in range(0, N):
         of_num, of_den = _add_queries(
             of_num, of_den, k, centre, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, w_ptr, 0.0, None, row, u, tile, features,
@@ -113,7 +119,7 @@ def both_ways_table_gradient_kernel(
     HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of w for one tile of queries and keys, summed over `each` blocks of columns: one part of it."""
+    """Compute a part of the gradient of w for one tile of queries and keys: the sum over `each` blocks of columns."""
     pid = tl.program_id(0)
     head, n, back, part = pid // N // N % HEADS, pid // N % N, pid % N, pid // N // N // HEADS
     t, u = n * C + tl.arange(0, C), back * C + tl.arange(0, C)
@@ -121,7 +127,7 @@ def both_ways_table_gradient_kernel(
     pairs = head.to(tl.int64) * T * T + t[:, None].to(tl.int64) * T + u[None, :]
     w = tl.load(w_ptr + pairs, visible, 0.0)
     total = tl.zeros((C, C), tl.float32)
-    row = pid.to(tl.int64) * 0  # rows of the batch are among the columns
+    row = pid.to(tl.int64) * 0  # 0, because the columns already include the rows of the batch
     for step in range(each):
         features, key_features, of_chunks, exists = _columns(
             head, part * each + step, B, T, D, N, HEADS, HEAD, KEY_PER_HEAD, BD)  # fmt: skip

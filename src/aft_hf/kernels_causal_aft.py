@@ -1,11 +1,11 @@
-"""Triton kernels for causal Eq. 2: chunks of a sequence in parallel, and one running sum between them.
+"""Triton kernels for causal Eq. 2: the chunks of a sequence in parallel, with running sums between them.
 
-A program computes one chunk of C positions for one block of features of one row. It sees the keys of its own chunk and
-of some chunks before it ("near" tiles) with their position biases, and everything before those as one sum with w = 0,
-or with a w that falls with the distance. These sums are scanned over the chunks of a row beforehand. Nothing is
-accumulated by atomics but table gradients of packed documents. Tiles are those of `kernels_aft.py`.
+A program computes one chunk of C positions for one block of features of one row. It reads the keys of its own chunk
+and of the near chunks, those before it that have position biases. All earlier keys enter as one sum, with w = 0 or
+with a w that decreases linearly with the distance. These sums are scanned over the chunks of a row beforehand. Only
+the table gradients of packed documents are accumulated by atomics. Tiles are computed as in `kernels_aft.py`.
 
-`mixing_triton_launch_aft.py` launches these. The file can be imported without Triton.
+`mixing_triton_launch_aft.py` launches these kernels. The file can be imported without Triton.
 """
 
 from .kernels_aft import (
@@ -47,7 +47,7 @@ def totals_kernel(
     MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of each chunk, as its last position sees them. Entry 0 is what lies before the sequence."""
+    """Compute the sums of each chunk as seen from its last position. Entry 0 holds the sums before the sequence."""
     b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     u = n * C + tl.arange(0, C)
     inside = (u < T)[:, None] & exists[None, :]
@@ -77,10 +77,12 @@ def totals_kernel(
 
 @triton.jit
 def _join(m1, n1, d1, age1, m2, n2, d2, age2):
-    """Sums that lie `age2` back when the second ones are complete, and these; an infinite age drops the first."""
+    """Combine two elements of a scan: the first sums, decayed by `age2`, plus the second sums. The age of an element
+    is its decay; an infinite `age2` drops the first sums.
+    """
     kept = age2 < float("inf")
     m = tl.maximum(tl.where(kept, m1 - age2, EMPTY), m2)
-    a, b = tl.exp((m1 - m) - age2), tl.exp(m2 - m)  # m1 - age2 may be rounded, m1 - m is not where it matters
+    a, b = tl.exp((m1 - m) - age2), tl.exp(m2 - m)  # m1 - age2 may be rounded; m1 - m is exact where it matters
     n = tl.where(kept, n1 * a, 0.0) + n2 * b
     d = tl.where(kept, d1 * a, 0.0) + d2 * b
     return m, n, d, age1 + age2
@@ -94,10 +96,11 @@ def scan_kernel(
     DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, OF_CHUNKS: tl.constexpr, CARRY: tl.constexpr,
     REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """The inclusive scan of E sums along a row, or of NB of them and what is carried into these.
+    """Compute the inclusive scan of the E sums of a row, in blocks of NB elements.
 
-    With REDUCE only the sum of NB elements is stored, an element of the scan one level up. Elements of the lowest
-    level are chunks, and one more for what lies before (in reverse: after) all of them.
+    With CARRY, the sums of all earlier blocks are added to a block. With REDUCE, only the total of each block is
+    stored, as an element of the scan one level up. The elements of the lowest level are the chunks, and one element
+    for the sums before (in reverse: after) all chunks.
     """
     pid = tl.program_id(0)
     features = (pid % tl.cdiv(D, BD)) * BD + tl.arange(0, BD)
@@ -156,12 +159,12 @@ def forward_kernel(
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
     KEEP: tl.constexpr, COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The averages of a chunk of queries, times the sigmoid of the query.
+    """Compute the averages of a chunk of queries, times sigmoid(query) if GATED.
 
-    With KEEP also what the backward pass needs: the averages, and the logarithms of the denominators relative to the
-    largest maximum of the chunk, which is kept apart: one float32 could not hold both. Averages are kept in float32
-    or, COMPACT, in float16 from -1 to 1 between the smallest and the largest of the chunk: as exact as products of
-    tf32, whatever these have in common.
+    With KEEP, also store what the backward pass needs: the averages, and the log-denominators relative to the largest
+    maximum of the chunk. That maximum is stored separately, since one float32 cannot hold the sum of both exactly.
+    Averages are stored in float32 or, with COMPACT, in float16, scaled to -1 .. 1 between the smallest and the
+    largest average of the chunk. This is as exact as products in tf32, even if the averages have a large offset.
     """
     b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     key_features = _key_features(features, head, KEY_PER_HEAD)
@@ -191,7 +194,7 @@ def forward_kernel(
         if MODE == ALIBI:
             fade = slope * (i + 1).to(tl.float32)[:, None]
             top = tl.where(seen, far - fade, EMPTY)
-            rounded = tl.exp((far - top) - fade)  # what rounding has changed in the maximum
+            rounded = tl.exp((far - top) - fade)  # corrects the rounding of the new maximum
             num = tl.where(seen, num * rounded, 0.0)
             den = tl.where(seen, den * rounded, 0.0)
     if MODE >= WINDOW:
@@ -244,10 +247,11 @@ def _query_gradients(
     MODE: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, COMPACT: tl.constexpr,
     TOTALS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries of a chunk; with TOTALS its sums of g / denominator, and of that times the average.
+    """Compute the gradients of the queries of a chunk. With TOTALS, also compute the sums over the chunk of
+    g / denominator and of g / denominator times the average.
 
-    These are what keys before the chunk need of it, as its first position sees them: sums relative to the largest
-    1 / denominator.
+    The gradients of all keys before the chunk need these sums. They are relative to the largest 1 / denominator, and
+    as seen from the first position of the chunk.
     """
     i = tl.arange(0, C)
     t = n * C + i
@@ -271,7 +275,7 @@ def _query_gradients(
         largest = tl.load(r_ptr + of_chunk, exists, EMPTY)
         low = tl.minimum(tl.min(log_den, 0), NOTHING)
         top = tl.where(low < HALF, -(largest + low), EMPTY)
-        # Relative to `top` as it is rounded, so that a large maximum costs no precision
+        # Relative to the rounded `top`, so that a large maximum costs no precision
         p = tl.where(log_den >= HALF, 0.0, tl.exp((-largest - top)[None, :] - log_den) * g)
         pc = tl.where(log_den >= HALF, 0.0, p * c)
         place = (b * (N + 1) + n) * D + features
@@ -288,7 +292,7 @@ def query_gradient_kernel(
     MODE: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, COMPACT: tl.constexpr, TOTALS: tl.constexpr,
 ):  # fmt: skip
-    """`_query_gradients` of every chunk and block of features."""
+    """Run `_query_gradients` for every chunk and block of features."""
     b, n, head, _, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     _query_gradients(
         g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, slope_ptr, first_ptr, dq_ptr, m_ptr, s_ptr, z_ptr, b, n, head, features,
@@ -303,8 +307,9 @@ def key_gradient_kernel(
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
     COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a chunk of keys and values: from the queries of the chunk and of the near ones after it, and
-    from the sums over all later ones. A key per head gets one number for each block of features.
+    """Compute the gradients of a chunk of keys and values: from the queries of its own chunk and of the near chunks
+    after it, and from the sums over all later chunks. With one key per head, the gradient of a key has one entry for
+    each block of features, which the caller sums.
     """
     b, n, head, f, features, exists = _program(N, HEADS, BLOCKS, HEAD, BD)
     slope = 0.0
@@ -318,7 +323,7 @@ def key_gradient_kernel(
     key_features = _key_features(features, head, KEY_PER_HEAD)
     k = _tile(k_ptr + b * kb, u, kt, key_features, inside, -float("inf"))
     v = _tile(v_ptr + b * vb, u, vt, features, inside, 0.0)
-    # What values of the tile have in common cancels in the gradient of keys: without it, less is rounded
+    # The mean of the values cancels in the gradient of the keys; subtracting it first reduces rounding errors
     centre = tl.sum(v, 0) / tl.minimum(T - n * C, C)
     centre = tl.where(centre * 0.0 == 0.0, centre, 0.0)
     of_num = tl.zeros((C, BD), tl.float32)
@@ -364,11 +369,11 @@ def table_gradient_kernel(
     C: tl.constexpr, BD: tl.constexpr, DOCUMENTS: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr,
     COMPACT: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, TOTALS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of w for one tile of queries and keys, summed over the features of a head and some rows.
+    """Compute the gradient of w for one tile of queries and keys, summed over the features of a head and some rows.
 
-    With QUERIES also `_query_gradients`, by the programs of tiles on the diagonal: both read the same.
+    With QUERIES, the programs of diagonal tiles also run `_query_gradients`, which reads the same tensors.
 
-    Packed documents share the biases of their positions: there the tiles of a row are added to the table.
+    Packed documents share the position biases of their positions, so their tiles are added to the table by atomics.
     """
     pid = tl.program_id(0)
     back = pid % (near + 1)
@@ -383,7 +388,7 @@ def table_gradient_kernel(
     if n >= back:
         for row in range(rows_each):
             b = part * rows_each + row
-            length = tl.where(b < B, T, 0)  # nothing of a row that does not exist
+            length = tl.where(b < B, T, 0)  # 0 for a row that does not exist
             start, first = _queries(first_ptr, b, t, length, reach, DOCUMENTS, ALONE)
             rows, origin = _table_rows(t, start, near, positions, span, w_chunk, MODE, C)
             visible = (u[None, :] <= t[:, None]) & (u[None, :] >= first[:, None]) & (t < length)[:, None]
@@ -412,5 +417,5 @@ def table_gradient_kernel(
         to = dw_ptr + part * dw_part + head.to(tl.int64) * dw_head + n.to(tl.int64) * dw_chunk
         if MODE == FULL:
             tl.store(to + i[:, None] * span + u[None, :], total, ((u >= 0) & (u < T))[None, :] & (t < T)[:, None])
-        else:  # also where a chunk has no tile so far back
+        else:  # also for a chunk that has no tile this far back, whose gradient is 0
             tl.store(to + i[:, None] * span + (u - (n - near) * C)[None, :], total)

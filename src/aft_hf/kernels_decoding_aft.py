@@ -1,10 +1,10 @@
-"""Triton kernels for the state of generation: one decoded token, and the state that a prompt leaves.
+"""Triton kernels for generation: one decoding step, and the cached state after a prompt.
 
-The state of a layer is that of `caching_aft.py`: the window of the last W keys and values, (B, h, W, k) and
-(B, h, W, c), and sums over what lies before it, (B, h, 1, c) and (B, h, 1, k), all contiguous and in float32. k is 1
-where heads have one key, else c.
+The state of a layer is that of `caching_aft.py`: a window of the last W keys and values, (B, h, W, k) and
+(B, h, W, c), and the sums over the tokens before it, (B, h, 1, c) and (B, h, 1, k). All tensors are contiguous and in
+float32. k is 1 for one key per head, else c.
 
-`mixing_triton_decoding_aft.py` launches these. The file can be imported without Triton.
+`mixing_triton_launch_aft.py` launches these kernels. The file can be imported without Triton.
 """
 
 from .kernels_aft import ALIBI, EMPTY, _key_features, _tile, tl, triton
@@ -12,7 +12,7 @@ from .kernels_aft import ALIBI, EMPTY, _key_features, _tile, tl, triton
 
 @triton.jit
 def _key_places(of_head, own, exists, first, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr):
-    """Where the state has the keys of features: the first one's place, the way to the next token's, what to store."""
+    """Offsets of the keys of the features in the state, the stride between tokens, and a mask of the keys to store."""
     if KEY_PER_HEAD:
         return of_head + own * 0, 1, exists & (own == first)
     return of_head * HEAD + own, HEAD, exists
@@ -26,11 +26,11 @@ def step_kernel(
     BIASED: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, COUNTED: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """The average of one new token in each row, times the sigmoid of its query; the state takes the token in.
+    """Compute the average of one new token in each row, times sigmoid(query) if GATED, and add the token to the state.
 
-    The window moves by one place. Programs share no memory that changes: where a head has one key, one program takes
-    all its features, and changes the key after the last of them. Within a program, a barrier stands between the loads
-    and the stores of the same places.
+    The window moves by one position. No program writes memory that another one reads: with one key per head, a single
+    program processes all features of the head, and updates the key after the last of them. Within a program, a
+    barrier separates loads and stores of the same addresses.
     """
     pid = tl.program_id(0)
     row, block, blocks = pid, 0, BLOCKS
@@ -52,7 +52,7 @@ def step_kernel(
         far_den = tl.load(d_ptr + key_place, exists, 0.0)
         leaving, leaving_value = key, value
         if BIASED:
-            # What the window and the token itself give to the sums
+            # The contributions of the window and of the token itself
             own_w = tl.load(w_ptr + b * wb + head * (W + 1) + W)
             top = key + own_w
             den = tl.exp((key - top) + own_w)  # top may be rounded
@@ -83,7 +83,7 @@ def step_kernel(
                 old, here = tl.exp(top - new), tl.exp(far - new)
                 num, den = num * old + far_num * here, den * old + far_den * here
         if not ALONE:
-            # What leaves the window goes into the sums; where there is none, that is the token itself
+            # The token that leaves the window is added to the sums; without a window, this is the new token itself
             new = tl.maximum(far - slope, leaving)
             old, here = tl.exp((far - new) - slope), tl.exp(leaving - new)  # far - slope may be rounded
             far_num, far_den = far_num * old + leaving_value * here, far_den * old + here
@@ -108,10 +108,13 @@ def state_kernel(
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, MODE: tl.constexpr,
     ALONE: tl.constexpr, COUNTED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The state after T tokens, of which the first `past` are the window of the state before, and, where rows differ,
-    only `count` of the others are real: these stand first.
+    """Compute the state after T tokens.
 
-    Takes the sums of chunks as they are after their scan, with those before the sequence as entry 0.
+    The first `past` tokens are the window of the previous state. If COUNTED, only the first `count` of the other
+    tokens of each row are real.
+
+    The inputs sum_m, sum_n and sum_d are the sums of chunks after their scan; entry 0 holds the sums before the
+    sequence.
     """
     pid = tl.program_id(0)
     block, head, b = pid % BLOCKS, (pid // BLOCKS) % HEADS, (pid // BLOCKS // HEADS).to(tl.int64)

@@ -1,4 +1,6 @@
-"""What others saved for transformers: found in a directory or on the Hub, checked, and loaded; errors are one line."""
+"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, and errors are
+one line.
+"""
 
 import os
 from pathlib import Path
@@ -14,16 +16,19 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
-    """A file of a directory or a repository of the Hub (downloaded if need be); None where there is none.
+    """Return the path of a file in a directory or in a repository on the Hub, downloading it if needed.
 
     Args:
-        source: directory or Hub id.
-        filename: name in it.
-        error: what to raise.
-        **hub: revision and the like, as `cached_file` of transformers takes them.
+        source: a directory or a Hub id.
+        filename: the name of the file in it.
+        error: the class of the error to raise.
+        **hub: options of `transformers.utils.cached_file`, such as `revision`.
+
+    Returns:
+        The path; None if `source` has no such file.
 
     Raises:
-        UnreadableError, or the `error` given: the Hub does not give it.
+        UnreadableError, or the given `error`: the file cannot be downloaded, or is not a regular file.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():
@@ -34,17 +39,19 @@ def find_file(source: str, filename: str, error: type[ValueError] = UnreadableEr
 
 
 def read_config(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> ModelConfig:
-    """config.json of a saved model, of which only what no model has is refused; arguments as for `find_file`.
+    """Read the config.json of a saved model of any type, and refuse it if a value is impossible for any model.
+
+    The arguments are those of `find_file`.
 
     Raises:
-        UnreadableError, or the `error` given: there is no such model, or its config.json cannot be used.
+        UnreadableError, or the given `error`: there is no such model, or its config.json cannot be used.
     """
     name = str(source)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(WEIGHT_SUFFIXES)
     if looks_local and not Path(name).exists():
         raise error(f"{name}: no such directory or file")
     if Path(name).is_file():
-        raise error(f"{name}: is a file; give the directory with {CONFIG_NAME} and weights")
+        raise error(f"{name}: is a file; give the directory that contains {CONFIG_NAME} and the weights")
     try:
         path = find_file(name, CONFIG_NAME, error, **hub)
     except error as problem:
@@ -52,7 +59,7 @@ def read_config(source: str | os.PathLike[str], error: type[ValueError] = Unread
             raise
         raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
     if path is None and Path(name).is_dir():
-        raise error(f"{name}: no {CONFIG_NAME} in it")
+        raise error(f"{name}: the directory contains no {CONFIG_NAME}")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
     return read_json(path, ModelConfig, error)
@@ -61,10 +68,12 @@ def read_config(source: str | os.PathLike[str], error: type[ValueError] = Unread
 def read_image_processor(
     source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any
 ) -> bool:
-    """Whether there is a preprocessor_config.json; arguments as for `find_file`.
+    """Check the preprocessor_config.json of a saved model, and return whether there is one.
+
+    The arguments are those of `find_file`.
 
     Raises:
-        UnreadableError, or the `error` given: it cannot be used.
+        UnreadableError, or the given `error`: the file cannot be used.
     """
     path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
     if path is not None:
@@ -73,20 +82,20 @@ def read_image_processor(
 
 
 NOWHERE = (
-    "no directory or file here, and the Hub does not give it: check the name, download it before going offline, or go "
-    "online (without HF_HUB_OFFLINE)"
+    "no such directory or file, and the Hub does not provide it: check the name; when offline (HF_HUB_OFFLINE), go "
+    "online or download it first"
 )
 
 
 def load(
     auto_class: Any, source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **options: Any
 ) -> Any:
-    """`auto_class.from_pretrained(source, **options)` of a config, model, tokenizer or processor.
+    """Load a config, model, tokenizer or processor by `auto_class.from_pretrained(source, **options)`.
 
-    No code of the source runs, and nobody is asked whether it may, unless `trust_remote_code=True` is given.
+    Code of the source is not executed, and the user is not asked to allow it, unless `trust_remote_code=True` is set.
 
     Raises:
-        UnreadableError, or the `error` given: it cannot be loaded.
+        UnreadableError, or the given `error`: the source cannot be loaded.
     """
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     read_config(source, error, **hub)
@@ -97,17 +106,18 @@ def load(
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
-    """`load` of a model that has all of its weights in the source. Of what is missing there, transformers makes new
-    weights, and whatever is measured with these says nothing.
+    """Load a model like `load`, and refuse it if weights are missing in the source.
+
+    transformers initializes missing weights randomly, so measurements of such a model would be meaningless.
 
     Raises:
-        UnreadableError: it cannot be loaded, or lacks weights.
+        UnreadableError: the source cannot be loaded, or weights are missing.
     """
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnreadableError(
-            f"{source}: there are no weights for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
-            "describes: take a checkpoint that has them, or train it first"
+            f"{source}: weights are missing for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
+            "describes: use a checkpoint that contains them, or train the model first"
         )
     return model

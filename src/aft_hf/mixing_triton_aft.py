@@ -1,13 +1,13 @@
-"""The Triton backend: Eq. 2 by fused kernels on a GPU, as custom operators of PyTorch.
+"""The Triton backend: Eq. 2 by fused GPU kernels, as custom operators of PyTorch.
 
-The kernels compute problems in float32, bfloat16 or float16, one key per feature or per head, with the sigmoid gate of
-the query: causal ones with every structure of w and packed documents (`mixing_triton_causal_aft.py`), those of tokens
-that a state of constant size takes in (`mixing_triton_decoding_aft.py`), and bidirectional ones for which a table of
-all pairs is the way (`mixing_triton_bidirectional_aft.py`). The portable backend computes what they do not: float64,
-pair masks and positions that are not in order, tensors of torch.func and of forward-mode differentiation, gradients of
-gradients, and the bidirectional rest.
+The kernels compute in float32, bfloat16 or float16, with one key per feature or per head, and include the sigmoid gate
+of the query. They cover causal problems with every structure of w and packed documents
+(`mixing_triton_causal_aft.py`), generation with a state of constant size (`mixing_triton_decoding_aft.py`), and
+bidirectional problems for which a table of all pairs is efficient (`mixing_triton_bidirectional_aft.py`). The portable
+backend computes all other cases: float64, pair masks, positions that are not in order, torch.func and forward-mode
+differentiation, gradients of gradients, and other bidirectional problems.
 
-Kernels run on CUDA devices where Triton is installed, and interpreted (`TRITON_INTERPRET=1`) on a CPU, for tests.
+The kernels need Triton and a CUDA device. For tests they also run on a CPU, interpreted (`TRITON_INTERPRET=1`).
 """
 
 import os
@@ -40,17 +40,17 @@ def triton_is_installed() -> bool:
 
 
 class TritonBackend(Backend):
-    """Fused kernels on a GPU."""
+    """Fused GPU kernels."""
 
     name = "triton"
-    # Not measured on a GPU yet: taken only where a user names it.
+    # Not measured on a GPU yet, so used only if the user names it.
     only_by_name = True
     applies_gate = True
     takes_documents = True
 
     @staticmethod
     def supports(problem: "Mixing") -> bool:
-        """Whether kernels compute this problem, on a device that runs them."""
+        """Whether the kernels can compute this problem, and its device can run them."""
         if problem.is_pairwise or problem.padding_mask is not None:
             return False
         biases, packed = problem.biases, problem.documents is not None
@@ -71,22 +71,22 @@ class TritonBackend(Backend):
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
-        """(B, T, d) in the dtype of the values, times the sigmoid of the query."""
+        """Eq. 2 times sigmoid(query), if there is one: (B, T, d) in the dtype of the values."""
         return mix_causal(problem) if problem.causal else mix_both_ways(problem)
 
     @staticmethod
     def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor | None:
-        """(B, 1, d) in the dtype of the values, times the sigmoid of the query."""
+        """As `Backend.step`: (B, 1, d) in the dtype of the values, times sigmoid(query)."""
         return step(state, problem) if _can_be_taken_in(state, problem) else None
 
     @staticmethod
     def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | None) -> torch.Tensor | None:
-        """(B, T, d) in the dtype of the values, times the sigmoid of the query."""
+        """As `Backend.prefill`: (B, T, d) in the dtype of the values, times sigmoid(query)."""
         return prefill(state, problem, counts) if _can_be_taken_in(state, problem) else None
 
 
 def _can_be_taken_in(state: "AFTLayerState", problem: "Mixing") -> bool:
-    """Whether kernels update this state: one of constant size, of which no gradients are asked for."""
+    """Whether the kernels can update this state: it has a constant size, and no input requires gradients."""
     if state.window is None or not TritonBackend.supports(problem):
         return False
     given = problem.query, problem.key, problem.value, *problem.biases.tensors()
@@ -94,7 +94,7 @@ def _can_be_taken_in(state: "AFTLayerState", problem: "Mixing") -> bool:
 
 
 def _runs_kernels(device: torch.device) -> bool:
-    """Whether kernels run there, or are interpreted; on meta tensors, whether they would."""
+    """Whether kernels run on the device, compiled or interpreted. On meta tensors, whether Triton is installed."""
     if not triton_is_installed():
         return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,7 +1,7 @@
-"""Bidirectional Eq. 2 by Triton kernels with a table of all pairs: custom operators of PyTorch.
+"""Bidirectional Eq. 2 by Triton kernels with a table of all pairs, as custom operators of PyTorch.
 
-For AFT-full and AFT-conv on images, and windows of short sequences. What a table costs decides: its h T^2 entries, and
-2 T operations per element. So longer windows and larger grids go to the portable backend, which needs none.
+It serves AFT-full, AFT-conv on images, and windows on short sequences. A table has h T^2 entries and takes 2 T
+operations per element. So large grids and windows on longer sequences go to the portable backend, which needs none.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def pays(biases: PositionBias, length: int) -> bool:
-    """Whether a table of all pairs is the way to compute these biases."""
+    """Whether a table of all pairs is an efficient way to compute these position biases."""
     if isinstance(biases, (NoBias, SelectedPosition)) or biases.hides_outside:
-        return False  # sums and gathers do, or most of the table is hidden
+        return False  # sums and gathers suffice, or most of the table is hidden
     if isinstance(biases, GridKernel):
         return len(biases.kernels) * length**2 <= LARGEST_GRID_TABLE
     if biases.reach is not None:
@@ -32,7 +32,7 @@ def pays(biases: PositionBias, length: int) -> bool:
 
 
 def mix(problem: "Mixing") -> torch.Tensor:
-    """As `Backend.mix`, for a problem whose biases these kernels take."""
+    """As `Backend.mix`, for a bidirectional problem that these kernels support."""
     table = problem.biases.dense(problem.length).float()
     inputs = problem.query, problem.key, problem.value, table
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -51,15 +51,19 @@ def mix_both_ways(
     num_heads: int,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Eq. 2 times sigmoid(query), and what its backward pass needs if that is kept (empty tensors if not).
+    """Compute Eq. 2 times sigmoid(query).
 
     Args:
-        query: (B, T, d) or None for no gate.
+        query: (B, T, d), or None for no gate.
         key: (B, T, d), or (B, T, h) for one key per head.
         value: (B, T, d).
         table: w, (h, T, T), in float32.
         num_heads: h.
-        keep: whether gradients will be asked for.
+        keep: whether to return the tensors that the backward pass needs.
+
+    Returns:
+        The result, (B, T, d); and the averages, the log-denominators and the maxima of chunks for the backward pass,
+        which are empty without `keep`.
     """
     from .mixing_triton_bidirectional_launch_aft import forward
 
@@ -95,7 +99,10 @@ def mix_both_ways_backward(
     num_heads: int,
     of_table: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key, value and table by that of the output; an empty tensor where there is none."""
+    """Compute the gradients of query, key, value and table from that of the output.
+
+    The gradient of the query is an empty tensor if there is no query, that of the table unless `of_table`.
+    """
     from .mixing_triton_bidirectional_launch_aft import backward
 
     kept = context, log_denominator, largest
@@ -134,7 +141,7 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, *_: torch.Tensor | None) 
     if gradient is None:
         return (None,) * 6
     plain = torch.compiler.is_compiling() or runs_as_written(gradient)
-    if torch.is_grad_enabled() or not plain:  # the gradient of this gradient is wanted, or several at once
+    if torch.is_grad_enabled() or not plain:  # for gradients of gradients, or batched gradients
         with torch.enable_grad():
             output = _in_plain_operations(*inputs, num_heads=ctx.num_heads)
             gradients = differentiable_gradients(output, tuple(inputs), needed, gradient)
@@ -151,7 +158,7 @@ mix_both_ways.register_autograd(_backward, setup_context=_setup_context)
 def _in_plain_operations(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, *, num_heads: int
 ) -> torch.Tensor:
-    """What `mix_both_ways` computes."""
+    """The result of `mix_both_ways`, in differentiable PyTorch operations."""
     keys, values = (widen(split_heads(x, num_heads)) for x in (key, value))
     context = join_heads(pairwise_mixing(keys, values, table.unsqueeze(0), None))
     if query is not None:

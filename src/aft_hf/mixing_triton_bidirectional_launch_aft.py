@@ -1,6 +1,6 @@
-"""Launches of the Triton kernels for bidirectional Eq. 2: sizes of blocks, memory for results.
+"""Launches of the Triton kernels for bidirectional Eq. 2: block sizes, and memory for the results.
 
-Tensors are those of `mix_both_ways`. Nothing here waits for the device.
+The tensors are those of `mix_both_ways`. Nothing here waits for the device.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from .kernels_causal_aft import query_gradient_kernel
 from .scaled_sums_aft import power_of_two_from
 
 
-# Queries, and keys, of a tile.
+# The number of queries, and of keys, in a tile.
 CHUNK_SIZE = 32
 
-# Columns that a program takes, and that the gradient of a table takes at once.
+# The number of columns per program, and per block in the gradient of a table.
 BLOCK, TABLE_BLOCK = 64, 32
 
-# Programs below which the gradient of a table is also cut into parts of the columns.
+# The gradient of a table is also divided over the columns if there are fewer programs than this.
 ENOUGH_PROGRAMS = 1024
 
 
@@ -38,7 +38,7 @@ def forward(
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, Kept]:
-    """Eq. 2 times the gate, (B, T, d), and what the backward pass needs (empty tensors without `keep`)."""
+    """Compute Eq. 2 times the gate, (B, T, d), and the tensors for the backward pass (empty without `keep`)."""
     key, value, table = (x.contiguous() for x in (key, value, table))
     query = None if query is None else query.contiguous()
     kept = [torch.empty(shape, dtype=torch.float32, device=value.device) for shape in kept_shapes(value, keep)]
@@ -51,7 +51,7 @@ def forward(
 
 
 def kept_shapes(value: torch.Tensor, keep: bool) -> tuple[tuple[int, ...], ...]:
-    """Of averages, logarithms of denominators, and numbers of chunks."""
+    """Shapes of the tensors kept for the backward pass: averages, log-denominators, and maxima of chunks."""
     batch, length, width = value.shape
     return (*(value.shape,) * 2, (batch, -(-length // CHUNK_SIZE), width)) if keep else ((0,),) * 3
 
@@ -59,7 +59,7 @@ def kept_shapes(value: torch.Tensor, keep: bool) -> tuple[tuple[int, ...], ...]:
 def _launch(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, heads: int, largest_block: int
 ) -> tuple[tuple[int, ...], dict[str, Any], int]:
-    """Sizes and constants of all kernels, and how many blocks of columns there are."""
+    """The sizes and constants that all kernels take, and the number of blocks of columns."""
     batch, length, width = value.shape
     columns = batch * width // heads
     block = min(largest_block, max(16, power_of_two_from(columns)))
@@ -81,7 +81,7 @@ def backward(
     *,
     of_table: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of query, key, value and, if asked for, of the table."""
+    """Compute the gradients of query, key, value and, with `of_table`, of the table."""
     gradient, key, value, table = (x.contiguous() for x in (gradient, key, value, table))
     query = None if query is None else query.contiguous()
     of_query, found, per_head = None, None, key.shape[-1] != value.shape[-1]
@@ -112,7 +112,7 @@ def backward(
 def _query_gradient(
     gradient: torch.Tensor, query: torch.Tensor, kept: Kept, of_query: torch.Tensor, sizes: tuple[int, ...]
 ) -> None:
-    """That of the gate: as in causal problems, where each feature is by itself as well."""
+    """Compute the gradient of the query (the gate) by the kernel of causal problems: it is element-wise in both."""
     batch, length, chunks, width, _ = sizes
     block = min(BLOCK, max(16, power_of_two_from(width)))
     blocks = -(-width // block)

@@ -1,4 +1,6 @@
-"""Causal Eq. 2 by Triton kernels: a problem as the kernels see it, and custom operators of PyTorch with gradients."""
+"""Causal Eq. 2 by Triton kernels: the conversion of a problem to kernel arguments, and custom operators of PyTorch
+with gradients.
+"""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,20 +17,21 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
 
 
-# Positions per chunk. Of larger chunks, the sums of one program take more registers than a thread has.
+# Positions per chunk. With larger chunks, the sums of one program would need more registers than a thread has.
 CHUNK_SIZE = 32
 
 
 class Geometry(NamedTuple):
-    """What a problem looks like to the kernels, as integers.
+    """The structure of a problem as integers, which custom operators can take.
 
     Attributes:
-        mode: the structure of w: 0, a decay, a window, or all pairs (the constants of `kernels_aft.py`).
-        num_heads: h, 1 where heads do not differ.
+        mode: the structure of w: w = 0, a linear decay, a window, or all pairs (the constants of `kernels_aft.py`).
+        num_heads: h; 1 if all features have the same structure.
         chunk_size: C.
-        near: how many chunks before a query's own one have biases; those of all pairs follow from the length.
+        near: how many chunks before a query's own one have position biases. Not used for all pairs, where it follows
+            from the length.
         reach: the largest distance within the window.
-        alone: whether nothing is seen beyond the window.
+        alone: whether positions beyond the window are hidden.
     """
 
     mode: int
@@ -59,13 +62,14 @@ class Inputs(NamedTuple):
     """The tensors of a causal problem.
 
     Attributes:
-        query: (B, T, d) or None for no gate.
+        query: (B, T, d), or None for no gate.
         key: (B, T, d), or (B, T, h) for one key per head.
         value: (B, T, d).
-        table: w of all pairs, (h, P, P), or from each chunk of C positions to the near ones and itself,
-            (h, n, C, (near + 1) C), n = 1 where chunks do not differ; None where w is 0 or a decay.
-        slopes: (h,) of the decay.
-        first: (B, T), the position of the first token of each token's document; None where a row is one.
+        table: w of all pairs, (h, P, P), or w from each chunk of C positions to the near chunks and itself,
+            (h, n, C, (near + 1) C), with n = 1 if all chunks have the same biases. None if w is 0 or a linear decay.
+        slopes: (h,), the slopes of a linear decay; otherwise None.
+        first: (B, T), for packed documents: the index in its row of the first token of each token's document. None
+            if each row is one sequence.
     """
 
     query: torch.Tensor | None
@@ -81,10 +85,11 @@ def has_table(biases: PositionBias) -> bool:
 
 
 def problem_tensors(problem: "Mixing", positions: int | None = None) -> Inputs:
-    """The tensors of a problem as the kernels take them.
+    """Convert a problem to the tensors that the kernels take.
 
     Args:
-        positions: how many the table is to have, by default one for each token.
+        problem: the problem.
+        positions: the number of positions in the table. Default: one for each token.
     """
     biases, documents = problem.biases, problem.documents
     table = _table(biases, Geometry.of(problem), positions or problem.length) if has_table(biases) else None
@@ -94,7 +99,7 @@ def problem_tensors(problem: "Mixing", positions: int | None = None) -> Inputs:
 
 
 def _table(biases: PositionBias, geometry: Geometry, length: int) -> torch.Tensor:
-    """As `Inputs.table`."""
+    """The table of position biases, see `Inputs.table`."""
     size, near = geometry.chunk_size, geometry.near
     if isinstance(biases, Dense):
         length = min(length, biases.query.shape[1])
@@ -130,12 +135,16 @@ def causal_mix(
     geometry: list[int],
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Causal Eq. 2 times sigmoid(query), and what its backward pass needs if that is kept (empty tensors if not).
+    """Compute causal Eq. 2 times sigmoid(query).
 
     Args:
-        query, key, value, table, slopes, first: `Inputs`; operators of PyTorch take no tuples of them.
-        geometry: a `Geometry`.
-        keep: whether gradients will be asked for.
+        query, key, value, table, slopes, first: the fields of `Inputs`, since custom operators take no named tuples.
+        geometry: the fields of `Geometry`.
+        keep: whether to return the tensors that the backward pass needs.
+
+    Returns:
+        The result, (B, T, d); and the averages, the log-denominators and the numbers of chunks for the backward pass,
+        which are empty without `keep`.
     """
     from .mixing_triton_launch_aft import forward
 
@@ -177,7 +186,10 @@ def causal_mix_backward(
     geometry: list[int],
     of_table: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key, value and table by that of the output; an empty tensor where there is none."""
+    """Compute the gradients of query, key, value and table from that of the output.
+
+    The gradient of the query is an empty tensor if there is no query, that of the table unless `of_table`.
+    """
     from .mixing_triton_launch_aft import backward
 
     kept, inputs = (context, log_denominator, largest), Inputs(query, key, value, table, slopes, first)
@@ -218,7 +230,7 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, *_: torch.Tensor | None) 
     if gradient is None:
         return (None,) * 8
     plain = torch.compiler.is_compiling() or runs_as_written(gradient)
-    if torch.is_grad_enabled() or not plain:  # the gradient of this gradient is wanted, or several at once
+    if torch.is_grad_enabled() or not plain:  # for gradients of gradients, or batched gradients
         gradients = _differentiable_gradients(Inputs(*inputs), needed, gradient, Geometry(*ctx.geometry))
     else:
         kept = context, log_denominator, largest
@@ -236,14 +248,14 @@ causal_mix.register_autograd(_backward, setup_context=_setup_context)
 def _differentiable_gradients(
     inputs: Inputs, needed: tuple[bool, ...], gradient: torch.Tensor, geometry: Geometry
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that can be differentiated: by a table of all pairs, in plain operations."""
+    """Gradients that can be differentiated again, computed from w of all pairs in PyTorch operations."""
     with torch.enable_grad():
         output = _by_pairs(inputs, geometry)
         return tuple(differentiable_gradients(output, inputs[:4], needed, gradient))
 
 
 def _by_pairs(inputs: Inputs, geometry: Geometry) -> torch.Tensor:
-    """What `causal_mix` computes, from w of all pairs."""
+    """The result of `causal_mix`, from w of all pairs in differentiable PyTorch operations."""
     query, key, value, table, slopes, first = inputs
     length, size = value.shape[1], geometry.chunk_size
     t = torch.arange(length, device=value.device)

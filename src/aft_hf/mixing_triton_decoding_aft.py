@@ -1,6 +1,6 @@
-"""Generation by Triton kernels: a decoded token in one launch, and prompts that leave their state where it belongs.
+"""Generation by Triton kernels: a decoding step in one launch, and prompts that are written into the cached state.
 
-The state is updated in place, so that a static cache can be part of a CUDA graph. Nothing waits for the device.
+The state is updated in place, so that a static cache can be part of a CUDA graph. Nothing here waits for the device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ STATE = ("keys", "values", "numerator", "denominator", "maximum")
 
 
 def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor:
-    """As `Backend.step`, for a problem that the kernels compute."""
+    """As `Backend.step`, for a problem that the kernels support."""
     bias, length = state.next_bias(problem.biases), state.cumulative_length
     counter = length if isinstance(length, torch.Tensor) else None
     tensors, slopes = _writable(state), problem.biases.slopes
@@ -35,15 +35,15 @@ def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor:
 
 
 def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | None) -> torch.Tensor:
-    """As `Backend.prefill`, for a problem that the kernels compute."""
+    """As `Backend.prefill`, for a problem that the kernels support."""
     continued, biases = state.is_initialized, problem.biases
     if not continued:
         one_token = (split_heads(x[:, :1], problem.num_heads) for x in (problem.key, problem.value))
         state.lazy_initialization(*map(widen, one_token))
     positions, before = problem.length, None
     if continued and not biases.relative:
-        # Tables hold all positions, of which the rows have seen some: as if all of a row were of one document, which
-        # begins where the position is 0
+        # Tables contain all positions, and each row continues at its own one. So each row counts as one document that
+        # starts where its position is 0.
         assert isinstance(biases, Dense) and state.window is not None
         positions, before = biases.query.shape[1], (state.window - state.seen).int()
     query, key, value, table, slopes, _ = problem_tensors(problem, positions)
@@ -54,12 +54,12 @@ def prefill(state: "AFTLayerState", problem: "Mixing", counts: torch.Tensor | No
 
 
 def _writable(state: "AFTLayerState") -> tuple[torch.Tensor, ...]:
-    """The tensors of a state, after those that cannot be written in place have been copied."""
+    """Return the tensors of a state. Those that must not be written in place are replaced by copies first."""
     if not torch.compiler.is_compiling():
         read_only = not torch.is_inference_mode_enabled()
         for name in STATE:
             tensor = getattr(state, name)
-            # A backward pass that is still to come needs the numbers of before.
+            # A tensor that requires gradients is copied, because a later backward pass needs its current values.
             if not tensor.is_contiguous() or tensor.requires_grad or (read_only and tensor.is_inference()):
                 setattr(state, name, tensor.detach().clone(memory_format=torch.contiguous_format))
     return tuple(getattr(state, name) for name in STATE)
@@ -81,18 +81,19 @@ def decode_step(
     num_heads: int,
     alone: bool,
 ) -> torch.Tensor:
-    """Causal Eq. 2 of one new token in each row, times sigmoid(query): (B, 1, d). The state takes it in.
+    """Compute causal Eq. 2 of one new token in each row, times sigmoid(query), (B, 1, d), and add it to the state.
 
     Args:
-        query: (B, 1, d) or None for no gate.
+        query: (B, 1, d), or None for no gate.
         key: (B, 1, d), or (B, 1, h) for one key per head.
         value: (B, 1, d).
-        bias: (B or 1, h, W + 1, 1), w of the window and of the token; None where there is no window.
-        slopes: (h,) of a decay.
-        keys, values, numerator, denominator, maximum: the state.
-        length: how many tokens the state has seen, where that is to be counted as well; no dimensions.
+        bias: (B or 1, h, W + 1, 1), w from the token to the window and to itself; None if there is no window.
+        slopes: (h,), for w = -slope * distance; otherwise None.
+        keys, values, numerator, denominator, maximum: the tensors of the state.
+        length: the length of a static state, a tensor without dimensions, which is incremented; None to count on the
+            host.
         num_heads: h.
-        alone: whether nothing is seen beyond the window.
+        alone: whether positions beyond the window are hidden.
     """
     from .mixing_triton_launch_aft import decode
 
@@ -122,15 +123,16 @@ def causal_prefill(
     geometry: list[int],
     continued: bool,
 ) -> torch.Tensor:
-    """Causal Eq. 2 of new tokens, times sigmoid(query), (B, T, d); the state becomes that after them.
+    """Compute causal Eq. 2 of new tokens, times sigmoid(query), (B, T, d), and add them to the state.
 
     Args:
-        query, key, value, table, slopes, geometry: as of `causal_mix`.
-        before: (B,), the position in a row of window and new tokens at which the row begins (negative where it began
-            earlier), where biases depend on that; None for the first tokens, and for biases of distances.
-        counts: (B,), how many of the new tokens of each row are real; None for all of them.
-        keys, values, numerator, denominator, maximum: the state.
-        continued: whether the tokens come after those in the state, or are the first.
+        query, key, value, table, slopes, geometry: as in `causal_mix`.
+        before: (B,), for biases that depend on absolute positions: the index of position 0 of each row within its
+            window and new tokens (negative if it lies before the window). None if the state is empty, and for biases
+            that depend on distances only.
+        counts: (B,), how many of the new tokens of each row are real; None if all are.
+        keys, values, numerator, denominator, maximum: the tensors of the state.
+        continued: whether the tokens continue the state, or are the first ones.
     """
     from .mixing_triton_launch_aft import prefill
 

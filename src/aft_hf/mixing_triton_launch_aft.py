@@ -1,7 +1,8 @@
-"""Launches of the Triton kernels: sizes of blocks, memory for results, and the kernels of a pass in their order.
+"""Launches of the Triton kernels for causal problems and generation: block sizes, memory for the results, and the
+sequence of kernels of each pass.
 
-Tensors are those of a causal problem, as projections write them: query and value (B, T, d), key (B, T, d) or, for one
-key per head, (B, T, h). Nothing here waits for the device.
+The tensors have the shapes that the projections return: query and value (B, T, d), key (B, T, d) or, for one key per
+head, (B, T, h). Nothing here waits for the device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,37 +25,39 @@ if TYPE_CHECKING:
     from .mixing_triton_causal_aft import Geometry, Inputs
 
 
-# The most sums and features that one program of a scan takes.
+# The largest numbers of sums and of features that one program of a scan processes.
 SCANNED, SCANNED_FEATURES = 64, 32
 
-# Features that the gradient of a table takes at once.
+# The number of features per block in the gradient of a table.
 TABLE_BLOCK = 32
 
-# Programs below which the gradient of a table is also cut into rows of the batch.
+# The gradient of a table is also divided over the rows of the batch if there are fewer programs than this.
 ENOUGH_PROGRAMS = 1024
 
-# Features, and keys of the window, that a decoding step takes at once.
+# The numbers of features, and of keys of the window, per block in a decoding step.
 STEP_FEATURES, STEP_KEYS = 32, 32
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Nothing = tuple[None, None, None]
 NOTHING: Nothing = (None, None, None)
 
-# What the backward pass needs of the forward pass.
+# The tensors that the forward pass keeps for the backward pass.
 Kept = tuple[torch.Tensor, ...] | Nothing
 
-# What a kernel is launched with: what it gets, and what it is compiled for.
+# The runtime arguments of a kernel launch, and its compile-time constants.
 Arguments = tuple[torch.Tensor | int | None, ...]
 Constants = dict[str, Any]
 
 
 def block_of(features: int) -> int:
-    """Features per program for heads of so many: a power of two, from the smallest that a product takes."""
+    """The number of features per program for heads of `features` features: a power of two from 16, the smallest size
+    of a matrix product, to 64.
+    """
     return min(64, max(16, power_of_two_from(features)))
 
 
 class Launch:
-    """What all kernels of one problem have in common."""
+    """Sizes, constants and memory that all kernels of one problem share."""
 
     def __init__(self, inputs: "Inputs", geometry: "Geometry"):
         _, key, value, table, slopes, first = inputs
@@ -67,9 +70,9 @@ class Launch:
         self.blocks = -(-self.head // self.block)
         self.programs = (self.heads * self.blocks * self.chunks * self.batch,)
         self.device, self.key_per_head = value.device, key.shape[-1] != self.width
-        # Half the digits of bfloat16 are lost anyway; float16 has as many as tf32.
+        # tf32 has 11 significant bits: more than bfloat16 (8), but no more than float16.
         self.precision = "tf32" if value.dtype == torch.bfloat16 else "tf32x3"
-        # A table of biases, or products of three parts each, take more registers than 4 warps have without spills.
+        # With a table of biases, or products in three parts (tf32x3), 4 warps would spill registers.
         self.warps = 4 if self.precision == "tf32" and table is None else 8
         self.compact = value.dtype == torch.bfloat16
         self.sizes = (self.length, self.chunks, self.width)
@@ -85,7 +88,9 @@ class Launch:
         }
 
     def near(self) -> tuple[int, int, int, int]:
-        """Chunks before a query's own that have biases, their reach, and the size of the table of biases."""
+        """The number of near chunks, the reach of the window, the number of positions in the table of position biases,
+        and the number of its columns.
+        """
         geometry, table = self.geometry, self.table
         if table is None:
             return 0, geometry.reach, self.length, 1
@@ -96,7 +101,7 @@ class Launch:
         return near, geometry.reach, self.length if shared else table.shape[1] * table.shape[2], table.shape[3]
 
     def table_strides(self, table: torch.Tensor | None) -> tuple[int, int]:
-        """From one head, and from one chunk, to the next; a table of one chunk serves all."""
+        """Strides of a table between heads and between chunks; 0 between chunks if all share one."""
         if table is None:
             return 0, 0
         if self.geometry.is_full:
@@ -104,7 +109,7 @@ class Launch:
         return table.stride(0), table.stride(1) if table.shape[1] > 1 else 0
 
     def sums(self) -> Sums:
-        """Memory for the sums of all chunks, and for what lies before or after them."""
+        """Allocate memory for the sums of all chunks, and for those before (or after) all of them."""
         return self._three(self.chunks + 1)
 
     def _three(self, count: int) -> Sums:
@@ -113,7 +118,7 @@ class Launch:
         return first, second, third
 
     def scan(self, sums: Sums, *, reverse: bool) -> None:
-        """From sums of chunks to the sums over all up to each of them, in place."""
+        """Replace the sums of chunks by their running sums (prefix sums), in place."""
         self._scan(sums, None, reverse, True)
 
     def _scan(self, sums: Sums, age: torch.Tensor | None, reverse: bool, of_chunks: bool) -> None:
@@ -139,14 +144,16 @@ class Launch:
             ages = torch.empty_like(carry[0])
             arguments: Arguments = (*sums, age, *NOTHING, *carry, ages, *biases, *numbers)
             scan_kernel[programs](*arguments, CARRY=False, REDUCE=True, **options)
-            # Blocks are numbered in the order of the scan already
+            # Blocks are already numbered in the order of the scan, so this level is never reversed
             self._scan(carry, ages, False, False)
         arguments = (*sums, age, *(carry or NOTHING), *sums, None, *biases, *numbers)
         scan_kernel[programs](*arguments, CARRY=blocks > 1, REDUCE=False, **options)
 
 
 def kept_tensors(value: torch.Tensor, geometry: "Geometry") -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes of what the forward pass keeps: averages, logarithms of denominators, numbers of chunks."""
+    """Dtypes and shapes of the tensors kept for the backward pass: averages, log-denominators, and three numbers per
+    chunk and feature (maximum, and offset and scale of the averages).
+    """
     batch, length, width = value.shape
     of_chunks = (batch, -(-length // geometry.chunk_size), 3, width)
     averages = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
@@ -160,14 +167,18 @@ def forward(
     keep: bool,
     initial: Sums | None = None,
 ) -> tuple[torch.Tensor, Kept, Sums | None]:
-    """Eq. 2 times the gate: (B, T, d).
+    """Compute Eq. 2 times the gate.
 
     Args:
-        keep: whether what the backward pass needs is kept.
-        initial: the sums over what lies before the sequence, (B, d) each, as its last position sees them.
+        inputs: the tensors of the problem.
+        geometry: its structure.
+        keep: whether to keep the tensors that the backward pass needs.
+        initial: maximum, numerator and denominator of the sums before the sequence, (B, d) each, as seen from the
+            position before its first token.
 
     Returns:
-        The result, what the backward pass needs, and the sums over all up to the end of each chunk.
+        The result, (B, T, d); the tensors for the backward pass; and the running sums up to the end of each chunk,
+        None if no query uses them.
     """
     inputs = _by_rows(inputs)
     query, key, value, table, slopes, first = inputs
@@ -201,7 +212,7 @@ def backward(
     *,
     of_table: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of query, key, value and, if asked for, of the table of position biases."""
+    """Compute the gradients of query, key, value and, with `of_table`, of the table of position biases."""
     gradient, inputs = _side_by_side(gradient), _by_rows(inputs)
     query, key, value, table, slopes, first = inputs
     with torch.cuda.device_of(value):
@@ -210,7 +221,7 @@ def backward(
         options: Constants = {"GATED": gated, "COMPACT": at.compact, **at.common}
         of_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=at.device)
         sums = at.sums() if at.has_far_sums else None
-        # The gradient of a window reads all that those of queries read: one kernel for both
+        # The gradient of a window reads all tensors that the gradients of queries need, so one kernel computes both
         together = of_table and not geometry.is_full
         of_queries: Arguments = (of_query, *(sums or NOTHING))
         if not together and (gated or at.has_far_sums):
@@ -240,7 +251,9 @@ def backward(
 def _table_gradient(
     at: Launch, tensors: Arguments, of_queries: Arguments, strides: tuple[int, ...], options: Constants
 ) -> torch.Tensor:
-    """The gradient of the position biases, in the shape of their table; that of the query where it is to be stored."""
+    """Compute the gradient of the position biases in the shape of their table, and the gradient of the query if
+    `of_queries` has memory for it.
+    """
     assert at.table is not None
     block, together = min(TABLE_BLOCK, at.block), any(x is not None for x in of_queries)
     options = options | {"BD": block, "BLOCKS": -(-at.head // block)}
@@ -250,7 +263,7 @@ def _table_gradient(
     parts = at.batch if at.first is not None else min(at.batch, max(1, ENOUGH_PROGRAMS // tiles))
     rows_each = -(-at.batch // parts)
     parts = -(-at.batch // rows_each)
-    if at.first is not None:  # added up by the kernel
+    if at.first is not None:  # packed documents: the kernel adds to it by atomics
         found = torch.zeros(at.table.shape, dtype=torch.float32, device=at.device)[None]
     elif at.geometry.is_full:
         found = torch.zeros(parts, *at.table.shape, dtype=torch.float32, device=at.device)
@@ -265,23 +278,23 @@ def _table_gradient(
 
 
 def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
-    """From one head, and from one chunk, of a table's gradient to the next."""
+    """Strides of the gradient of a table between heads and between chunks."""
     return found.stride(1), at.geometry.chunk_size * found.stride(2) if at.geometry.is_full else found.stride(2)
 
 
 def _by_rows(inputs: "Inputs") -> "Inputs":
-    """Query, key and value with their features side by side."""
+    """Make the features of query, key and value contiguous."""
     query = None if inputs.query is None else _side_by_side(inputs.query)
     return inputs._replace(query=query, key=_side_by_side(inputs.key), value=_side_by_side(inputs.value))
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """x with its features side by side."""
+    """Return x with contiguous features."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """From one row, and from one position, to the next."""
+    """Strides of each tensor between rows and between positions."""
     return tuple(s for x in tensors for s in ((0, 0) if x is None else x.stride()[:2]))
 
 
@@ -297,9 +310,10 @@ def prefill(
     *,
     continued: bool,
 ) -> torch.Tensor:
-    """Eq. 2 times the gate, (B, T, d); the state becomes that after these tokens. Arguments as of `causal_prefill`.
+    """Compute Eq. 2 times the gate for new tokens, (B, T, d), and add them to the state.
 
-    Tokens that continue a state are computed behind its window, whose own averages are dropped.
+    Tokens that continue a state are computed together with its window, and the results of the window are dropped. The
+    arguments are those of `causal_prefill`.
     """
     keys, values, numerator, denominator, maximum = state
     query, key, value, _, slopes, _ = inputs
@@ -337,7 +351,10 @@ def decode(
     *,
     alone: bool,
 ) -> torch.Tensor:
-    """Eq. 2 of one new token times the gate, (B, 1, d); the state takes it in. Arguments as of `decode_step`."""
+    """Compute Eq. 2 of one new token times the gate, (B, 1, d), and add it to the state.
+
+    The arguments are those of `decode_step`.
+    """
     query = None if query is None else _side_by_side(query)
     key, value = _side_by_side(key), _side_by_side(value)
     batch, _, width = value.shape

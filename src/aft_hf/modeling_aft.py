@@ -44,12 +44,14 @@ from .sequence_shards_aft import active_group, average_over, following_labels, s
 
 logger = logging.get_logger(__name__)
 
-# `generate` of earlier versions does not tell later chunks of a prompt (`prefill_chunk_size`) from generated tokens.
+# Before 5.23, `generate` does not distinguish later chunks of a prompt (`prefill_chunk_size`) from generated tokens.
 CHUNKS_ARE_NAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 23)
 
 
 class AFTPreTrainedModel(PreTrainedModel):
-    """Initialization, and what an AFT offers the library: checkpointing, splitting, recorded outputs."""
+    """Base class of all AFT models: weight initialization, and declarations such as gradient checkpointing support,
+    the modules that are never split across devices, and the outputs that can be recorded.
+    """
 
     config: AFTConfig
     config_class = AFTConfig
@@ -59,7 +61,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     _is_stateful = True
     _can_compile_fullgraph = True
     _skip_keys_device_placement = ["past_key_values"]
-    _no_split_modules = ["AFTLayer"]  # and the embeddings of the modality
+    _no_split_modules = ["AFTLayer"]  # `AFTModel` adds its embeddings
     _can_record_outputs = {
         "hidden_states": AFTLayer,
         "attentions": OutputRecorder(AFTMixer, index=1),
@@ -76,26 +78,30 @@ class AFTPreTrainedModel(PreTrainedModel):
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
     def resize_position_biases(self, image_size: int | tuple[int, int]) -> None:
-        """Stretch the kernels of an AFT-conv for images of another size, in place; `config` is changed accordingly.
+        """Resize the kernels of an AFT-conv model for images of another size, in place, and update `config`.
 
-        Kernels stretch with the grid of patches, as the position embeddings of a ViT do when they are interpolated
-        (`resizing_aft.py`). Without this call AFT-conv takes images of any size, too, with the kernels as they are,
-        which then cover another part of the image.
+        The kernels are interpolated to the new grid of patches, as the position embeddings of a ViT are
+        (`resizing_aft.py`). Without this call, AFT-conv also accepts images of any size, but then each kernel covers
+        a different part of the image.
 
-        Kernels are new parameters afterwards: make an optimizer after the call. The image processor needs the new
-        size, too. A call with the old size does not undo it, and several calls make kernels flat: resize copies.
+        The resized kernels are new parameters: create the optimizer after the call. Set the new size in the image
+        processor too. Resizing loses information: a call with the old size does not undo it, and repeated calls
+        flatten the kernels. Resize a copy of the original model each time.
 
         Args:
-            image_size: the new one in pixels, or (height, width).
+            image_size: the new image size in pixels, or (height, width).
 
         Raises:
-            ValueError: the model is not one of images with layers of type "conv" alone; the size is no multiple of the
-                patch size; kernels cannot be stretched (`position_bias_selection`; other proportions without
-                `global_connectivity`; offloaded parameters) or are not those of the config. Nothing is changed then.
+            ValueError: the model is not an image model with only "conv" layers; the size is not a multiple of the
+                patch size; the kernels cannot be resized (`position_bias_selection` is set, the aspect ratio changes
+                without `global_connectivity`, or parameters are offloaded); or the kernels do not match the config.
+                The model is then unchanged.
         """
         config = self.config
         if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
-            raise ValueError('only image models of aft_type "conv" without position embeddings can be resized')
+            raise ValueError(
+                'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
+            )
         target = copy.deepcopy(config)
         target.image_size, target.conv_kernel_size = image_size, 1
         target.validate_image()
@@ -104,8 +110,8 @@ class AFTPreTrainedModel(PreTrainedModel):
         mixers = [module for module in self.modules() if isinstance(module, AFTConv)]
         if any(mixer.window != config.conv_kernel_size for mixer in mixers):
             raise ValueError(
-                f"the kernels are not of conv_kernel_size={config.conv_kernel_size}: was the config changed, or "
-                "resized with another model that shares it?"
+                f"the kernels of the model do not have conv_kernel_size={config.conv_kernel_size}: the config was "
+                "changed, or another model that shares it was resized; give each model its own config"
             )
         if ratios == (1.0, 1.0):
             return
@@ -117,21 +123,25 @@ class AFTPreTrainedModel(PreTrainedModel):
 
 
 class AFTModel(AFTPreTrainedModel):
-    """The backbone: embeddings of tokens or patches, the blocks, a final layer norm."""
+    """The bare AFT model: embeddings of tokens or patches, the layers, and a final layer norm, without a head.
 
-    embeddings: Any  # `AFTTextEmbeddings` or `AFTImageEmbeddings`; FSDP puts a module around them
+    Args:
+        config (`AFTConfig`): Configuration of the model. `config.modality` selects a text or an image model.
+    """
+
+    embeddings: Any  # `AFTTextEmbeddings` or `AFTImageEmbeddings`, which FSDP may wrap in a module
 
     def __init__(self, config: AFTConfig):
         super().__init__(config)
         self.is_text = config.modality == "text"
         self.main_input_name = "input_ids" if self.is_text else "pixel_values"
         self.embeddings = AFTTextEmbeddings(config) if self.is_text else AFTImageEmbeddings(config)
-        # FSDP of Accelerate refuses a name that no module has.
+        # Only the embeddings that exist: FSDP of Accelerate refuses names of absent modules.
         self._no_split_modules = [*self._no_split_modules, type(self.embeddings).__name__]
         self.layers = nn.ModuleList([AFTLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
-        # What the backward pass since the last forward pass has reached: see `_watch_entropy`.
+        # The tensors that the backward pass has reached since the last forward pass: see `_watch_entropy`.
         self._reached: set[str] = set()
         self.post_init()
 
@@ -155,39 +165,47 @@ class AFTModel(AFTPreTrainedModel):
     ) -> BaseModelOutputWithPast | BaseModelOutputWithPooling:
         r"""
         Args:
-            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): Tokens of a text model.
+            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
+                Token ids, the input of a text model.
             attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`):
-                0 for padding, on any side: a padded row equals the row alone. Or boolean of shape
-                `(batch_size or 1, sequence_length, sequence_length)`, False where a position must not look.
+                Padding mask: 1 for tokens, 0 for padding. Padding may be on either side and does not change the
+                results of the tokens. Alternatively a boolean mask of shape
+                `(batch_size or 1, sequence_length, sequence_length)`, False where a query must not see a key.
             inputs_embeds (`torch.Tensor` of shape `(batch_size, sequence_length, hidden_size)`):
                 Embedded tokens, in place of `input_ids`.
             position_ids (`torch.LongTensor` of shape `(batch_size or 1, sequence_length)`):
-                Documents that are packed into a row: positions start again at 0 with each of them, as
-                `DataCollatorWithFlattening` makes them. None sees another one. There is no cache then, and in a
-                compiled program none for any `position_ids`.
+                Positions of packed documents, as `DataCollatorWithFlattening` makes them: they start again at 0 with
+                each document. No document sees another one. Packed documents have no cache. In a compiled program,
+                any `position_ids` count as packed documents.
             cu_seq_lens_q (`torch.IntTensor` of shape `(number of documents + 1,)`):
-                The same as the boundaries of the documents in all rows one after the other, from 0 on.
+                Cumulative lengths of the packed documents, in place of `position_ids`: their boundaries in the
+                flattened batch, starting with 0.
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
-                Images of an image model. With `conv` layers alone, any sides that are multiples of the patch size.
-            past_key_values (`AFTCache`): The state that an earlier call returned; the input continues its text.
-            use_cache (`bool`): Whether to return the state of a text model; not in training.
+                Images, the input of an image model. If all layers are `conv` and there are no position embeddings
+                (the default for `conv`), height and width may be any multiples of the patch size; otherwise they must
+                match `config.image_size`.
+            past_key_values (`AFTCache`):
+                Cache that an earlier call returned. The input continues the sequences of that call.
+            use_cache (`bool`):
+                Whether a text model returns its cache. In training mode, no new cache is created.
 
         Returns:
-            For text `BaseModelOutputWithPast`. For images `BaseModelOutputWithPooling`, `pooler_output` being the
-            class token or the mean of the patches. `attentions`, on request, are the implicit attention of the
-            paper's Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)` per layer. Each feature is a
-            head of its own, whose one value is weighed: so there are `hidden_size` heads, not `num_heads`. The weights
-            include the gate of the query, so a row sums to `act(query)` of that feature and not to 1.
+            `BaseModelOutputWithPast` for text. `BaseModelOutputWithPooling` for images, whose `pooler_output` is the
+            class token or the mean of the patches. With `output_attentions=True`, `attentions` contains for each layer
+            the implicit attention of Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)`: each
+            feature has its own weights, so the second dimension is `hidden_size` and not `num_heads`. The weights
+            include the gate, so a row sums to `act(query)` of its feature and not to 1.
 
         Raises:
-            ValueError: inputs of another modality or shape, or longer than the learned positions.
+            ValueError: the inputs are of another modality, have a wrong shape, or are longer than the learned
+                positions.
         """
         asked = kwargs.get("output_attentions")
         kwargs["output_attentions"] = bool(self.config.output_attentions if asked is None else asked)
         if self.is_text and pixel_values is not None:
-            raise ValueError('pixel_values need a model with modality="image", got modality="text"')
+            raise ValueError('pixel_values needs a model with modality="image", got modality="text"')
         if not self.is_text and (input_ids is not None or inputs_embeds is not None):
-            raise ValueError('input_ids and inputs_embeds need a model with modality="text", got modality="image"')
+            raise ValueError('input_ids or inputs_embeds needs a model with modality="text", got modality="image"')
         if self.is_text:
             use_cache = use_cache and not self.training
             return self._forward_text(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
@@ -196,7 +214,9 @@ class AFTModel(AFTPreTrainedModel):
         group = active_group()
         if group is not None and (attention_mask is not None or self.config.use_cls_token):
             given = "a class token" if self.config.use_cls_token else "an attention_mask"
-            raise ValueError(f"within context_parallel, images go without class token and attention_mask, got {given}")
+            raise ValueError(
+                f"within context_parallel, images must have no class token and no attention_mask, got {given}"
+            )
         shard = None if group is None else self.embeddings.shard(group, pixel_values)
         pixel_values = pixel_values.to(self.embeddings.patch_embeddings.weight.dtype)
         hidden_states, grid_size = self.embeddings(pixel_values, shard)
@@ -218,19 +238,19 @@ class AFTModel(AFTPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, and not both')
+            raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, not both')
         if inputs_embeds is None:
             assert input_ids is not None
             self._check_tokens(input_ids)
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         if inputs_embeds.shape[1] == 0:
-            raise ValueError("the text is empty: give at least one token")
-        pairwise = attention_mask is not None and attention_mask.dim() == 3  # no state can keep to that
+            raise ValueError("the input is empty: give at least one token")
+        pairwise = attention_mask is not None and attention_mask.dim() == 3  # running sums cannot represent it
         if past_key_values is not None and not isinstance(past_key_values, AFTCache):
             raise ValueError(
-                f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}: an AFT keeps sums over "
-                "the past, not the keys and values of attention. Prefix tuning, which learns those, does not go with "
-                "it: use prompt tuning or LoRA"
+                f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}: AFT caches sums over "
+                "the past, not the keys and values of attention. Prefix tuning, which learns keys and values, is not "
+                "supported: use prompt tuning or LoRA"
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         group = active_group()
@@ -245,11 +265,14 @@ class AFTModel(AFTPreTrainedModel):
             return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
         continues = past_key_values is not None and past_key_values.layers[0].is_initialized
         documents = None
-        if not continues:  # a training step needs no cache, and so need not know whether it could have one
+        if not continues:  # training needs no cache, so it need not wait to learn whether the rows are packed
             size = inputs_embeds.shape[:2]
             documents = packed_documents(packing, attention_mask, *size, may_wait=not self.training)
         if documents is not None and past_key_values is not None:
-            raise ValueError("a cache is of one text in each row, and position_ids or cu_seq_lens_q pack several")
+            raise ValueError(
+                "a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several documents into "
+                "one row"
+            )
         if use_cache and past_key_values is None and not pairwise and documents is None:
             past_key_values = self.new_cache()
         state, past = None, 0
@@ -267,17 +290,20 @@ class AFTModel(AFTPreTrainedModel):
 
     @property
     def max_length(self) -> int | None:
-        """The longest text that the model reads, by its learned positions; None where there are none."""
+        """Maximum sequence length, given by the learned positions; None without learned positions."""
         limits: list[int | None] = [mixer.max_positions for mixer in self._mixers]
         if self.embeddings.position_embeddings is not None:
             limits.append(self.embeddings.position_embeddings.num_embeddings)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def new_cache(self, max_length: int | None = None) -> AFTCache:
-        """An empty cache for this model; a static one for texts of up to `max_length` tokens.
+        """Return an empty cache for this model.
+
+        Args:
+            max_length: maximum sequence length of a static cache. Default: None, for a dynamic cache.
 
         Raises:
-            ValueError: a static cache that the model cannot have, or that is longer than its learned positions.
+            ValueError: `max_length` exceeds the learned positions, or a layer does not support a static cache.
         """
         limit = self.max_length
         if max_length is not None and limit is not None and max_length > limit:
@@ -286,11 +312,11 @@ class AFTModel(AFTPreTrainedModel):
 
     @property
     def _mixers(self) -> list[Any]:
-        """Those of the layers: each an `AFTMixer`, or what takes its place."""
+        """The mixer of each layer: an `AFTMixer`, or a module that replaces it."""
         return [layer.mixer for layer in self.layers]
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
-        # On an accelerator this look at the values would wait for it in every step; there, the kernel itself asserts.
+        # On an accelerator, reading the values would synchronize in every step; the embedding kernel asserts there.
         if input_ids.device.type != "cpu" or is_torchdynamo_compiling() or input_ids.numel() == 0:
             return
         lowest, highest = (int(x) for x in input_ids.aminmax())
@@ -306,7 +332,9 @@ class AFTModel(AFTPreTrainedModel):
         return self.layernorm(hidden_states)
 
     def position_bias_entropy(self) -> torch.Tensor | None:
-        """Eq. 9 summed over layers (nats); None unless `position_bias_entropy_weight` asks for it."""
+        """Return the entropy of the position biases (Eq. 9, nats), summed over the layers of type "conv"; None if
+        `position_bias_entropy_weight` is 0.
+        """
         if self.config.position_bias_entropy_weight == 0:
             return None
         device = self.layernorm.weight.device
@@ -319,10 +347,11 @@ class AFTModel(AFTPreTrainedModel):
         return [mixer for mixer in self._mixers if isinstance(mixer, AFTConv)]
 
     def _watch_entropy(self, hidden_states: torch.Tensor) -> None:
-        """Warn where the last backward pass went through the model and not through the entropy of Eq. 9.
+        """Warn if the last backward pass reached the output of the model but not the entropy of Eq. 9.
 
-        A loss that a client makes of the logits leaves the entropy out. Its gradient cannot be added here: what the
-        loss is scaled by, for half precision or gradient accumulation, is not to be seen from inside the model.
+        A loss that is computed from the logits outside the model does not include the entropy. The model cannot add
+        the gradient of the entropy by itself, because it does not know the factor by which the loss is scaled for
+        half precision or gradient accumulation.
         """
         if self.config.position_bias_entropy_weight == 0 or not self.training or torch.compiler.is_compiling():
             return
@@ -330,15 +359,15 @@ class AFTModel(AFTPreTrainedModel):
         if self._reached == {"output"} and any(parameter.requires_grad for parameter in learned):
             logger.warning_once(
                 f"position_bias_entropy_weight={self.config.position_bias_entropy_weight} has no effect: the loss of "
-                "the last step was not computed by the model and leaves the entropy of the position biases (Eq. 9) "
-                "out. Add position_bias_entropy_weight * model.base_model.position_bias_entropy() to the loss, or "
+                "the last step was computed outside the model and does not include the entropy of the position biases "
+                "(Eq. 9). Add position_bias_entropy_weight * model.base_model.position_bias_entropy() to the loss, or "
                 "pass labels to the model"
             )
         self._reached.clear()
         self._note_when_reached(hidden_states, "output")
 
     def _note_when_reached(self, tensor: torch.Tensor, name: str) -> None:
-        """Have a backward pass of training add the name to `_reached` when it comes to the tensor."""
+        """Register a hook that adds the name to `_reached` when a backward pass of training reaches the tensor."""
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         if self.training and tensor.requires_grad and not traced:
             tensor.register_hook(lambda _: self._reached.add(name))
@@ -347,7 +376,11 @@ class AFTModel(AFTPreTrainedModel):
 def _mask_of_new_tokens(
     mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past: int | None
 ) -> torch.Tensor | None:
-    """The part of a mask over past and new tokens that is about the new ones; `past` is None if not known."""
+    """Cut the part of the new tokens from a mask over past and new tokens.
+
+    Args:
+        past: the number of past tokens; None if the host does not know it, as with a static cache.
+    """
     if mask is None:
         return None
     batch, length = inputs_embeds.shape[:2]
@@ -355,7 +388,7 @@ def _mask_of_new_tokens(
         return mask[:, -length:]
     if tuple(mask.shape) != (batch, past + length):
         raise ValueError(
-            f"attention_mask must cover {past} past and {length} new tokens of {batch} rows, "
+            f"attention_mask must cover {past} past and {length} new tokens of {batch} rows: expected shape "
             f"({batch}, {past + length}), got {tuple(mask.shape)}"
         )
     return mask[:, past:]
@@ -365,7 +398,7 @@ def _mask_of_new_tokens(
 class AFTCausalLMOutput(CausalLMOutputWithPast):
     r"""
     position_bias_entropy (`torch.Tensor` of shape `()`, *optional*):
-        Entropy of the position biases (Eq. 9, nats), which `loss` includes with `position_bias_entropy_weight`.
+        Entropy of the position biases (Eq. 9, nats). `loss` includes it, times `position_bias_entropy_weight`.
     """
 
     position_bias_entropy: torch.Tensor | None = None
@@ -375,14 +408,18 @@ class AFTCausalLMOutput(CausalLMOutputWithPast):
 class AFTImageClassifierOutput(ImageClassifierOutput):
     r"""
     position_bias_entropy (`torch.Tensor` of shape `()`, *optional*):
-        Entropy of the position biases (Eq. 9, nats), which `loss` includes with `position_bias_entropy_weight`.
+        Entropy of the position biases (Eq. 9, nats). `loss` includes it, times `position_bias_entropy_weight`.
     """
 
     position_bias_entropy: torch.Tensor | None = None
 
 
 class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
-    """AFT with a language modeling head."""
+    """AFT with a language modeling head: a linear layer on the hidden states.
+
+    Args:
+        config (`AFTConfig`): Configuration of the model, with `modality="text"`.
+    """
 
     input_modalities = ["text"]
     _tied_weights_keys = {"lm_head.weight": "aft.embeddings.word_embeddings.weight"}
@@ -411,8 +448,11 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         Args:
             input_ids, attention_mask, inputs_embeds, past_key_values, use_cache: As for `AFTModel`.
             labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
-                The tokens themselves, shifted inside the model; -100 is ignored.
-            logits_to_keep (`int` or `torch.Tensor`): The last positions (0: all) or the indices to compute logits of.
+                Labels of the language modeling loss. They are shifted inside the model, so `labels = input_ids`
+                trains next-token prediction. Labels of -100 are ignored.
+            logits_to_keep (`int` or `torch.Tensor`):
+                Positions whose logits are computed: the last `logits_to_keep` positions (0 for all), or a tensor of
+                indices.
         """
         outputs: BaseModelOutputWithPast = self.aft(
             input_ids=input_ids,
@@ -440,14 +480,14 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     def _loss(
         self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs: Any
     ) -> torch.Tensor:
-        """The loss of next tokens; of whole rows, where these are pieces of them."""
+        """The loss of next-token prediction. Within `context_parallel`, that of the whole sequences."""
         asked, group = kwargs.get("num_items_in_batch"), active_group()
         if group is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             return _with_entropy(loss, entropy, self.config, (labels[..., 1:] != -100).sum(), asked)
         following = following_labels(labels, group)
         targets = total_over(group, (following != -100).sum())
-        # The sum here counts as many times as there are pieces, since gradients are averaged over them.
+        # Gradients are averaged over the processes, so each process counts its sum `group.size()` times.
         kwargs["num_items_in_batch"] = (targets if asked is None else asked) / group.size()
         vocab_size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
@@ -455,10 +495,10 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """`generate` leaves the cache to the model, which knows what its layers keep."""
+        """False: `generate` must not create a cache of its own, since the model creates an `AFTCache`."""
         return False
 
-    def _prepare_cache_for_generation(  # type: ignore[override]  # the library declares a bool, and returns nothing
+    def _prepare_cache_for_generation(  # type: ignore[override]  # transformers declares a bool and returns None
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -467,14 +507,14 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         max_cache_length: int,
         *args: Any,
     ) -> None:
-        """Give `generate` the cache of this model: a static one for `cache_implementation="static"`.
+        """Create the cache for `generate`: a static one for `cache_implementation="static"`, else a dynamic one.
 
-        Where learned positions end, so does the text: `max_length` is lowered to what the model can write.
+        If `max_length` exceeds the learned positions, it is lowered to the longest sequence that the model supports.
         """
         excess = self._tokens_beyond_limit(max_cache_length, model_kwargs.get("attention_mask"))
         if excess > 0:
             logger.warning(
-                f"generation stops {excess} tokens earlier than asked for: this model reads texts of up to "
+                f"generation stops {excess} tokens earlier than requested: this model supports sequences of up to "
                 f"max_position_embeddings={self.aft.max_length} tokens"
             )
             generation_config.max_length -= excess
@@ -488,10 +528,12 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
 
     def _tokens_beyond_limit(self, length: int, attention_mask: torch.Tensor | None) -> int:
-        """How many of `length` tokens, padding included, the model cannot read; not more than 0 if it reads all."""
+        """By how many tokens a sequence of `length` tokens, padding included, exceeds the limit of the model; 0 or
+        less if it does not.
+        """
         if self.aft.max_length is None:
             return 0
-        # Padding that all rows have takes no room.
+        # Padding takes no positions: the row with the most real tokens decides.
         padding = 0 if attention_mask is None else attention_mask.shape[1] - int(attention_mask.sum(-1).max())
         return length - padding - self.aft.max_length
 
@@ -502,25 +544,31 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor | None:
-        """With a static cache, the padding of the new tokens, which only a prompt has."""
+        """Create the mask for a step with a static cache: the padding mask of the new tokens, which only a prompt
+        needs.
+        """
         if attention_mask is None or (CHUNKS_ARE_NAMED and not is_first_iteration):
             return None
         return attention_mask[:, -inputs_embeds.shape[1] :]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported, and so neither is `generate_batch`.
+        """Continuous batching is not supported, and neither is `generate_batch`.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "generate_batch pages the keys and values of attention, and the cache of an AFT is a sum over the past: "
-            "call generate with a padded batch, whose cache has a constant size"
+            "generate_batch needs pages of keys and values, but an AFT caches sums over the past: call generate with "
+            "a padded batch instead, whose cache has a constant size"
         )
 
 
 class AFTForImageClassification(AFTPreTrainedModel):
-    """AFT with a linear classifier on the pooled patches or class token."""
+    """AFT with an image classification head: a linear layer on the class token or on the mean of the patches.
+
+    Args:
+        config (`AFTConfig`): Configuration of the model, with `modality="image"`.
+    """
 
     main_input_name = "pixel_values"
     input_modalities = ["image"]
@@ -543,8 +591,9 @@ class AFTForImageClassification(AFTPreTrainedModel):
         Args:
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`): As for `AFTModel`.
             labels (`torch.Tensor`):
-                `(batch_size,)` classes, or what `config.problem_type` takes: floats for a regression,
-                `(batch_size, num_labels)` floats for several labels per image.
+                Labels of the classification loss: class indices `(batch_size,)`, or floats as `config.problem_type`
+                requires: `(batch_size,)` or `(batch_size, num_labels)` for a regression, `(batch_size, num_labels)`
+                for multi-label classification.
         """
         outputs: BaseModelOutputWithPooling = self.aft(pixel_values=pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
@@ -562,14 +611,14 @@ class AFTForImageClassification(AFTPreTrainedModel):
 
 
 def _of_whole_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a model that cannot work on pieces of rows."""
+    """Wrap the `forward` of a model that needs whole sequences: it raises a ValueError within `context_parallel`."""
 
     @wraps(forward)
     def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if active_group() is not None:
             raise ValueError(
-                f"{type(self).__name__} needs whole rows, and context_parallel gives each process a piece of them: "
-                "use AFTModel or AFTForCausalLM"
+                f"{type(self).__name__} needs whole sequences and does not support context_parallel: use AFTModel or "
+                "AFTForCausalLM"
             )
         return forward(self, *args, **kwargs)
 
@@ -577,22 +626,24 @@ def _of_whole_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _TextClassifier(AFTPreTrainedModel):
-    """What the generic heads of transformers do not know of AFT: its modality, and the entropy in its loss."""
+    """Base class of text classifiers: adds the check of the modality and the entropy in the loss to the generic heads
+    of transformers.
+    """
 
     input_modalities = ["text"]
-    # The loss of the generic heads is a mean over the batch that they get: Trainer scales it where it accumulates.
+    # The generic heads average the loss over their batch, so Trainer must scale it for gradient accumulation.
     accepts_loss_kwargs = False
 
     def __init__(self, config: AFTConfig):
         _require_modality(self, config, "text")
         super().__init__(config)
         self.num_labels = config.num_labels
-        # Not by AutoModel, as in the generic heads, which does not know the class of a config of remote code.
+        # Not AutoModel, which the generic heads use: it does not know a config class loaded as remote code.
         self.aft = AFTModel(config)
 
     @property
     def loss_function(self) -> Callable[..., torch.Tensor]:
-        """The loss of the task, and the entropy of the position biases (Eq. 9) where the config asks for it."""
+        """The loss of the task plus the weighted entropy of the position biases (Eq. 9), if its weight is not 0."""
         loss_of_task = super().loss_function
 
         def loss_with_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -607,10 +658,13 @@ class _TextClassifier(AFTPreTrainedModel):
 
 
 class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification):
-    """AFT with a linear classifier on the last token of a text that is not `config.pad_token_id`.
+    """AFT with a sequence classification head: a linear layer on the last token that is not `config.pad_token_id`.
 
-    Padding may be on either side. Without a `pad_token_id`, a batch has one text. Arguments are those of `AFTModel`,
-    and `labels`: `(batch_size,)` classes, or what `config.problem_type` takes.
+    Padding may be on either side. Without `config.pad_token_id`, the batch size must be 1. `forward` takes the
+    arguments of `AFTModel`, and `labels`: class indices `(batch_size,)`, or floats as `config.problem_type` requires.
+
+    Args:
+        config (`AFTConfig`): Configuration of the model, with `modality="text"`.
     """
 
     forward = _of_whole_rows(GenericForSequenceClassification.forward)
@@ -622,9 +676,14 @@ class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassifica
 
 
 class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
-    """AFT with a linear classifier on every token of a text, of which each sees itself and those before it.
+    """AFT with a token classification head: a linear layer on each token. The model is causal, so each token sees
+    only itself and the tokens before it.
 
-    Arguments are those of `AFTModel`, and `labels`: `(batch_size, sequence_length)` classes; -100 is ignored.
+    `forward` takes the arguments of `AFTModel`, and `labels`: class indices `(batch_size, sequence_length)`; labels
+    of -100 are ignored.
+
+    Args:
+        config (`AFTConfig`): Configuration of the model, with `modality="text"`.
     """
 
     forward = _of_whole_rows(GenericForTokenClassification.forward)
@@ -637,11 +696,14 @@ class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
 
 
 class AFTBackbone(BackboneMixin, AFTModel):
-    """The feature maps of chosen stages, for detectors and segmenters (`AutoBackbone`).
+    """AFT backbone for detection and segmentation models (`AutoBackbone`): returns feature maps of chosen stages.
 
-    The stages are the embeddings ("stem") and the blocks ("stage1" ...); `out_features` or `out_indices` chooses
-    them, by default the last one. With `conv` layers alone, images may have any sides that are multiples of the patch
-    size.
+    The stages are the embeddings ("stem") and the layers ("stage1", "stage2", ...). `config.out_features` or
+    `config.out_indices` chooses stages; the default is the last stage. Images may have the same sizes as for
+    `AFTModel`.
+
+    Args:
+        config (`AFTConfig`): Configuration of the model, with `modality="image"`.
     """
 
     main_input_name = "pixel_values"
@@ -661,8 +723,9 @@ class AFTBackbone(BackboneMixin, AFTModel):
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`): As for `AFTModel`.
 
         Returns:
-            `feature_maps`, `(batch_size, hidden_size, rows, columns)` of patches for each chosen stage, after the
-            final layer norm: the mean of the last one over its positions is what a classifier on patches sees.
+            `BackboneOutput`, whose `feature_maps` has one tensor `(batch_size, hidden_size, rows, columns)` for each
+            chosen stage, after the final layer norm. The mean of the last stage over its positions is the input of
+            an image classifier that pools by mean.
         """
         outputs = AFTModel.forward(self, pixel_values=pixel_values, **kwargs)
         patch_size = pair(self.config.patch_size)
@@ -670,7 +733,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
         feature_maps = []
         for index in sorted(self.stage_names.index(name) for name in self.out_features):
             hidden_states = outputs.hidden_states[index]
-            if index < len(self.layers):  # the last ones are normalized already
+            if index < len(self.layers):  # the last hidden states are already normalized
                 hidden_states = self.layernorm(hidden_states)
             patches = hidden_states[:, int(bool(self.config.use_cls_token)) :]
             feature_maps.append(patches.transpose(1, 2).unflatten(2, grid_size).contiguous())
@@ -691,10 +754,13 @@ def _with_entropy(
     targets: int | torch.Tensor,
     targets_of_step: int | torch.Tensor | None,
 ) -> torch.Tensor:
-    """Eq. 9: the entropy of the position biases added to the loss of the task.
+    """Return the loss of the task plus the weighted entropy of the position biases (Eq. 9).
 
-    Where the loss is one of several that a step adds up, as in gradient accumulation, so is the entropy: by its share
-    `targets` / `targets_of_step`.
+    Args:
+        targets: the number of targets in this batch.
+        targets_of_step: the number of targets in the whole optimizer step, if the step adds up the losses of several
+            batches (gradient accumulation). The entropy is then scaled by `targets / targets_of_step`, so that the
+            step counts it once.
     """
     if entropy is None:
         return loss
@@ -702,11 +768,11 @@ def _with_entropy(
     return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
 
 
-# All models with a head, for what treats them alike: cards, pictures, and the names that the library looks up.
+# All models with a head, for code that treats them alike: model cards, figures, and the registration of class names.
 HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
 
-# The library goes by the names of classes where it has to know the task of a model: Trainer, to shift the labels for
-# label smoothing; pipelines and model cards; `transformers serve`.
+# transformers finds the task of a model by its class name: in Trainer (which shifts the labels for label smoothing),
+# pipelines, model cards and `transformers serve`.
 modeling_auto.MODEL_MAPPING_NAMES[AFTConfig.model_type] = AFTModel.__name__
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AFTConfig.model_type] = AFTForCausalLM.__name__
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForImageClassification.__name__
@@ -715,7 +781,8 @@ modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_ty
 )
 modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[AFTConfig.model_type] = AFTForTokenClassification.__name__
 
-# `save_pretrained` and `push_to_hub` put this file and its siblings beside the weights, wherever it was loaded from.
+# With this, `save_pretrained` and `push_to_hub` save this file and its siblings with the weights, wherever the code
+# was loaded from.
 AFTModel.register_for_auto_class("AutoModel")
 AFTBackbone.register_for_auto_class("AutoBackbone")
 AFTForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,17 +1,17 @@
-"""Progress of long work: bars in a terminal; a log gets no bars, but a line now and then."""
+"""Progress bars: shown in a terminal, but not written to log files."""
 
 import os
 import sys
 
 
 def no_bars_in_logs() -> None:
-    """Switch the bars of transformers, datasets and huggingface_hub off where the standard error is no terminal.
+    """Disable the progress bars of transformers, datasets and huggingface_hub if stderr is not a terminal.
 
-    Bars of tqdm take `disable=None` for the same.
+    For bars of tqdm, the argument `disable=None` has the same effect.
     """
     if sys.stderr.isatty():
         return
-    # Read when they are imported, which is slow and not always needed.
+    # The libraries read these variables on import. They are not imported here, which would be slow and often needless.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "datasets" in sys.modules:

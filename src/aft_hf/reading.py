@@ -1,7 +1,7 @@
-"""Files and answers that others wrote, as checked values: what cannot be used ends in one line that says why.
+"""Validation of untrusted files and server responses: each becomes a value of a declared type, or a one-line error.
 
-A JSON document of any shape, size or depth either becomes a `Document` with the types that it declares, or raises an
-error of one line. What other libraries read is guarded by `explained`, which makes one line of whatever they raise.
+A JSON document of any content, size or depth either becomes a `Document` with the declared types, or raises an error
+of one line. `explained` guards reads by other libraries: it converts any exception to a one-line error.
 """
 
 import re
@@ -15,20 +15,20 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 
-LARGEST_JSON = 2**26  # bytes: ten times the index or the results of the largest models there are
-LARGEST_HEADER = 100_000_000  # bytes, as in the library of safetensors
-LONGEST_MESSAGE = 300  # characters of a library's own words
-SHOWN_PROBLEMS = 3  # of a document that has many
+LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
+LARGEST_HEADER = 100_000_000  # bytes, as in the library safetensors
+LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
+SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
 
 Content = TypeVar("Content")
 
 
 class UnreadableError(ValueError):
-    """A file or an answer that cannot be used, said in one line: which one, what it holds, and what is allowed."""
+    """A file or response is invalid. The message is one line: its name, the invalid value and what is allowed."""
 
 
 class Document(BaseModel):
-    """A JSON object, whose declared keys have just their types. Keys that are not declared are kept as they are."""
+    """Base class of the schemas of JSON objects: declared keys have exactly their types, other keys are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 
@@ -44,7 +44,7 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 def _at_most(largest: int) -> AfterValidator:
-    """Bounds a number. Other types are left to the class of the config, which knows which of them it takes."""
+    """Return a validator that limits numbers. Values of other types pass: the config class itself checks types."""
 
     def check(value: Any) -> Any:
         if isinstance(value, (int, float)) and not abs(value) <= largest:
@@ -56,7 +56,7 @@ def _at_most(largest: int) -> AfterValidator:
 
 def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
     if labels is not None and labels.keys() != {str(number) for number in range(len(labels))}:
-        raise ValueError("must have the names of the labels 0 .. num_labels - 1")
+        raise ValueError("must map each label 0 .. num_labels - 1 to its name")
     return labels
 
 
@@ -68,7 +68,7 @@ Length = Annotated[Any, _at_most(2**27)]
 
 
 class ModelConfig(Document):
-    """config.json of any model: what decides which classes read the rest of it, and what it takes memory by."""
+    """Schema of the config.json of any model: the keys that select its classes, and those that determine its size."""
 
     model_type: str | None = None
     architectures: list[str] | None = None
@@ -95,20 +95,20 @@ class ModelConfig(Document):
 
 
 class ImageProcessorConfig(Document):
-    """preprocessor_config.json: a number, or numbers by name, for the size that images are made."""
+    """Schema of preprocessor_config.json: the image sizes, each a number or numbers by name."""
 
     size: Side | dict[str, Side] | None = None
     crop_size: Side | dict[str, Side] | None = None
 
 
 class WeightsIndex(Document):
-    """The index of weights in several files: the file of each tensor."""
+    """Schema of the index of sharded weights: the file of each tensor."""
 
     weight_map: Annotated[dict[str, FileName], Field(min_length=1)]
 
 
 class TensorHeader(Document):
-    """One tensor in the header of a safetensors file."""
+    """Schema of one tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[Annotated[int, Field(ge=0, lt=2**63)]]
@@ -116,7 +116,7 @@ class TensorHeader(Document):
 
 
 class SafetensorsHeader(Document):
-    """What stands before the tensors in a safetensors file: metadata, and beside it an entry for each tensor."""
+    """Schema of the header of a safetensors file: metadata, and an entry for each tensor."""
 
     __pydantic_extra__: dict[str, TensorHeader]
     metadata: dict[str, str] | None = Field(None, alias="__metadata__")
@@ -125,16 +125,16 @@ class SafetensorsHeader(Document):
 def parse_json(
     content: str | bytes, kind: type[Content], source: str, error: type[ValueError] = UnreadableError
 ) -> Content:
-    """A JSON text as a value of type `kind`: a `Document`, or any type that pydantic knows, such as dict[str, Any].
+    """Parse a JSON text as a value of type `kind`.
 
     Args:
-        content: the text, nested no deeper than 200 levels, integers of up to 4300 digits.
-        kind: what it must be.
-        source: where it comes from, for messages.
-        error: what to raise.
+        content: the text; at most 200 levels of nesting, and integers of at most 4300 digits.
+        kind: the type: a `Document`, or any type that pydantic supports, such as dict[str, Any].
+        source: the origin of the text, for error messages.
+        error: the class of the error to raise.
 
     Raises:
-        UnreadableError, or the `error` given: it is not JSON, or not of that type.
+        UnreadableError, or the given `error`: the text is not JSON, or not of that type.
     """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
@@ -143,40 +143,40 @@ def parse_json(
 
 
 def read_json(path: Path, kind: type[Content], error: type[ValueError] = UnreadableError) -> Content:
-    """What a JSON file holds, as `parse_json` has it.
+    """Read a JSON file as a value of type `kind`; see `parse_json`.
 
     Raises:
-        UnreadableError, or the `error` given: there is no such file, it is none (a pipe would never end), is larger
-            than `LARGEST_JSON`, or does not hold that.
+        UnreadableError, or the given `error`: the file does not exist, is not a regular file (reading a pipe might
+            never end), is larger than `LARGEST_JSON`, or does not contain JSON of that type.
     """
     return parse_json(_content(path, error), kind, str(path), error)
 
 
 def read_text(path: Path, error: type[ValueError] = UnreadableError) -> str:
-    """A text in UTF-8, as `read_json` reads one.
+    """Read a text file in UTF-8, with the checks of `read_json`.
 
     Raises:
-        UnreadableError, or the `error` given: there is no such text.
+        UnreadableError, or the given `error`: the file cannot be read, or is not UTF-8.
     """
     try:
         return _content(path, error).decode()
     except UnicodeDecodeError as problem:
-        raise error(f"{path}: is no text in UTF-8") from problem
+        raise error(f"{path}: is not UTF-8 text") from problem
 
 
 def _content(path: Path, error: type[ValueError]) -> bytes:
     with _opened(path, error) as file:
         content = file.read(LARGEST_JSON + 1)
     if len(content) > LARGEST_JSON:
-        raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, which no {path.name} has to be")
+        raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content
 
 
 def read_safetensors_header(path: Path, error: type[ValueError] = UnreadableError) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file by name, without reading them.
+    """Read the header of a safetensors file: dtype, shape and offsets of each tensor by name, without the tensors.
 
     Raises:
-        UnreadableError, or the `error` given: it is no safetensors file.
+        UnreadableError, or the given `error`: the file is not a valid safetensors file.
     """
     damaged = f"{path}: damaged or truncated safetensors file"
     with _opened(path, error) as file:
@@ -190,7 +190,7 @@ def read_safetensors_header(path: Path, error: type[ValueError] = UnreadableErro
 
 @contextmanager
 def _opened(path: Path, error: type[ValueError]) -> Iterator[BinaryIO]:
-    """A file to be read. A pipe would never end, and opening one waits for somebody who writes."""
+    """Open a regular file for reading. Pipes are refused: opening one waits for a writer, reading may never end."""
     try:
         if not path.is_file():
             raise error(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
@@ -202,14 +202,18 @@ def _opened(path: Path, error: type[ValueError]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[None]:
-    """Makes one line of whatever a library raises for a file that others wrote.
+    """Context manager that converts any exception of a library that reads an untrusted file to a one-line error.
 
-    To be put around a single call of the library: `with explained(f"{name}: no readable config.json"): ...`. Libraries
-    index into what they have parsed, so a file of the wrong shape can raise anything; nothing but interrupts, a full
-    memory, a missing package and errors that are lines already pass.
+    Put it around a single call of the library: `with explained(f"{name}: no readable config.json"): ...`. Libraries
+    index into parsed content, so a file with unexpected content can cause any exception. Only interrupts,
+    `MemoryError`, `ModuleNotFoundError` and errors that are already one line pass unchanged.
+
+    Args:
+        what: the beginning of the message.
+        error: the class of the error to raise.
 
     Raises:
-        UnreadableError, or the `error` given: `what`, and in brackets the first line of what was raised.
+        UnreadableError, or the given `error`: `what`, with the message of the exception in parentheses.
     """
     try:
         yield
@@ -220,12 +224,12 @@ def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[
 
 
 def explain(problems: ValidationError) -> str:
-    """One line on what is wrong with a document: each key, what it holds and what it must be."""
+    """Describe the problems of a document in one line: the key, its value, and the allowed values."""
     lines: dict[str, str] = {}
     for problem in problems.errors(include_url=False):
         if problem["type"] == "json_invalid":
             return f"is not JSON that can be read ({problem['ctx']['error']})"
-        # Of a union, pydantic tells a line for each of its types, with the type as the last part of the key.
+        # For a union, pydantic reports one problem per type, with the type as the last part of the key.
         key = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if problem["type"] == "missing":
@@ -245,27 +249,29 @@ def _is_type(part: int | str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value of any size and depth, as a message shows it."""
+    """Format a value of any size and depth for a message, shortened."""
     return reprlib.repr(value)
 
 
 def first_line(error: BaseException) -> str:
-    """What a library said, as far as it fits into a line of ours."""
+    """The first line of an error's message, shortened; the name of its class if it has no message."""
     return shortened((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def described(error: BaseException) -> str:
-    """All that a library said, in a line; with the kind of error where its words say little: KeyError 'shape'."""
+    """An error's message in one line, shortened. The name of the class is added if the message alone says little, as
+    in KeyError: 'shape'.
+    """
     words = shortened(" ".join(str(error).split()))
     return words if words and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {words}"
 
 
 def shortened(text: str) -> str:
-    """A text of any length in `LONGEST_MESSAGE` characters, all of them printable."""
+    """Shorten a text to `LONGEST_MESSAGE` printable characters."""
     text = printable(text)
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 4]} ..."
 
 
 def printable(text: str) -> str:
-    """A text on one line, without characters that move the cursor of a terminal or change its colours."""
+    """Convert a text to one line, without characters that move the cursor of a terminal or change its colors."""
     return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))

@@ -1,12 +1,12 @@
-"""What the processes that share a sequence tell each other, for any number of tokens: one state, and one window.
+"""Communication between the processes that share a sequence: one pair of sums and one window of tokens per shard.
 
-Everything before a piece of a sequence enters Eq. 2 as two sums for each feature. They are those of one token with the
-key log(sum of exp(K + w)) and the value of the average. So each process puts what lies before its piece in front of
-it, as such a token and the last `reach` tokens as they are, and any backend computes the rest as if the piece were the
-whole sequence.
+The tokens before a shard enter Eq. 2 only as two sums for each feature. These equal the sums of a single token whose
+key is log(sum of exp(K + w)) and whose value is the average. So each process prepends such summary tokens and the last
+`reach` tokens before its shard, unchanged, and any backend computes the result as if the shard were a whole sequence.
 
-To get there, each process receives the last `reach` tokens before its piece, sums over the tokens that lie farther
-back than `reach` for the next piece, and gathers the sums of all processes. The backward pass is the same in reverse.
+For this, each process receives the last `reach` tokens before its shard, sums over the tokens that are farther back
+than `reach` for the next shard, and gathers the sums of all processes. The backward pass sends the gradients in the
+opposite direction. The amount of communication does not depend on the number of tokens.
 """
 
 import math
@@ -21,11 +21,12 @@ from .scaled_sums_aft import EMPTY, ScaledSums, working_dtype
 from .sequence_shards_aft import SequenceShard
 
 
-# What lies far back is put into so many tokens: the key of one cannot hold a logarithm more exactly than keys of its
-# size are spaced. The second token has the rest.
+# The number of summary tokens. The key of one token holds the logarithm only to the spacing of floating point numbers
+# of its size; the second token holds the remainder.
 FAR_TOKENS = 2
 
-# Numbers of a piece that are summed at once: what is computed for it again in the backward pass is not kept.
+# How many elements of a shard are summed at once. The backward pass recomputes the intermediate results, so only those
+# of one part are in memory.
 NUMBERS_AT_ONCE = 2**22
 
 
@@ -39,24 +40,26 @@ def with_past(
     slopes: torch.Tensor | None = None,
     hides_outside: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A piece of a sequence with what comes before it, as tokens in front: keys and values, float32 at least.
+    """Prepend the tokens that stand for everything before a shard to its keys and values.
 
     Args:
-        key: (B, T, h k), real tokens first in each row; -inf for the others.
-        value: (B, T, d).
+        shard: the shard of this process.
+        key: its keys, (B, T, h k). In each row, real tokens come first; the others are -inf.
+        value: its values, (B, T, d).
         num_heads: h.
         reach: the largest distance at which w may differ from 0.
         slopes: (h,), for w = -slope * distance.
-        hides_outside: whether nothing beyond `reach` is seen.
+        hides_outside: whether tokens beyond `reach` are hidden.
 
     Returns:
-        (B, E + T, h k) and (B, E + T, d) with E = `count_of_past` tokens in front, those that do not exist hidden.
+        Keys (B, E + T, h k) and values (B, E + T, d) in float32, or float64 for float64, with E = `count_of_past`
+        tokens in front. Tokens that do not exist are hidden.
     """
     return _WithPast.apply(_Exchange(shard, num_heads, reach, slopes, hides_outside), key, value)
 
 
 def count_of_past(reach: int, hides_outside: bool) -> int:
-    """E, how many tokens `with_past` puts in front."""
+    """E, the number of tokens that `with_past` prepends."""
     return reach if hides_outside else FAR_TOKENS + reach
 
 
@@ -64,12 +67,12 @@ def count_of_past(reach: int, hides_outside: bool) -> int:
 def state_at_end(
     shard: SequenceShard, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None]:
-    """What generation goes on from after the last piece, in every process. The arguments are those of `with_past`.
+    """Compute the cached state after the last shard, in every process. The arguments are those of `with_past`.
 
     Returns:
-        The last `reach` keys and values of each row on the right, (B, reach, h k) and (B, reach, d), with keys of -inf
-        where a row is shorter; and the sums over what lies before them, (B, h, c) and (B, h, k), as the last token
-        sees them, or None where nothing beyond `reach` is seen.
+        The last `reach` keys and values of each row, right-aligned, (B, reach, h k) and (B, reach, d), with keys of
+        -inf where a row is shorter; and the sums over the tokens before them, (B, h, c) and (B, h, k), as seen from
+        the last token, or None if tokens beyond `reach` are hidden.
     """
     exchange = _Exchange(shard, **options)
     own = exchange.forward(key, value)[2]
@@ -82,7 +85,7 @@ def state_at_end(
 
 
 class _WithPast(torch.autograd.Function):
-    """`with_past` to autograd. All processes run it, and its backward pass, at the same point."""
+    """`with_past` as an autograd function. All processes must run its forward and backward pass at the same point."""
 
     @staticmethod
     def forward(
@@ -103,7 +106,10 @@ class _WithPast(torch.autograd.Function):
 
 
 class _Exchange:
-    """Both passes of `with_past`. Sums are laid out as (B, h, c) and (B, h, k), gathered ones with N in front."""
+    """The forward and backward pass of `with_past`.
+
+    Sums have the shapes (B, h, c) and (B, h, k); gathered sums have the number of shards N in front.
+    """
 
     def __init__(
         self, shard: SequenceShard, num_heads: int, reach: int, slopes: torch.Tensor | None, hides_outside: bool
@@ -116,8 +122,9 @@ class _Exchange:
     def forward(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None, ScaledSums | None]:
-        """Keys and values with the past in front, and the sums over this piece and over what lies far back: None
-        where that is not seen.
+        """Return the keys and values of `with_past`, the sums over this shard, and the sums over the tokens far back.
+
+        Both sums are None if tokens beyond `reach` are hidden.
         """
         past = self.far_tokens + self.reach
         keys, values = self.new_window(key, value, past + key.shape[1])
@@ -146,7 +153,7 @@ class _Exchange:
         *,
         to_end: bool = False,
     ) -> None:
-        """Send tokens to the pieces that need them; what comes goes into the first `reach` of keys and values."""
+        """Exchange tokens with other shards, and write the received ones into the first `reach` keys and values."""
         routes = self.shard.routes(self.reach, to_end=to_end)
         sent = torch.cat([x.flatten(0, 1)[routes.sent] for x in (key, value)], -1)
         received = self._exchange(sent, routes.sent_sizes, routes.received_sizes)
@@ -154,24 +161,24 @@ class _Exchange:
         keys[row, slot], values[row, slot] = received.to(keys.dtype).split([key.shape[-1], value.shape[-1]], -1)
 
     def _exchange(self, tokens: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
-        """Tokens (M, c) for other pieces, so many for each, in return for theirs."""
+        """Send tokens (M, c) to the other processes and receive theirs; `given` and `taken` are the counts of each."""
         received = tokens.new_empty(sum(taken), tokens.shape[-1])
         distributed.all_to_all_single(received, tokens.contiguous(), taken, given, group=self.shard.group)
         return received
 
     def _sums(self, keys: torch.Tensor, values: torch.Tensor) -> ScaledSums:
-        """Over what this piece adds to the sums of those after it, as they see its last token."""
+        """The sums that this shard adds for later shards, as seen from its last token."""
         total = None
         for key, value in self._summed_parts(keys, values):
             maximum = key.amax(1).clamp_min(EMPTY)
             weights = torch.exp(key - maximum.unsqueeze(1))
             sums = ScaledSums((weights * value).sum(1), weights.sum(1), maximum)
             total = sums if total is None else total.merge(sums)
-        assert total is not None  # a piece has tokens
+        assert total is not None  # a shard has tokens
         return total
 
     def _summed_parts(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K + w and V of the tokens to sum over, (B, t, h, k) and (B, t, h, c) for some of them at a time."""
+        """Yield K + w and V of the tokens to sum over, (B, t, h, k) and (B, t, h, c), part by part."""
         for start, stop in self._parts(keys.shape[1], values[:, 0].numel()):
             key, value = (x[:, start:stop].unflatten(-1, (self.num_heads, -1)) for x in (keys, values))
             hidden, bias = self._bias(start, stop, keys)
@@ -179,13 +186,16 @@ class _Exchange:
             yield key if hidden is None else key.masked_fill(hidden, -math.inf), value
 
     def _parts(self, length: int, numbers: int) -> list[tuple[int, int]]:
-        """Where the tokens to sum over start and end, some at a time, counted with what is in front."""
+        """Start and end of each part of the tokens to sum over; indices include the tokens in front."""
         first, last = self.far_tokens, length - self.reach
         step = max(1, NUMBERS_AT_ONCE // numbers)
         return [(start, min(start + step, last)) for start in range(first, last, step)]
 
     def _bias(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of tokens start .. stop, which are not summed over, (B, t, 1, 1), and w, (B, t, h, 1)."""
+        """For the tokens start .. stop: which are excluded from the sums, (B, t, 1, 1), and w, (B, t, h, 1).
+
+        Each is None if it has no effect.
+        """
         shard = self.shard
         if shard.is_whole and self.slopes is None:
             return None, None
@@ -195,16 +205,16 @@ class _Exchange:
         hidden = None if shard.is_whole else outside[:, :, None, None]
         if self.slopes is None:
             return hidden, None
-        distance = (last[:, None] - 1 - place).clamp_min(0)  # padding stands behind the last token
+        distance = (last[:, None] - 1 - place).clamp_min(0)  # padding comes after the last token
         return hidden, (-distance[..., None].to(like.dtype) * self.slopes.to(like.dtype)).unsqueeze(-1)
 
     def gathered(self, sums: ScaledSums) -> ScaledSums:
-        """The sums of all processes, (N, B, h, c) and (N, B, h, k)."""
+        """Gather the sums of all processes, (N, B, h, c) and (N, B, h, k)."""
         widths = [x.shape[-1] for x in sums]
         return ScaledSums(*self.shard.gather(torch.cat(sums, -1)).split(widths, -1))
 
     def combined(self, sums: ScaledSums, counts: torch.Tensor, distances: torch.Tensor) -> ScaledSums:
-        """The sum over those of all processes that count, (N, B), as seen from the given distances."""
+        """Add up gathered sums: those of the shards in `counts` (N, B), each decayed by its distance (N, B)."""
         maximum = sums.maximum + self._decays(distances, sums.maximum)
         maximum = maximum.masked_fill(~counts.to(maximum.device)[..., None, None], EMPTY)
         largest = maximum.amax(0)
@@ -218,7 +228,9 @@ class _Exchange:
         return (-distances.to(like)[..., None] * self.slopes.to(like)).unsqueeze(-1)
 
     def _put_far(self, far: ScaledSums, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what lies far back as tokens: one a little smaller than the sums, and one that holds the rest."""
+        """Write the sums over the tokens far back as two summary tokens: one with slightly less than the whole sum,
+        and one with the remainder.
+        """
         exists = far.denominator > 0
         denominator = far.denominator.masked_fill(~exists, 1.0)
         values[:, : self.far_tokens] = (far.numerator / denominator).flatten(1).unsqueeze(1)
@@ -226,7 +238,7 @@ class _Exchange:
         key = logarithm - 2 * torch.finfo(logarithm.dtype).eps * logarithm.abs()
         rest = (denominator * torch.exp(far.maximum - key) - 1).clamp_min(torch.finfo(logarithm.dtype).tiny)
         for place, logits in enumerate((key + rest.log(), key)):
-            if self.slopes is not None:  # at the distance of its place
+            if self.slopes is not None:  # cancels w at the distance where the summary token stands
                 logits = logits + self.slopes.to(logits)[:, None] * (self.far_tokens - 1 - place)
             keys[:, place] = logits.masked_fill(~exists, -math.inf).flatten(1)
 
@@ -241,7 +253,7 @@ class _Exchange:
         of_keys: torch.Tensor,
         of_values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of key and value from those of what `forward` gave."""
+        """Compute the gradients of key and value from those of the keys and values that `forward` returned."""
         past, width = self.far_tokens + self.reach, keys.shape[-1]
         of_keys, of_values = (x.clone(memory_format=torch.contiguous_format) for x in (of_keys, of_values))
         if own is not None and far is not None:
@@ -261,7 +273,9 @@ class _Exchange:
     def _gradient_of_own(
         self, own: ScaledSums, far: ScaledSums, of_keys: torch.Tensor, of_values: torch.Tensor
     ) -> ScaledSums:
-        """The gradients of the sums over this piece, in all pieces after it; the maximum is the shift of own."""
+        """The gradients of the sums over this shard, added up over all later shards, as `ScaledSums` whose maximum is
+        that of `own`.
+        """
         exists = far.denominator > 0
         denominator = far.denominator.masked_fill(~exists, 1.0)
         of_key, of_average = (
@@ -286,7 +300,7 @@ class _Exchange:
         of_keys: torch.Tensor,
         of_values: torch.Tensor,
     ) -> None:
-        """Add the gradients that the tokens have through the sums over this piece."""
+        """Add the gradients of keys and values that come from the sums over this shard."""
         of_numerator, of_denominator, maximum = (x.unsqueeze(1) for x in of_own)
         parts = self._parts(keys.shape[1], values[:, 0].numel())
         for (start, stop), (key, value) in zip(parts, self._summed_parts(keys, values)):

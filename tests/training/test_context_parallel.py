@@ -177,17 +177,17 @@ WRONG = {
     "12 tokens is longer than max_position_embeddings=10": lambda group: build_model(
         "local", max_position_embeddings=10
     )(local_piece(torch.zeros(1, 12, dtype=torch.long), group)),
-    "must be the padding of the piece, (1, 8)": lambda group: build_model("conv")(
+    "must be the padding mask of the shard, (1, 8)": lambda group: build_model("conv")(
         TOKENS, attention_mask=torch.ones(1, 9)
     ),
-    "must go on from those of the piece before it": lambda group: build_model("conv")(
+    "must continue those of the shard before it": lambda group: build_model("conv")(
         TOKENS, position_ids=torch.arange(3, 11)[None]
     ),
-    "as the position_ids of the piece": lambda group: build_model("conv")(TOKENS, cu_seq_lens_q=torch.tensor([0, 8])),
+    "as the position_ids of the shard": lambda group: build_model("conv")(TOKENS, cu_seq_lens_q=torch.tensor([0, 8])),
     "do not continue one": lambda group: build_model("conv")(
         TOKENS, past_key_values=build_model("conv").eval()(TOKENS, past_key_values=CACHE).past_key_values
     ),
-    "1 tokens cannot be cut into": lambda group: local_piece(TOKENS[:, :1], group),
+    "1 tokens cannot be divided into": lambda group: local_piece(TOKENS[:, :1], group),
 }
 
 

@@ -149,10 +149,10 @@ def of_different_widths(group: Any) -> None:
 
 # Calls with a piece that must raise an error in every process, by part of the message.
 WRONG = {
-    "without class token and attention_mask, got a class token": lambda group: build_case(
+    "no class token and no attention_mask, got a class token": lambda group: build_case(
         aft_type="simple", use_cls_token=True
     )[0](IMAGES),
-    "without class token and attention_mask, got an attention_mask": lambda group: build_case()[0].aft(
+    "no class token and no attention_mask, got an attention_mask": lambda group: build_case()[0].aft(
         pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
     ),
     "a bidirectional AFTLocal cannot take": lambda group: AFTLocal(16, 64, 5)(
@@ -162,9 +162,9 @@ WRONG = {
         torch.randn(1, 8, 16), shard=SequenceShard(group, 1, 8, torch.device("cpu"), torch.ones(1, 8).bool())
     ),
     "do not match image_size=22 x 6": lambda group: build_case(use_position_embeddings=True)[0](IMAGES),
-    "the processes hold rows of [2, 3": of_different_widths,
-    "is no multiple of 4": lambda group: local_piece(torch.zeros(1, 3, 18, 6), group, dim=2, unit=4),
-    "1 parts of 4 cannot be cut into": lambda group: local_piece(torch.zeros(1, 3, 4, 6), group, dim=2, unit=4),
+    "the processes have rows of [2, 3": of_different_widths,
+    "is not a multiple of 4": lambda group: local_piece(torch.zeros(1, 3, 18, 6), group, dim=2, unit=4),
+    "1 units of 4 cannot be divided into": lambda group: local_piece(torch.zeros(1, 3, 4, 6), group, dim=2, unit=4),
 }
 
 
