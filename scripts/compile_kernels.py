@@ -36,8 +36,8 @@ from triton.runtime.jit import JITFunction
 from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing
-from aft_hf.mixing_triton_bidirectional_launch_aft import backward as backward_both_ways
-from aft_hf.mixing_triton_bidirectional_launch_aft import forward as forward_both_ways
+from aft_hf.mixing_triton_bidirectional_launch_aft import backward as backward_bidirectional
+from aft_hf.mixing_triton_bidirectional_launch_aft import forward as forward_bidirectional
 from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
 from aft_hf.mixing_triton_decoding_aft import STATE
 from aft_hf.mixing_triton_launch_aft import backward, decode, forward, prefill
@@ -139,7 +139,7 @@ def launched(problem: Mixing) -> list[Variant]:
     JITFunction.run = record
     try:
         if not problem.causal:
-            _both_ways(problem)
+            _bidirectional(problem)
             return variants
         geometry, inputs = Geometry.of(problem), problem_tensors(problem)
         _, kept, _ = forward(inputs, geometry, keep=True)
@@ -152,12 +152,12 @@ def launched(problem: Mixing) -> list[Variant]:
     return variants
 
 
-def _both_ways(problem: Mixing) -> None:
+def _bidirectional(problem: Mixing) -> None:
     table = problem.biases.dense(problem.length)
     inputs = problem.query, problem.key, problem.value, table
-    _, kept = forward_both_ways(*inputs, problem.num_heads, keep=True)
-    forward_both_ways(*inputs, problem.num_heads, keep=False)
-    backward_both_ways(problem.value, *inputs, kept, problem.num_heads, of_table=True)
+    _, kept = forward_bidirectional(*inputs, problem.num_heads, keep=True)
+    forward_bidirectional(*inputs, problem.num_heads, keep=False)
+    backward_bidirectional(problem.value, *inputs, kept, problem.num_heads, of_table=True)
 
 
 def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:

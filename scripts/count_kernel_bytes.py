@@ -20,7 +20,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf import mixing_triton_bidirectional_launch_aft as both_ways
+from aft_hf import mixing_triton_bidirectional_launch_aft as bidirectional
 from aft_hf import mixing_triton_launch_aft as launches
 from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.mixing_aft import Mixing
@@ -36,7 +36,7 @@ class Traffic:
         builder = interpreter.interpreter_builder
         for name in ("create_masked_load", "create_masked_store"):
             setattr(builder, name, self._counting(getattr(builder, name), name))
-        for module in (launches, both_ways):
+        for module in (launches, bidirectional):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 setattr(module, name, self._named(name, getattr(module, name)))
 
@@ -132,11 +132,11 @@ def count_images(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[st
     table = detached(problem.biases.dense(problem.length)).float()
     inputs = problem.query, problem.key, problem.value, table
     passes = {}
-    both_ways.forward(*inputs, problem.num_heads, keep=False)
+    bidirectional.forward(*inputs, problem.num_heads, keep=False)
     passes["inference"] = traffic.take()
-    _, kept = both_ways.forward(*inputs, problem.num_heads, keep=True)
+    _, kept = bidirectional.forward(*inputs, problem.num_heads, keep=True)
     passes["training, forward"] = traffic.take()
-    both_ways.backward(problem.value + 2, *inputs, kept, problem.num_heads, of_table=True)
+    bidirectional.backward(problem.value + 2, *inputs, kept, problem.num_heads, of_table=True)
     passes["training, backward"] = traffic.take()
     return passes
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --tokens 1048576
     torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side 4096
 
-Each process has a piece of the row or image. Prints the loss and the norm of the gradient (for an image the logits,
+Each process has a shard of the row or image. Prints the loss and the norm of the gradient (for an image the logits,
 without gradients), and for each process the bytes and calls of its collectives in all layers, the seconds within them,
 and its peak memory. Within a collective, a process also waits for slower processes; therefore the same calls are
 repeated alone and timed. With `--nproc-per-node 1` everything is in one process.
@@ -22,7 +22,7 @@ import torch
 import typer
 from torch import distributed
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, context_parallel, local_piece
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, context_parallel, local_shard
 
 
 COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce")
@@ -125,11 +125,11 @@ def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], gr
     )
     model = AFTForCausalLM(config)
     row = torch.randint(0, 16, (1, tokens), generator=torch.Generator().manual_seed(1))
-    piece = local_piece(row, group)
+    shard = local_shard(row, group)
 
     def run() -> Callable[[], str]:
         with context_parallel(group):
-            loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+            loss = model(input_ids=shard, labels=shard, use_cache=False).loss
         loss.backward()
         return lambda: f"loss {float(loss.detach()):.7f}, norm of the gradient {size_of_gradient(model, group):.7f}"
 
@@ -137,7 +137,7 @@ def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], gr
 
 
 def size_of_gradient(model: torch.nn.Module, group: Any) -> float:
-    """The norm of the gradient over all pieces."""
+    """The norm of the gradient over all shards."""
     total = 0.0
     for parameter in model.parameters():
         gradient = parameter.grad.clone()
@@ -154,7 +154,7 @@ def image_pass(side: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any
     model = AFTForImageClassification(config).eval()
     for layer in model.aft.layers:
         torch.nn.init.ones_(layer.mixer.kernel_scale)
-    rows = local_piece(torch.arange(side // PATCH), group, dim=0)
+    rows = local_shard(torch.arange(side // PATCH), group, dim=0)
     makers = (torch.Generator().manual_seed(int(row)) for row in rows)
     pixels = torch.cat([torch.rand(1, 3, PATCH, side, generator=maker) for maker in makers], 2)
 

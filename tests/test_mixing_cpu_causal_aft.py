@@ -146,7 +146,7 @@ def test_any_length_in_any_number_of_blocks(structure, length, size, monkeypatch
 @pytest.mark.parametrize("piece", [1, 2**17])
 @pytest.mark.parametrize("largest_bias", [-1.0, 20.0], ids=["each by a softmax", "by windows"])
 def test_lost_queries_are_exact_in_windows_and_one_by_one(structure, largest_bias, piece, monkeypatch):
-    monkeypatch.setattr(mixing_cpu_lost_aft, "LARGEST_BIAS", largest_bias)
+    monkeypatch.setattr(mixing_cpu_lost_aft, "PRECISE_BIAS", largest_bias)
     for name in ("PIECE_SIZE", "PIECE_OF_WINDOWS"):
         monkeypatch.setattr(mixing_cpu_lost_aft, name, piece)
     inputs, actual, expected = make(structure, 33, batch=3)

@@ -18,14 +18,14 @@ from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import Mixing, mix
 from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
-from aft_hf.mixing_triton_bidirectional_aft import mix_both_ways
+from aft_hf.mixing_triton_bidirectional_aft import mix_bidirectional
 from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, causal_mix, problem_tensors
 
 
 if not triton_is_installed():
     pytest.skip("the package triton is not installed", allow_module_level=True)
 
-from aft_hf import mixing_triton_bidirectional_launch_aft as both_ways
+from aft_hf import mixing_triton_bidirectional_launch_aft as bidirectional
 from aft_hf import mixing_triton_launch_aft as launches
 
 
@@ -302,7 +302,7 @@ def test_the_operator_of_both_directions_does_what_its_registration_says():
     given = contract.case("conv 2-D", FP32, 2, 12)
     table = given.mixer.biases(given.value, (3, 4)).dense(12).detach()
     inputs = [x.to(DEVICE).requires_grad_() for x in (given.value + 1, given.key.clone(), given.value.clone(), table)]
-    torch.library.opcheck(mix_both_ways, (*inputs, 2, True))
+    torch.library.opcheck(mix_bidirectional, (*inputs, 2, True))
 
 
 @structures(["local causal", "alibi causal"])
@@ -409,11 +409,11 @@ def test_kernels_of_both_directions_read_and_write_nothing_beyond_their_tensors(
     gradient = torch.linspace(0.2, 1, given.value.numel(), device=DEVICE).view_as(given.value)
 
     def both_passes(gradient, *inputs):
-        output, kept = both_ways.forward(*inputs, 2, keep=True)
-        return [output, *both_ways.backward(gradient, *inputs, kept, 2, of_table=True)]
+        output, kept = bidirectional.forward(*inputs, 2, keep=True)
+        return [output, *bidirectional.backward(gradient, *inputs, kept, 2, of_table=True)]
 
     expected = both_passes(gradient, *inputs)
-    monkeypatch.setattr(both_ways, "torch", guarded)
+    monkeypatch.setattr(bidirectional, "torch", guarded)
     found = both_passes(*(between_nan(x) for x in (gradient, *inputs)))
     guarded.assert_untouched()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -182,7 +182,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(head, tmp_path):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_pieces_of_rows_are_refused(head, tmp_path):
+def test_shards_of_rows_are_refused(head, tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         with context_parallel(distributed.group.WORLD), pytest.raises(ValueError, match="needs whole sequences"):

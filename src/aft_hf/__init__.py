@@ -33,7 +33,7 @@ from .modeling_aft import (
     AFTModel,
     AFTPreTrainedModel,
 )
-from .sequence_shards_aft import context_parallel, local_piece
+from .sequence_shards_aft import context_parallel, local_shard
 
 
 def _register() -> None:
@@ -80,5 +80,5 @@ __all__ = [
     "context_parallel",
     "convert_deit",
     "convert_labml",
-    "local_piece",
+    "local_shard",
 ]

@@ -19,7 +19,7 @@ from transformers.activations import GELUActivation
 FEW_NUMBERS = 2**14
 
 
-def runs_as_written(*tensors: torch.Tensor) -> bool:
+def are_plain_tensors(*tensors: torch.Tensor) -> bool:
     """Whether tensors are plain: operations on them run eagerly, and only reverse-mode gradients are computed.
 
     False if a program is traced or compiled, for tensor subclasses, and for tensors of torch.func, of batched
@@ -49,7 +49,7 @@ def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: to
     if not with_gradients and gelu and _takes_activations(first, x):
         return second(torch.ops.mkldnn._linear_pointwise(x, first.weight, first.bias, "gelu", [], "none"))
     projected = first(x)
-    if gelu and runs_as_written(projected):
+    if gelu and are_plain_tensors(projected):
         if with_gradients and is_linear(second):
             return _project(second, GELU, projected)
         if not with_gradients and is_linear(first):
@@ -59,14 +59,14 @@ def perceptron(first: nn.Module, activation: nn.Module, second: nn.Module, x: to
 
 def gated_projection(gate: torch.Tensor, context: torch.Tensor, projection: nn.Module) -> torch.Tensor:
     """projection(gate * context). The product is not kept for the backward pass."""
-    if torch.is_grad_enabled() and runs_as_written(gate, context) and is_linear(projection):
+    if torch.is_grad_enabled() and are_plain_tensors(gate, context) and is_linear(projection):
         return _project(projection, PRODUCT, gate, context)
     return projection(gate * context)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the module only applies its weight and bias: an `nn.Linear` without hooks or other changes."""
-    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
+    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and has_no_hooks(module)
     return plain and module.weight.layout == torch.strided
 
 
@@ -81,7 +81,7 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linea
     if x.dim() == 0 or x.shape[-1] != module.weight.shape[1]:  # the error of `nn.Linear` names the shapes
         return False
     tensors = [y for y in (x, module.weight, module.bias) if y is not None]
-    if any(y.dtype != torch.bfloat16 or not y.is_contiguous() for y in tensors) or not runs_as_written(*tensors):
+    if any(y.dtype != torch.bfloat16 or not y.is_contiguous() for y in tensors) or not are_plain_tensors(*tensors):
         return False
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
@@ -96,10 +96,10 @@ def _gelu_in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_gelu(module: nn.Module) -> bool:
-    return type(module) is GELUActivation and module.act is nn.functional.gelu and is_untouched(module)
+    return type(module) is GELUActivation and module.act is nn.functional.gelu and has_no_hooks(module)
 
 
-def is_untouched(module: nn.Module) -> bool:
+def has_no_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs only the `forward` of its class, without hooks or a replaced `forward`."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return not any(hooks) and "forward" not in vars(module) and not module_hooks._has_any_global_hook()

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .activations_aft import is_untouched, perceptron
+from .activations_aft import has_no_hooks, perceptron
 from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
 from .documents_aft import Documents
@@ -128,6 +128,6 @@ class AFTLayer(GradientCheckpointingLayer):
         Modules without effect are not called, because the time of a decoding step is mostly the overhead of calls.
         """
         for module, kind in ((self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)):
-            if module.training or type(module) is not kind or not is_untouched(module):
+            if module.training or type(module) is not kind or not has_no_hooks(module):
                 branch = module(branch)
         return hidden_states + branch

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from .scaled_sums_aft import may_look_at, power_of_two_from
+from .scaled_sums_aft import can_read_values, power_of_two_from
 
 
 # The model inputs that describe packed documents. Attention kernels need all of them; AFT needs `position_ids` or
@@ -60,7 +60,7 @@ class Documents:
 
     def longest(self) -> int | None:
         """Return the length of the longest document; None if the host cannot read it, or would have to wait for it."""
-        known = may_look_at(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
+        known = can_read_values(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
         return max((rows.longest for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
@@ -190,7 +190,7 @@ def packed_documents(
         documents = _documents_of_positions(position_ids, mask, batch_size, length)
     else:
         return None
-    if (may_wait or may_look_at(documents.starts)) and documents.are_rows():
+    if (may_wait or can_read_values(documents.starts)) and documents.are_rows():
         return None
     if mask is not None and mask.dim() == 3:
         raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
@@ -203,7 +203,7 @@ def _documents_of_positions(
     if position_ids.shape not in ((batch_size, length), (1, length)):
         raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
     documents = Documents.from_position_ids(position_ids, batch_size)
-    if may_look_at(position_ids):
+    if can_read_values(position_ids):
         wrong = documents.positions() != position_ids
         if mask is not None and mask.shape == wrong.shape:
             wrong &= mask.bool()  # positions of padding are ignored

@@ -36,7 +36,7 @@ def _columns(head, block, B, T, D, rows_of_row, HEADS: tl.constexpr, HEAD: tl.co
 
 
 @triton.jit
-def both_ways_kernel(
+def bidirectional_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, y_ptr, c_ptr, l_ptr, r_ptr,
     B, T, N, D, KD, columns,
     HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
@@ -79,7 +79,7 @@ def both_ways_kernel(
 
 
 @triton.jit
-def both_ways_key_gradient_kernel(
+def bidirectional_key_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, dk_ptr, dv_ptr,
     B, T, N, D, KD, columns,
     HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
@@ -113,7 +113,7 @@ def both_ways_key_gradient_kernel(
 
 
 @triton.jit
-def both_ways_table_gradient_kernel(
+def bidirectional_table_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, dw_ptr,
     B, T, N, D, KD, columns, each,
     HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from .activations_aft import full_precision, gated_projection, is_untouched
+from .activations_aft import full_precision, gated_projection, has_no_hooks
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .documents_aft import Documents
@@ -17,7 +17,7 @@ from .mixing_aft import Mixing, fuses_gate, mix, mix_layer, mixing_weights
 from .mixing_triton_aft import triton_is_installed
 from .position_biases_aft import PositionBias
 from .projections_aft import Projections
-from .scaled_sums_aft import may_look_at, widen
+from .scaled_sums_aft import can_read_values, widen
 from .sequence_shards_aft import SequenceShard
 
 
@@ -247,7 +247,7 @@ class AFTMixer(nn.Module):
         """Whether the backend that computes a problem also applies the gate."""
         if output_attentions or type(self.query_activation) is not nn.Sigmoid:
             return False
-        return is_untouched(self.query_activation) and fuses_gate(problem, self.implementation)
+        return has_no_hooks(self.query_activation) and fuses_gate(problem, self.implementation)
 
     def _projections(self) -> Projections:
         return Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj, self.num_heads)
@@ -296,7 +296,9 @@ class AFTMixer(nn.Module):
                 f"position_ids {tuple(position_ids.shape)} do not match {keys} keys and {queries} queries: "
                 f"they must be ({batch} or 1, length), with one length for queries and keys"
             )
-        if may_look_at(position_ids) and position_ids.numel() > 0:  # on an accelerator, the host would have to wait
+        if (
+            can_read_values(position_ids) and position_ids.numel() > 0
+        ):  # on an accelerator, the host would have to wait
             if int(position_ids.min()) < 0:
                 raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
             self._check_size(int(position_ids.max()) + 1, None)
@@ -353,7 +355,7 @@ def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, to
     mask = attention_mask.bool()
     if mask.dim() == 3:
         return None, mask
-    return (None if may_look_at(mask) and mask.all() else mask), None
+    return (None if can_read_values(mask) and mask.all() else mask), None
 
 
 def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .activations_aft import runs_as_written
+from .activations_aft import are_plain_tensors
 from .mixing_backend_aft import Backend
 from .mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, Tables, choose_tables
 from .mixing_cpu_causal_aft import causal_mixing
@@ -84,7 +84,7 @@ class CpuBackend(Backend):
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
-    return all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and runs_as_written(*tensors)
+    return all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and are_plain_tensors(*tensors)
 
 
 # ------------------------------------------------------------------------------------------------------ chunk by chunk

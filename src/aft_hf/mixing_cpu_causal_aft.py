@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .activations_aft import differentiable_gradients, runs_as_written
+from .activations_aft import are_plain_tensors, differentiable_gradients
 from .mixing_cpu_chunks_aft import (
     Chunks,
     Options,
@@ -86,7 +86,7 @@ class _CausalMixing(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         key, value, tables, *result = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or not runs_as_written(gradient):
+        if torch.is_grad_enabled() or not are_plain_tensors(gradient):
             with torch.enable_grad():
                 inputs = key, value, tables
                 output = ctx.differentiable(*inputs)

@@ -22,7 +22,7 @@ from .mixing_cpu_chunks_aft import SMALLEST_EXPONENT, Chunks, Rows, Segment, sma
 
 
 # For biases up to this absolute value, K + w relative to the largest key is precise in the dtype of the sums.
-LARGEST_BIAS = 20.0
+PRECISE_BIAS = 20.0
 
 # Numbers per tensor in one step of the computation, chosen to stay in a processor's cache. Windows need many short
 # calls, so their steps are larger; this size is an estimate.
@@ -110,7 +110,7 @@ class LostQueries:
         if self.sums.tables is not None:
             biases = self.sums.tables.detach().to(self.dtype)
             largest = biases.masked_fill(biases == -math.inf, 0.0).abs().amax()
-            biases = biases if float(largest) <= LARGEST_BIAS else biases.double()
+            biases = biases if float(largest) <= PRECISE_BIAS else biases.double()
         elif self.sums.slopes is not None:
             biases = (-self.sums.slopes.to(self.dtype)[:, None, None] * lag).unsqueeze(1)
         else:
@@ -121,7 +121,7 @@ class LostQueries:
     def exp_biases(self) -> torch.Tensor | None:
         """exp(w) as (h n, C, S), with h or 1 heads and n or 1 chunks; None if it may not be representable."""
         lowest, highest = self._range_of_biases
-        if lowest < SMALLEST_EXPONENT[self.dtype] or highest > LARGEST_BIAS or self.near < LARGEST_BIAS:
+        if lowest < SMALLEST_EXPONENT[self.dtype] or highest > PRECISE_BIAS or self.near < PRECISE_BIAS:
             return None
         return self.biases.to(self.dtype).exp().flatten(0, 1)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .activations_aft import differentiable_gradients, is_linear, runs_as_written
+from .activations_aft import are_plain_tensors, differentiable_gradients, is_linear
 from .mixing_cpu_bias_aft import MODERATE, Table, Tables, is_moderate
 from .mixing_cpu_product_aft import Upstream, are_bounded, write_weights
 from .mixing_cpu_sums_aft import Block
@@ -258,7 +258,7 @@ class _GatedAverage(torch.autograd.Function):
         inputs = _Inputs(*saved)
         needed = ctx.needs_input_grad[: len(inputs)]
         with torch.autocast("cpu", enabled=False):
-            batched = not runs_as_written(gradient)
+            batched = not are_plain_tensors(gradient)
             if batched or torch.is_grad_enabled():
                 gradients = _differentiable_gradients(inputs, needed, gradient, ctx.options[0], ctx.differentiable)
             else:

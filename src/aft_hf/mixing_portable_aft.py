@@ -26,10 +26,10 @@ from .scaled_sums_aft import (
     LARGEST_SPAN,
     ScaledSums,
     block_sums,
+    can_read_values,
     delayed,
     fold,
     join_heads,
-    may_look_at,
     pad_positions,
     power_of_two_from,
     prefix_sums,
@@ -148,7 +148,7 @@ def _convolves(biases: GridKernel, length: int) -> bool:
     if len(biases.kernels) * length * length <= LARGEST_GRID_TABLE:
         return False
     kernels = biases.kernels.detach()
-    return not (may_look_at(kernels) and kernels.amax().clamp_min(0.0) - kernels.amin() > LARGEST_SPAN)
+    return not (can_read_values(kernels) and kernels.amax().clamp_min(0.0) - kernels.amin() > LARGEST_SPAN)
 
 
 def chunk_size(reach: int, length: int) -> int:

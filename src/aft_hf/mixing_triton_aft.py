@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .activations_aft import runs_as_written
+from .activations_aft import are_plain_tensors
 from .mixing_backend_aft import Backend
-from .mixing_triton_bidirectional_aft import mix as mix_both_ways
-from .mixing_triton_bidirectional_aft import pays
+from .mixing_triton_bidirectional_aft import mix as mix_bidirectional
+from .mixing_triton_bidirectional_aft import table_is_efficient
 from .mixing_triton_causal_aft import has_table
 from .mixing_triton_causal_aft import mix as mix_causal
 from .mixing_triton_decoding_aft import prefill, step
@@ -54,7 +54,7 @@ class TritonBackend(Backend):
         if problem.is_pairwise or problem.padding_mask is not None:
             return False
         biases, packed = problem.biases, problem.documents is not None
-        if not problem.causal and (packed or not pays(biases, problem.length)):
+        if not problem.causal and (packed or not table_is_efficient(biases, problem.length)):
             return False
         given = [problem.key, problem.value, *biases.tensors()]
         given += [] if problem.query is None else [problem.query]
@@ -67,12 +67,12 @@ class TritonBackend(Backend):
             return False
         if packed and has_table(biases) and torch.are_deterministic_algorithms_enabled():
             return False
-        return torch.compiler.is_compiling() or runs_as_written(*given)
+        return torch.compiler.is_compiling() or are_plain_tensors(*given)
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
         """Eq. 2 times sigmoid(query), if there is one: (B, T, d) in the dtype of the values."""
-        return mix_causal(problem) if problem.causal else mix_both_ways(problem)
+        return mix_causal(problem) if problem.causal else mix_bidirectional(problem)
 
     @staticmethod
     def step(state: "AFTLayerState", problem: "Mixing") -> torch.Tensor | None:

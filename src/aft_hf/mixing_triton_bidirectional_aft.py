@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .activations_aft import differentiable_gradients, runs_as_written
+from .activations_aft import are_plain_tensors, differentiable_gradients
 from .mixing_backend_aft import OPERATORS
 from .mixing_portable_aft import CHUNK_SIZE as WINDOW_CHUNK
 from .mixing_portable_aft import FEW_CHUNKS, LARGEST_GRID_TABLE, pairwise_mixing
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .mixing_aft import Mixing
 
 
-def pays(biases: PositionBias, length: int) -> bool:
+def table_is_efficient(biases: PositionBias, length: int) -> bool:
     """Whether a table of all pairs is an efficient way to compute these position biases."""
     if isinstance(biases, (NoBias, SelectedPosition)) or biases.hides_outside:
         return False  # sums and gathers suffice, or most of the table is hidden
@@ -36,14 +36,14 @@ def mix(problem: "Mixing") -> torch.Tensor:
     table = problem.biases.dense(problem.length).float()
     inputs = problem.query, problem.key, problem.value, table
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return mix_both_ways(*inputs, problem.num_heads, keep)[0]
+    return mix_bidirectional(*inputs, problem.num_heads, keep)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- operators
 
 
-@torch.library.custom_op(f"{OPERATORS}::mix_both_ways", mutates_args=())
-def mix_both_ways(
+@torch.library.custom_op(f"{OPERATORS}::mix_bidirectional", mutates_args=())
+def mix_bidirectional(
     query: torch.Tensor | None,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -71,7 +71,7 @@ def mix_both_ways(
     return output, context, log_denominator, largest
 
 
-@mix_both_ways.register_fake
+@mix_bidirectional.register_fake
 def _(
     query: torch.Tensor | None,
     key: torch.Tensor,
@@ -86,8 +86,8 @@ def _(
     return value.new_empty(value.shape), *kept
 
 
-@torch.library.custom_op(f"{OPERATORS}::mix_both_ways_backward", mutates_args=())
-def mix_both_ways_backward(
+@torch.library.custom_op(f"{OPERATORS}::mix_bidirectional_backward", mutates_args=())
+def mix_bidirectional_backward(
     gradient: torch.Tensor,
     query: torch.Tensor | None,
     key: torch.Tensor,
@@ -111,7 +111,7 @@ def mix_both_ways_backward(
     return of_query, of_key, of_value, found
 
 
-@mix_both_ways_backward.register_fake
+@mix_bidirectional_backward.register_fake
 def _(
     gradient: torch.Tensor,
     query: torch.Tensor | None,
@@ -140,25 +140,25 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, *_: torch.Tensor | None) 
     needed = ctx.needs_input_grad[:4]
     if gradient is None:
         return (None,) * 6
-    plain = torch.compiler.is_compiling() or runs_as_written(gradient)
+    plain = torch.compiler.is_compiling() or are_plain_tensors(gradient)
     if torch.is_grad_enabled() or not plain:  # for gradients of gradients, or batched gradients
         with torch.enable_grad():
             output = _in_plain_operations(*inputs, num_heads=ctx.num_heads)
             gradients = differentiable_gradients(output, tuple(inputs), needed, gradient)
     else:
         kept = context, log_denominator, largest
-        found = mix_both_ways_backward(gradient, *inputs, *kept, ctx.num_heads, needed[3])
+        found = mix_bidirectional_backward(gradient, *inputs, *kept, ctx.num_heads, needed[3])
         gradients = (x if need else None for x, need in zip(found, needed))
     return *gradients, None, None
 
 
-mix_both_ways.register_autograd(_backward, setup_context=_setup_context)
+mix_bidirectional.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _in_plain_operations(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, *, num_heads: int
 ) -> torch.Tensor:
-    """The result of `mix_both_ways`, in differentiable PyTorch operations."""
+    """The result of `mix_bidirectional`, in differentiable PyTorch operations."""
     keys, values = (widen(split_heads(x, num_heads)) for x in (key, value))
     context = join_heads(pairwise_mixing(keys, values, table.unsqueeze(0), None))
     if query is not None:

@@ -1,6 +1,6 @@
 """Launches of the Triton kernels for bidirectional Eq. 2: block sizes, and memory for the results.
 
-The tensors are those of `mix_both_ways`. Nothing here waits for the device.
+The tensors are those of `mix_bidirectional`. Nothing here waits for the device.
 """
 
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .kernels_bidirectional_aft import (
-    both_ways_kernel,
-    both_ways_key_gradient_kernel,
-    both_ways_table_gradient_kernel,
+    bidirectional_kernel,
+    bidirectional_key_gradient_kernel,
+    bidirectional_table_gradient_kernel,
 )
 from .kernels_causal_aft import query_gradient_kernel
 from .scaled_sums_aft import power_of_two_from
@@ -46,7 +46,7 @@ def forward(
     sizes, options, columns = _launch(query, key, value, num_heads, BLOCK)
     with torch.cuda.device_of(value):
         programs = (num_heads * sizes[2] * columns,)
-        both_ways_kernel[programs](query, key, value, table, output, *kept, *sizes, columns, KEEP=keep, **options)
+        bidirectional_kernel[programs](query, key, value, table, output, *kept, *sizes, columns, KEEP=keep, **options)
     return output, tuple(kept)
 
 
@@ -95,14 +95,14 @@ def backward(
         of_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         of_key = torch.empty(value.shape, dtype=torch.float32 if per_head else key.dtype, device=value.device)
         programs = (num_heads * chunks * columns,)
-        both_ways_key_gradient_kernel[programs](*inputs, of_key, of_value, *sizes, columns, **options)
+        bidirectional_key_gradient_kernel[programs](*inputs, of_key, of_value, *sizes, columns, **options)
         if of_table:
             sizes, options, columns = _launch(query, key, value, num_heads, TABLE_BLOCK)
             tiles = num_heads * chunks**2
             each = -(-columns // min(columns, max(1, ENOUGH_PROGRAMS // tiles)))
             parts = -(-columns // each)
             found = torch.empty((parts, *table.shape), dtype=torch.float32, device=value.device)
-            both_ways_table_gradient_kernel[(tiles * parts,)](*inputs, found, *sizes, columns, each, **options)
+            bidirectional_table_gradient_kernel[(tiles * parts,)](*inputs, found, *sizes, columns, each, **options)
             found = found.sum(0)
     if per_head:
         of_key = of_key.unflatten(-1, (num_heads, -1)).sum(-1).to(key.dtype)

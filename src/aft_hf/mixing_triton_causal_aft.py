@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .activations_aft import differentiable_gradients, runs_as_written
+from .activations_aft import are_plain_tensors, differentiable_gradients
 from .mixing_backend_aft import OPERATORS
 from .mixing_portable_aft import pairwise_mixing
 from .position_biases_aft import Dense, LinearDecay, NoBias, PositionBias
@@ -229,7 +229,7 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, *_: torch.Tensor | None) 
     needed = ctx.needs_input_grad[:4]
     if gradient is None:
         return (None,) * 8
-    plain = torch.compiler.is_compiling() or runs_as_written(gradient)
+    plain = torch.compiler.is_compiling() or are_plain_tensors(gradient)
     if torch.is_grad_enabled() or not plain:  # for gradients of gradients, or batched gradients
         gradients = _differentiable_gradients(Inputs(*inputs), needed, gradient, Geometry(*ctx.geometry))
     else:

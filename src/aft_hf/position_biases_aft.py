@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .activations_aft import full_precision, runs_as_written
+from .activations_aft import are_plain_tensors, full_precision
 from .scaled_sums_aft import widen
 
 
@@ -204,7 +204,7 @@ class Window(Dense):
         if padding > 0:
             queries, keys = (nn.functional.pad(x, (0, 0, 0, padding)) for x in (queries, keys))
         queries, keys = (x.unflatten(1, (count, size)) for x in (queries, keys))
-        if runs_as_written(queries, keys):
+        if are_plain_tensors(queries, keys):
             bias = _ProductsOfNeighbours.apply(queries, keys)
         else:
             bias = _products_of_neighbours(queries, keys)

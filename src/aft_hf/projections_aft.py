@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .activations_aft import autocast_dtype, is_linear, is_untouched
+from .activations_aft import autocast_dtype, has_no_hooks, is_linear
 
 
 # The dtypes in which a backend may compute the projections. For gradients, bfloat16 features are summed in float32.
@@ -47,8 +47,8 @@ class Projections(NamedTuple):
 
     def _are_plain(self, width: int) -> bool:
         layers = self.of_input()
-        gated = self.query is None or (type(self.activation) is nn.Sigmoid and is_untouched(self.activation))
-        ends = is_linear(self.output) or (type(self.output) is nn.Identity and is_untouched(self.output))
+        gated = self.query is None or (type(self.activation) is nn.Sigmoid and has_no_hooks(self.activation))
+        ends = is_linear(self.output) or (type(self.output) is nn.Identity and has_no_hooks(self.output))
         linear = [layer for layer in layers if is_linear(layer)]
         if not (gated and ends and len(linear) == len(layers)):
             return False

@@ -66,7 +66,7 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def may_look_at(*tensors: torch.Tensor) -> bool:
+def can_read_values(*tensors: torch.Tensor) -> bool:
     """Whether control flow may depend on the values of tensors: only for eager tensors on a CPU, without transforms.
 
     On an accelerator, the host would have to wait for the values.
@@ -78,7 +78,7 @@ def may_look_at(*tensors: torch.Tensor) -> bool:
 
 def floored_exp(x: torch.Tensor) -> torch.Tensor:
     """exp(x); on a CPU, 0 where x is below `FLOOR`."""
-    if not may_look_at(x):
+    if not can_read_values(x):
         return torch.exp(x)
     small = x.detach() < FLOOR[x.dtype]
     hidden = x.detach() == -math.inf
@@ -171,7 +171,7 @@ def block_sums(
         # One query needs one maximum over K + w, which is exact for biases of any span, such as those of a long decay.
         return _shared_sums(key + bias.mT.unsqueeze(-1).to(key.dtype), value)
     bias = bias.to(key.dtype)
-    exact = may_look_at(key, value, bias) and min(x.numel() for x in (key, value, bias)) > 0
+    exact = can_read_values(key, value, bias) and min(x.numel() for x in (key, value, bias)) > 0
     if masked and not exact:
         return _sums_of_logits(key, value, bias)
     if exact:

@@ -3,7 +3,7 @@
 The shards follow the order of the ranks, and their lengths may differ. A sequence is a text, or the patches of an
 image, row by row. A `SequenceShard` describes the shard of this process: from the lengths, the padding and the
 documents of all shards it computes where this one starts and which tokens the processes send to each other.
-`context_parallel` tells a model that its inputs are shards, and `local_piece` cuts the shard of this process.
+`context_parallel` tells a model that its inputs are shards, and `local_shard` cuts the shard of this process.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from .documents_aft import Documents
-from .scaled_sums_aft import may_look_at
+from .scaled_sums_aft import can_read_values
 
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
     """Context manager for context parallelism: the inputs of AFT models are this process's shards of the sequences.
 
     Process r of the group holds the r-th shard of `input_ids`, `attention_mask`, `position_ids` and `labels`, all cut
-    at the same positions, or of `pixel_values`, cut between rows of patches. `local_piece` cuts the shards. All
+    at the same positions, or of `pixel_values`, cut between rows of patches. `local_shard` cuts the shards. All
     processes of the group have the same weights and call the model together.
 
     Hidden states, logits of tokens and feature maps are those of the shard. The pooled output and the logits of an
@@ -59,7 +59,7 @@ def active_group() -> "ProcessGroup | None":
     return _active_group
 
 
-def local_piece(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
+def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
     """Return this process's shard of a tensor that holds whole sequences.
 
     If the length is not a multiple of the number of processes, the first shards are longer.
@@ -84,12 +84,12 @@ def local_piece(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 
     return x.tensor_split(ends, dim)[distributed.get_rank(group)]
 
 
-def gather_pieces(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+def gather_shards(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
     """Gather the tensors of all processes, (N, ...), without gradients."""
     x = x.contiguous()
-    pieces = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(pieces, x, group)
-    return torch.stack(pieces)
+    shards = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(shards, x, group)
+    return torch.stack(shards)
 
 
 def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -97,7 +97,7 @@ def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tenso
 
     For the last token this is the first label of the next shard, and -100 at the end of the sequence.
     """
-    first = gather_pieces(labels[:, 0], group)
+    first = gather_shards(labels[:, 0], group)
     first = torch.cat([first, torch.full_like(first[:1], -100)])[distributed.get_rank(group) + 1]
     return torch.cat([labels[:, 1:], first[:, None]], 1)
 
@@ -148,7 +148,7 @@ def shard_of_inputs(
     mask = None if attention_mask is None else attention_mask.bool()
     shard = SequenceShard(group, batch, length, inputs_embeds.device, mask, documents)
     given = position_ids if mask is None else None
-    if given is not None and may_look_at(given) and (shard.positions() != given).any():
+    if given is not None and can_read_values(given) and (shard.positions() != given).any():
         raise ValueError(
             "position_ids of a shard must continue those of the shard before it, and start again at 0 with each "
             "packed document: other position_ids are not supported, the attention_mask determines positions"
@@ -187,7 +187,7 @@ class SequenceShard:
     backward: bool = False
 
     def __post_init__(self) -> None:
-        columns = self._pieces[..., 6]  # a collective, so it runs here, which all processes reach
+        columns = self._descriptions[..., 6]  # a collective, so it runs here, which all processes reach
         if (columns != self.columns).any():
             given = columns[:, 0].tolist()
             raise ValueError(f"images must be cut between rows of patches: the processes have rows of {given} patches")
@@ -214,21 +214,21 @@ class SequenceShard:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the tensors of all shards, (N, ...), in the order of the shards and without gradients."""
-        pieces = gather_pieces(x, self.group)
-        return pieces.flip(0) if self.backward else pieces
+        shards = gather_shards(x, self.group)
+        return shards.flip(0) if self.backward else shards
 
     # ---------------------------------------------------------------------------------------- all shards, on the host
 
     @cached_property
-    def _pieces(self) -> torch.Tensor:
+    def _descriptions(self) -> torch.Tensor:
         """Seven integers for each shard and row, (N, B, 7): the number of real tokens, of real tokens before the first
         start of a document, and of real tokens from the last start on; the length of the longest document that starts
         in the shard; whether a document starts in it; the number of all tokens; and the patches in a row of an image.
         """
-        return self.gather(self._piece()).cpu()
+        return self.gather(self._description()).cpu()
 
-    def _piece(self) -> torch.Tensor:
-        """The part of `_pieces` that describes this shard, (B, 7)."""
+    def _description(self) -> torch.Tensor:
+        """The part of `_descriptions` that describes this shard, (B, 7)."""
         if self.padding_mask is None and self.documents is None:
             whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns]
             return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
@@ -255,7 +255,7 @@ class SequenceShard:
     @cached_property
     def counts(self) -> torch.Tensor:
         """(N, B), the number of real tokens of each shard."""
-        return self._pieces[..., 0]
+        return self._descriptions[..., 0]
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -267,7 +267,7 @@ class SequenceShard:
         """(N, B), the place of the first token of the last document of each shard, the one that may continue in the
         next shard.
         """
-        last, any_start = self._pieces[..., 2], self._pieces[..., 4]
+        last, any_start = self._descriptions[..., 2], self._descriptions[..., 4]
         return torch.where(any_start > 0, self.starts[1:] - last, 0).cummax(0).values
 
     @cached_property
@@ -275,7 +275,7 @@ class SequenceShard:
         """(N + 1, B), the place of the first token of the first document of each shard: in an earlier shard if the
         shard continues a document, otherwise the start of the shard.
         """
-        lead, any_start = self._pieces[..., 1], self._pieces[..., 4]
+        lead, any_start = self._descriptions[..., 1], self._descriptions[..., 4]
         before = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
         fresh = torch.nn.functional.pad((any_start > 0) & (lead == 0), (0, 0, 0, 1))
         return torch.where(fresh, self.starts, before)
@@ -288,18 +288,18 @@ class SequenceShard:
     @cached_property
     def longest(self) -> int:
         """Length of the longest document of all shards."""
-        lead, inner = self._pieces[..., 1], self._pieces[..., 3]
+        lead, inner = self._descriptions[..., 1], self._descriptions[..., 3]
         return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
 
     @property
     def total_length(self) -> int:
         """Length of a whole row, over all shards and with padding."""
-        return int(self._pieces[:, 0, 5].sum())
+        return int(self._descriptions[:, 0, 5].sum())
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether this shard has no padding and no document starts in it."""
-        return bool((self.counts[self.rank] == self.length).all()) and not self._pieces[self.rank, :, 4].any()
+        return bool((self.counts[self.rank] == self.length).all()) and not self._descriptions[self.rank, :, 4].any()
 
     @property
     def first_row(self) -> int:
@@ -318,7 +318,7 @@ class SequenceShard:
     @cached_property
     def real_documents(self) -> Documents | None:
         """`documents` after padding has moved behind the real tokens of each row; None if no document starts here."""
-        if self.documents is None or not self._pieces[self.rank, :, 4].any():
+        if self.documents is None or not self._descriptions[self.rank, :, 4].any():
             return None
         if self.padding_mask is None:
             return self.documents
@@ -350,8 +350,8 @@ class SequenceShard:
         """(N + 1, N, B), entry (r, q): whether the running sum of shard q belongs to the document at the start of
         shard r.
         """
-        pieces = torch.arange(self.size + 1)
-        earlier = pieces[:-1] < pieces[:, None]
+        shards = torch.arange(self.size + 1)
+        earlier = shards[:-1] < shards[:, None]
         return earlier.unsqueeze(-1) & (self.open_documents == self.begins.unsqueeze(1))
 
     @cached_property
@@ -359,12 +359,12 @@ class SequenceShard:
         """(N + 1, N, B), entry (r, q): the distance from the last token of shard q to the last one before shard r."""
         return (self.starts.unsqueeze(1) - self.starts[1:]).clamp_min(0)
 
-    def received(self, piece: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def received(self, index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The running sums that a shard (by default this one) receives: whether it uses that of each shard, (N, B),
         and how far back the sum ends, (N, B).
         """
-        piece = self.rank if piece is None else piece
-        return self._continued[piece], self._distances[piece]
+        index = self.rank if index is None else index
+        return self._continued[index], self._distances[index]
 
     def given(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The shards that use the running sum of this one: whether each of them does, (N, B), and how far back the
@@ -391,21 +391,21 @@ class SequenceShard:
         sent_sizes, received_sizes = [], []
         for other in reversed(range(self.size)) if self.backward else range(self.size):  # in the order of the ranks
             there, here = (self.size, self.size) if to_end else (other, self.rank)
-            sent += (places := self._overlap(self.rank, there, reach, in_piece=True))
-            received += (slots := self._overlap(other, here, reach, in_piece=False))
+            sent += (places := self._overlap(self.rank, there, reach, in_shard=True))
+            received += (slots := self._overlap(other, here, reach, in_shard=False))
             sent_sizes.append(len(places))
             received_sizes.append(len(slots))
         from_here, to_here = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (sent, received))
         return Routes(from_here, to_here, sent_sizes, received_sizes)
 
-    def _overlap(self, source: int, target: int, reach: int, in_piece: bool) -> list[int]:
+    def _overlap(self, source: int, target: int, reach: int, in_shard: bool) -> list[int]:
         """The tokens of shard `source` that shard `target` needs, as flat indices: into the (B, T) tokens of the
-        source if `in_piece`, otherwise into the (B, reach) slots of the target.
+        source if `in_shard`, otherwise into the (B, reach) slots of the target.
         """
         start, stop = self.starts[source], self.starts[source + 1]
         first = torch.maximum(torch.maximum(self.begins[target], self.starts[target] - reach), start)
         last = torch.minimum(self.starts[target], stop)
-        width, origin = (self.length, start) if in_piece else (reach, self.starts[target] - reach)
+        width, origin = (self.length, start) if in_shard else (reach, self.starts[target] - reach)
         found: list[int] = []
         for row, (lo, hi, zero) in enumerate(zip(first.tolist(), last.tolist(), origin.tolist())):
             found += range(row * width + lo - zero, row * width + hi - zero)
@@ -422,4 +422,4 @@ class Routes:
     received_sizes: list[int]
 
 
-__all__ = ["SequenceShard", "active_group", "context_parallel", "gather_pieces", "local_piece"]
+__all__ = ["SequenceShard", "active_group", "context_parallel", "gather_shards", "local_shard"]

@@ -11,10 +11,10 @@ from aft_hf import context_parallel
 
 
 def whole(x: torch.Tensor, group: Any, dim: int = 1) -> torch.Tensor:
-    """Gather the pieces of all processes and concatenate them."""
-    pieces = [None] * group.size()
-    distributed.all_gather_object(pieces, x, group)
-    return torch.cat(pieces, dim)
+    """Gather the shards of all processes and concatenate them."""
+    shards = [None] * group.size()
+    distributed.all_gather_object(shards, x, group)
+    return torch.cat(shards, dim)
 
 
 def averaged_gradients(model: torch.nn.Module, group: Any = None) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Processes that hold pieces of a sequence compute what one process with the whole sequence computes."""
+"""Processes that hold shards of a sequence compute what one process with the whole sequence computes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +13,10 @@ from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_o
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_piece
+from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_shard
 from aft_hf.documents_aft import Documents
 from aft_hf.sequence_shards_aft import SequenceShard
-from aft_hf.training.pieces import Pieces
+from aft_hf.training.context_parallelism import ContextParallelGroup
 from aft_hf.training.recipe import build_recipe
 
 
@@ -51,10 +51,10 @@ def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTFor
 
 
 def build_inputs(kind: str) -> dict[str, torch.Tensor]:
-    """Build whole rows: plain, with padding at both ends and inside, with documents across pieces, or with both."""
+    """Build whole rows: plain, with padding at both ends and inside, with documents across shards, or with both."""
     tokens = torch.randint(0, 16, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": tokens, "labels": tokens.clone()}
-    if kind == "short":  # pieces of one or two tokens: a window spans several pieces
+    if kind == "short":  # shards of one or two tokens: a window spans several shards
         inputs = {name: x[:, :6] for name, x in inputs.items()}
     if kind in ("padding", "both"):
         mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -90,8 +90,8 @@ def build_cases() -> dict[str, tuple[AFTForCausalLM, dict[str, torch.Tensor]]]:
 
 
 def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
-    """Return loss, logits and gradients of parameters and embeddings, on whole rows or on this process's pieces."""
-    given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
+    """Return loss, logits and gradients of parameters and embeddings, on whole rows or on this process's shards."""
+    given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
     embedded = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
     if group is None:
         output = model(inputs_embeds=embedded, use_cache=False, **given)
@@ -139,7 +139,7 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     """Return logits of tokens after a prompt, one or several at a time; one process or a group reads the prompt."""
     model, inputs = build_model(aft_type).eval(), build_inputs(kind)
     labels = inputs.pop("labels")
-    given = {name: x if group is None else local_piece(x, group) for name, x in inputs.items()}
+    given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
     if group is None:
         cache = model(**given, use_cache=True).past_key_values
     else:
@@ -165,18 +165,18 @@ def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Te
     x = torch.randint(-1024, 1024, (1, 45, 16)) / 1024
     if group is None:
         return mixer(x)
-    piece = local_piece(x, group)
-    return whole(mixer(piece, shard=SequenceShard(group, 1, piece.shape[1], x.device)), group)
+    shard = local_shard(x, group)
+    return whole(mixer(shard, shard=SequenceShard(group, 1, shard.shape[1], x.device)), group)
 
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 CACHE = build_model("conv").aft.new_cache()
-# Calls with a piece that must raise an error in some process, by part of the message.
+# Calls with a shard that must raise an error in some process, by part of the message.
 WRONG = {
     "causal AFTFull cannot take": lambda group: build_model("full")(TOKENS),
     "12 tokens is longer than max_position_embeddings=10": lambda group: build_model(
         "local", max_position_embeddings=10
-    )(local_piece(torch.zeros(1, 12, dtype=torch.long), group)),
+    )(local_shard(torch.zeros(1, 12, dtype=torch.long), group)),
     "must be the padding mask of the shard, (1, 8)": lambda group: build_model("conv")(
         TOKENS, attention_mask=torch.ones(1, 9)
     ),
@@ -187,14 +187,14 @@ WRONG = {
     "do not continue one": lambda group: build_model("conv")(
         TOKENS, past_key_values=build_model("conv").eval()(TOKENS, past_key_values=CACHE).past_key_values
     ),
-    "1 tokens cannot be divided into": lambda group: local_piece(TOKENS[:, :1], group),
+    "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     """The results of each of 2 or 4 processes."""
-    directory = tmp_path_factory.mktemp("pieces")
+    directory = tmp_path_factory.mktemp("shards")
     assert finish(launch(compute, (directory,), request.param)) == [0] * request.param
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
 
@@ -211,7 +211,7 @@ CASES += ["mixed-reference", "local-checkpointing"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found, expected, case):
+def test_shards_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found, expected, case):
     for process in found:
         assert process[case].keys() == expected[case].keys()
         for name, wanted in expected[case].items():  # sums over tokens in another order
@@ -220,7 +220,7 @@ def test_pieces_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found,
 
 
 @pytest.mark.parametrize("aft_type", TYPES)
-def test_pieces_of_large_keys_are_as_exact_as_float32_knows_them(found, expected, aft_type):
+def test_shards_of_large_keys_are_as_exact_as_float32_knows_them(found, expected, aft_type):
     exact, bound = exact_outcome(outcome, build_model(aft_type, "hostile"), build_inputs("plain"))
     for process in [expected, *found]:
         for name, wanted in exact.items():
@@ -251,14 +251,14 @@ def test_the_token_that_stands_for_all_before_is_as_exact_as_their_keys(found, a
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_in_pieces_leaves_the_state_of_generation_in_every_process(found, prompt):
+def test_a_prompt_in_shards_leaves_the_state_of_generation_in_every_process(found, prompt):
     expected = generated(*prompt)
     for process in found:
         torch.testing.assert_close(process["generated"][prompt], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_a_piece_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
+def test_what_a_shard_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
     assert any(message in process["errors"][message] for process in found)
 
 
@@ -270,7 +270,7 @@ def rows_of_tokens() -> torch.Tensor:
 
 
 def step_with_accelerate(directory: Path) -> None:
-    """Take an Accelerate step on a mesh of 2 x 2 processes: batches along one dimension, pieces along the other."""
+    """Take an Accelerate step on a mesh of 2 x 2 processes: batches along one dimension, shards along the other."""
     # Accelerate shards on accelerators only; here it must take the CPU processes for accelerators.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
@@ -287,9 +287,9 @@ def step_with_accelerate(directory: Path) -> None:
     model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows_of_tokens(), batch_size=2))
     mesh = accelerator.torch_device_mesh["cp"]
     (batch,) = batches
-    piece = local_piece(batch, mesh)
+    shard = local_shard(batch, mesh)
     with context_parallel(mesh):
-        loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+        loss = model(input_ids=shard, labels=shard, use_cache=False).loss
     accelerator.backward(loss)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     found = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
@@ -298,7 +298,7 @@ def step_with_accelerate(directory: Path) -> None:
     accelerator.end_training()
 
 
-def test_a_loop_on_accelerate_takes_the_pieces_of_its_mesh(tmp_path):
+def test_a_loop_on_accelerate_takes_the_shards_of_its_mesh(tmp_path):
     assert finish(launch(step_with_accelerate, (tmp_path,), 4)) == [0] * 4
     model, rows = build_model(["local", "alibi"]), rows_of_tokens()
     loss = model(input_ids=rows, labels=rows, use_cache=False).loss
@@ -315,7 +315,7 @@ def test_a_loop_on_accelerate_takes_the_pieces_of_its_mesh(tmp_path):
 
 
 def recipe_without_dropout(directory: Path, **changes: Any) -> dict[str, Any]:
-    """Return a recipe with two layer types, and no dropout, since pieces draw other random numbers than whole rows."""
+    """Return a recipe with two layer types, and no dropout, since shards draw other random numbers than whole rows."""
     values = bytes_recipe(directory)
     values["model"] |= {"hidden_dropout_prob": 0.0, "aft_type": ["local", "alibi"]}
     values["data"] |= {"seq_len": 17}
@@ -328,7 +328,7 @@ def alone(tmp_path_factory) -> dict[str, Any]:
     return run(recipe_without_dropout(tmp_path_factory.mktemp("alone")))
 
 
-def test_a_killed_run_of_pieces_and_of_batches_goes_on_as_the_run_of_one_process(tmp_path, alone):
+def test_a_killed_run_of_shards_and_of_batches_goes_on_as_the_run_of_one_process(tmp_path, alone):
     values = recipe_without_dropout(tmp_path, context_parallel=2)
     processes = start(values, 4)
     wait_for(Path(values["output_dir"]) / "checkpoints" / "step-000000003", processes[0])
@@ -339,7 +339,7 @@ def test_a_killed_run_of_pieces_and_of_batches_goes_on_as_the_run_of_one_process
     assert_same_run(results_of(values), alone)
 
 
-def test_pieces_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
+def test_shards_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
     values = recipe_without_dropout(tmp_path)
     assert finish(start(values | {"steps": 6, "context_parallel": 2}, 2, **FSDP2)) == [0, 0]
     assert finish(start(values, 2, **FSDP2)) == [0, 0]
@@ -353,7 +353,7 @@ def test_pieces_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
         ({"context_parallel": 0}, "context_parallel"),
     ],
 )
-def test_pieces_that_the_processes_cannot_take_are_an_error(tmp_path, changes, message):
+def test_shards_that_the_processes_cannot_take_are_an_error(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         run(recipe_without_dropout(tmp_path, **changes))
 
@@ -365,13 +365,13 @@ def test_pieces_that_the_processes_cannot_take_are_an_error(tmp_path, changes, m
         ({"task": "images"}, "needs a task of sequences, 'bytes' or 'pixels', got task='images'"),
     ],
 )
-def test_a_recipe_that_cannot_take_pieces_is_an_error(tmp_path, changes, message):
+def test_a_recipe_that_cannot_take_shards_is_an_error(tmp_path, changes, message):
     recipe = build_recipe(recipe_without_dropout(tmp_path, context_parallel=2)).model_copy(update=changes)
     with pytest.raises(ValueError, match=message):
-        Pieces.of(recipe, SimpleNamespace(num_processes=2, process_index=0))
+        ContextParallelGroup.of(recipe, SimpleNamespace(num_processes=2, process_index=0))
 
 
-def test_a_model_that_cannot_take_pieces_is_an_error_before_training(tmp_path):
+def test_a_model_that_cannot_take_shards_is_an_error_before_training(tmp_path):
     values = recipe_without_dropout(tmp_path, context_parallel=2)
     values["model"] |= {"aft_type": "full"}
     assert finish(start(values, 2)) == [1, 1]

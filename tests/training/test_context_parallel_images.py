@@ -18,7 +18,7 @@ from aft_hf import (
     AFTLocal,
     AFTSimple,
     context_parallel,
-    local_piece,
+    local_shard,
 )
 from aft_hf.sequence_shards_aft import SequenceShard
 
@@ -63,7 +63,7 @@ def checkpointed() -> tuple[Any, dict]:
 
 CASES: dict[str, Callable[[], tuple[Any, dict]]] = {
     "conv": build_case,
-    "pieces shorter than the reach of a kernel": lambda: build_case(rows=5, conv_kernel_size=7),
+    "shards shorter than the reach of a kernel": lambda: build_case(rows=5, conv_kernel_size=7),
     "a kernel that reaches the whole image from everywhere": lambda: build_case(rows=6, conv_kernel_size=11),
     "a kernel of one position": lambda: build_case(conv_kernel_size=1),
     "one column": lambda: build_case(columns=1),
@@ -95,12 +95,12 @@ def outcome(model: AFTForImageClassification, inputs: dict[str, torch.Tensor], g
 
 
 def rows_of(pixels: torch.Tensor, group: Any) -> torch.Tensor:
-    return local_piece(pixels, group, dim=2, unit=PATCH)
+    return local_shard(pixels, group, dim=2, unit=PATCH)
 
 
 @torch.no_grad()
 def feature_map(group: Any = None) -> torch.Tensor:
-    """Return the feature map of a grid too large for a table of all pairs, from pieces of very different heights."""
+    """Return the feature map of a grid too large for a table of all pairs, from shards of very different heights."""
     torch.manual_seed(0)
     model = AFTBackbone(build_config(64, 50)).eval()
     model.layers[0].mixer.kernel_scale += 1.5
@@ -125,8 +125,8 @@ def sequence_seen_from_both_sides(name: str, group: Any = None) -> torch.Tensor:
     mixer, x = MIXERS[name](), torch.randn(BATCH, 37, 16)
     if group is None:
         return mixer(x)
-    piece = local_piece(x, group)
-    return whole(mixer(piece, shard=SequenceShard(group, BATCH, piece.shape[1], x.device)), group)
+    shard = local_shard(x, group)
+    return whole(mixer(shard, shard=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
 
 
 def bytes_of_a_layer(rows: int, group: Any) -> dict[str, int]:
@@ -147,7 +147,7 @@ def of_different_widths(group: Any) -> None:
     build_case()[0](IMAGES[..., : (2 + group.rank() % 2) * PATCH])
 
 
-# Calls with a piece that must raise an error in every process, by part of the message.
+# Calls with a shard that must raise an error in every process, by part of the message.
 WRONG = {
     "no class token and no attention_mask, got a class token": lambda group: build_case(
         aft_type="simple", use_cls_token=True
@@ -163,8 +163,8 @@ WRONG = {
     ),
     "do not match image_size=22 x 6": lambda group: build_case(use_position_embeddings=True)[0](IMAGES),
     "the processes have rows of [2, 3": of_different_widths,
-    "is not a multiple of 4": lambda group: local_piece(torch.zeros(1, 3, 18, 6), group, dim=2, unit=4),
-    "1 units of 4 cannot be divided into": lambda group: local_piece(torch.zeros(1, 3, 4, 6), group, dim=2, unit=4),
+    "is not a multiple of 4": lambda group: local_shard(torch.zeros(1, 3, 18, 6), group, dim=2, unit=4),
+    "1 units of 4 cannot be divided into": lambda group: local_shard(torch.zeros(1, 3, 4, 6), group, dim=2, unit=4),
 }
 
 
@@ -216,7 +216,7 @@ def test_a_backbone_gives_the_feature_maps_of_its_rows_whatever_their_number(fou
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_mixers_of_sequences_seen_from_both_sides_take_pieces(found, mixer):
+def test_mixers_of_sequences_seen_from_both_sides_take_shards(found, mixer):
     expected = sequence_seen_from_both_sides(mixer)
     for process in found:
         torch.testing.assert_close(process["sequences"][mixer], expected, rtol=1e-5, atol=1e-5)

@@ -65,5 +65,5 @@ def _config(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _sum_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a check sum of the bytes of all tensors; of bytes, since NumPy does not have all dtypes."""
+    """Return a checksum of the bytes of all tensors; of bytes, since NumPy does not have all dtypes."""
     return sum_samples([{name: tensors[name].reshape(-1).view(torch.uint8)} for name in sorted(tensors)])

@@ -1,4 +1,4 @@
-"""Manifest of a conversion: the names and check sums of the files that it wrote. Overwriting deletes no others."""
+"""Manifest of a conversion: the names and checksums of the files that it wrote. Overwriting deletes no others."""
 
 import os
 import shutil

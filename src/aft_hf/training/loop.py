@@ -93,12 +93,12 @@ def state(run: Run, step: int) -> dict[str, Any]:
 
 def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor:
     """Run the forward and backward pass of a micro-batch, and the update after the last of a step; return the loss."""
-    accelerator, clip, pieces = run.accelerator, run.recipe.max_grad_norm, run.pieces
-    place = (pieces.rank,) if pieces.size > 1 else ()  # each piece of a sample has its own dropout
-    seed_random(run.recipe.seed, step, index * pieces.groups + pieces.index, *place)
+    accelerator, clip, context_group = run.accelerator, run.recipe.max_grad_norm, run.context_group
+    place = (context_group.rank,) if context_group.size > 1 else ()  # each shard of a sample has its own dropout
+    seed_random(run.recipe.seed, step, index * context_group.groups + context_group.index, *place)
     with accelerator.accumulate(run.model):
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        loss = pieces.loss(run.task, run.model, batch)
+        loss = context_group.loss(run.task, run.model, batch)
         accelerator.backward(loss)
         if clip is not None and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(run.model.parameters(), clip)
@@ -121,7 +121,9 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
     with averaged_weights(run):
         bar = {"desc": split, "unit": "batch", "leave": False, "disable": None if show else True}
         for batch in tqdm(run.evaluated[split], **bar):
-            predictions, references = run.accelerator.gather_for_metrics(run.pieces.scores(run.task, run.model, batch))
+            predictions, references = run.accelerator.gather_for_metrics(
+                run.context_group.scores(run.task, run.model, batch)
+            )
             metric.add_batch(predictions=predictions.cpu().numpy(), references=references.cpu().numpy())
     run.model.train()
     return metric.compute(**options)

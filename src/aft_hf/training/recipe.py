@@ -168,7 +168,7 @@ class Recipe(Section):
     steps: Count | None = None
     global_batch_size: Count  # samples per optimizer step, over all processes
     micro_batch_size: Count | None = None  # samples per forward pass of a process; None: its whole share
-    context_parallel: Count = 1  # processes that share each sequence, one piece per process
+    context_parallel: Count = 1  # processes that share each sequence, one shard per process
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     max_grad_norm: Positive | None = None
     gradient_checkpointing: bool = False

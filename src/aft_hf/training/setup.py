@@ -21,8 +21,8 @@ from ..data.streaming import StreamedBatches, StreamedSamples
 from ..reading import explained
 from .adamw import build_adamw
 from .checkpoints import Checkpoints
+from .context_parallelism import ContextParallelGroup
 from .manifest import Manifest, read_manifest
-from .pieces import Pieces
 from .recipe import ImageRowsData, Recipe, build_recipe
 from .records import Record, portable, remove_unfinished
 from .tasks import TASKS, Samples, Task
@@ -54,7 +54,7 @@ class Run:
 
     recipe: Recipe
     accelerator: Accelerator
-    pieces: Pieces
+    context_group: ContextParallelGroup
     task: Task
     data: str  # the fingerprint of the training data
     model: nn.Module
@@ -80,8 +80,8 @@ def set_up(recipe: Recipe) -> Run:
         ValueError: the recipe does not fit the data, the checkpoint, the device or the number of processes.
         OSError: the data cannot be read.
     """
-    pieces = Pieces.of(recipe, join_processes())
-    micro_batch_size, accumulation = recipe.accumulation(pieces.groups)
+    context_group = ContextParallelGroup.of(recipe, join_processes())
+    micro_batch_size, accumulation = recipe.accumulation(context_group.groups)
     task = TASKS[recipe.task](recipe)
     # The length of a stream is unknown; its recipe counts in steps, never in epochs.
     count = None if isinstance(task.train, StreamedSamples) else len(task.train)
@@ -91,7 +91,7 @@ def set_up(recipe: Recipe) -> Run:
 
     torch.manual_seed(recipe.seed)
     model = task.build_model()
-    pieces.check(model)
+    context_group.check(model)
     parameters = model.num_parameters()
     if recipe.gradient_checkpointing:
         # New releases of transformers deprecate the old name of this method; old releases lack the new name.
@@ -123,22 +123,26 @@ def set_up(recipe: Recipe) -> Run:
         seed=recipe.seed,
         start=start,
         stop=total,
-        process=pieces.index,
-        processes=pieces.groups,
+        process=context_group.index,
+        processes=context_group.groups,
         repetitions=task.repetitions,
     )
     loading: dict[str, Any] = {"num_workers": recipe.data.workers, "pin_memory": accelerator.device.type == "cuda"}
     samples = "a stream" if count is None else f"{count:,} samples, {epoch:,} steps in an epoch"
     accelerator.print(
         f"{recipe.task}: {samples}, {total:,} steps; "
-        f"{parameters / 1e6:.2f} M parameters; a step is {pieces.groups} x {accumulation} x "
+        f"{parameters / 1e6:.2f} M parameters; a step is {context_group.groups} x {accumulation} x "
         f"{micro_batch_size} (processes x micro-batches x samples)"
-        + (f", where {pieces.size} processes that share each sample count as one" if pieces.size > 1 else "")
+        + (
+            f", where {context_group.size} processes that share each sample count as one"
+            if context_group.size > 1
+            else ""
+        )
     )
     return Run(
         recipe=recipe,
         accelerator=accelerator,
-        pieces=pieces,
+        context_group=context_group,
         task=task,
         data=data,
         model=model,

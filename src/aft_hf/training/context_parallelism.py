@@ -1,4 +1,4 @@
-"""Context parallelism in training: the processes of a group share a batch, and each computes a piece of its sequences.
+"""Context parallelism in training: the processes of a group share a batch, and each computes a shard of its sequences.
 
 The loss and the metrics are those of whole sequences, in every process.
 """
@@ -10,13 +10,13 @@ from accelerate import PartialState
 from torch import distributed, nn
 from transformers import PreTrainedModel
 
-from ..sequence_shards_aft import average_over, context_parallel, local_piece, total_over
+from ..sequence_shards_aft import average_over, context_parallel, local_shard, total_over
 from .recipe import Recipe
 from .tasks import Batch, Task
 
 
 @dataclass
-class Pieces:
+class ContextParallelGroup:
     """The context-parallel group of this process. Groups of one process mean no context parallelism."""
 
     size: int  # processes in a group
@@ -26,7 +26,7 @@ class Pieces:
     group: distributed.ProcessGroup | None
 
     @classmethod
-    def of(cls, recipe: Recipe, state: PartialState) -> "Pieces":
+    def of(cls, recipe: Recipe, state: PartialState) -> "ContextParallelGroup":
         """Form groups of `context_parallel` consecutive processes.
 
         Raises:
@@ -60,25 +60,25 @@ class Pieces:
         """Return the loss of whole sequences; DDP and FSDP average its gradient over the processes."""
         if self.group is None:
             return task.loss(model, batch)
-        piece = self._cut(batch)
-        counted = (piece["labels"] != -100).sum()
+        shard = self._cut(batch)
+        counted = (shard["labels"] != -100).sum()
         share = counted * self.size / total_over(self.group, counted)
         with context_parallel(self.group):
-            loss = task.loss(model, piece) * share
+            loss = task.loss(model, shard) * share
         return average_over(self.group, loss)
 
     def scores(self, task: Task, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return predictions and references of this process's own batch.
 
-        The group computes the batches of its processes in turn, each process a piece of every batch. The scores of the
-        pieces are added, so a task's scores of a row must be sums over its tokens.
+        The group computes the batches of its processes in turn, each process a shard of every batch. The scores of the
+        shards are added, so a task's scores of a row must be sums over its tokens.
         """
         if self.group is None:
             return task.scores(model, batch)
         for source in range(self.size):
-            piece = self._cut({name: self._from(source, x) for name, x in batch.items()})
+            shard = self._cut({name: self._from(source, x) for name, x in batch.items()})
             with context_parallel(self.group):
-                scores = [total_over(self.group, x) for x in task.scores(model, piece)]
+                scores = [total_over(self.group, x) for x in task.scores(model, shard)]
             if source == self.rank:
                 own = scores
         return own[0], own[1]
@@ -91,4 +91,4 @@ class Pieces:
 
     def _cut(self, batch: Batch) -> Batch:
         assert self.group is not None
-        return {name: local_piece(x, self.group) for name, x in batch.items()}
+        return {name: local_shard(x, self.group) for name, x in batch.items()}
