@@ -269,7 +269,7 @@ def _run_with_little_room(values) -> None:
 def test_a_folder_that_cannot_be_written_stops_the_run_with_one_message(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").write_text("in the way")
-    with pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run/checkpoints \("):
+    with pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run \(.*/run/checkpoints"):
         run(bytes_recipe(tmp_path))
 
 

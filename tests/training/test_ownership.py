@@ -110,6 +110,15 @@ def test_what_a_killed_run_left_is_taken_over(tmp_path):
     assert not (tmp_path / OWNER).exists()
 
 
+def test_a_folder_that_cannot_be_written_is_refused_and_leaves_the_directory_free(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    refused = pytest.raises(OSError, match=rf"cannot write to {tmp_path} \(.*checkpoints")
+    with refused as kept, owned(tmp_path, tmp_path / "checkpoints"):
+        pass
+    with owned(tmp_path):
+        assert kept.value is not None  # the error, whose traceback refers to the lock, is still there
+
+
 def test_a_run_that_ends_in_an_error_leaves_the_directory_free(tmp_path):
     with pytest.raises(RuntimeError), owned(tmp_path / "run"):
         raise RuntimeError

@@ -22,7 +22,7 @@ from .averaging import averaged
 from .ownership import owned
 from .recipe import Recipe
 from .records import move_into, peak_memory, plot_losses, write_results
-from .setup import Run, join_processes, set_up
+from .setup import Run, checkpoint_directory, join_processes, set_up
 from .stopping import StopSignal
 from .tasks import Batch
 
@@ -38,7 +38,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
     """
     join_processes()
-    with owned(Path(recipe.output_dir)):
+    with owned(Path(recipe.output_dir), checkpoint_directory(recipe)):
         run = set_up(recipe)
         take_steps(run)
         return finish(run)

@@ -2,10 +2,11 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -31,25 +32,31 @@ class Owner(Document):
 
 
 @contextmanager
-def owned(directory: Path) -> Iterator[None]:
+def owned(directory: Path, *folders: Path) -> Iterator[None]:
     """Hold the lock of a directory within the context; create the directory if it does not exist.
 
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
     when that process ends, however it ends, so a killed run leaves no lock behind.
 
+    Args:
+        directory: the output directory.
+        folders: folders that the run will write to. They are created and tested at once, so that a run does not
+            compute for hours before its first checkpoint fails.
+
     Raises:
-        OSError: another launch holds the lock, and the message names its owner; or the directory cannot be written.
-            All processes raise the same error.
+        OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
+            cannot be written. All processes raise the same error.
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     refusal: list[str | None] = [None]
     if PartialState().is_main_process:
         try:
-            _acquire(lock, directory)
+            _acquire(lock, directory, folders)
         except OSError as error:
             refusal = [str(error)]
     broadcast_object_list(refusal)
     if refusal[0] is not None:
+        lock.release()  # held if a folder was refused
         raise OSError(refusal[0])
     try:
         yield
@@ -59,11 +66,14 @@ def owned(directory: Path) -> Iterator[None]:
             lock.release()
 
 
-def _acquire(lock: FileLock, directory: Path) -> None:
+def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
     """Acquire the lock, and record its owner."""
     try:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            TemporaryFile(dir=folder).close()
         since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
     except Timeout:

@@ -104,7 +104,7 @@ def set_up(recipe: Recipe) -> Run:
         model.compile()  # in place: the weights keep their names
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    checkpoints = Checkpoints(accelerator, Path(recipe.output_dir) / "checkpoints", keep=recipe.keep_checkpoints)
+    checkpoints = Checkpoints(accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
     record = Record(accelerator, recipe.log_every)
     data = task.train.fingerprint()
     start, position = resume(recipe, data, checkpoints, scheduler, record)
@@ -179,6 +179,11 @@ def build_order(
         return GlobalBatches(len(samples), **counts)
     assert isinstance(recipe.data, ImageRowsData)  # only datasets of images are streamed
     return StreamedBatches(samples.rows, shuffle_buffer=recipe.data.shuffle_buffer, position=position, **counts)
+
+
+def checkpoint_directory(recipe: Recipe) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return Path(recipe.output_dir) / "checkpoints"
 
 
 def join_processes() -> PartialState:
