@@ -46,10 +46,10 @@ def test_the_page_has_the_papers_numbers_beside_ours_and_the_verdicts(records):
     assert "| 12 |" in page and "| Section 5.3 | **does not hold** |" in page
     assert "| Table 6 | **not run** |" in page
     eleventh = section(page, 11)
-    assert "| with query | 0.808 | 0.510 | 0.010 | 3 |" in eleventh
+    assert "| with query | accuracy | 0.808 | 0.510 | 0.010 | 3 |" in eleventh
     assert "| accuracy | +0.015 | +0.100 | 0.008 | - | holds |" in eleventh  # sqrt(2 (0.01)^2 / 3)
     assert "![Losses and results of claim 11](images/claim-11.svg)" in eleventh
-    assert "| T = 256 (2048) | 1.135 | 2.000 | 0.000 | 3 |" in section(page, 4)
+    assert "| T = 256 (2048) | bits per character | 1.135 | 2.000 | 0.000 | 3 |" in section(page, 4)
     assert "15 runs at scale 1 on CPU, 2 threads, with PyTorch 2.13.0: 0.2 hours" in page
 
 

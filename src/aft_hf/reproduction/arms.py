@@ -168,3 +168,9 @@ SPEEDS: dict[str, Speed] = {
 }
 
 ARMS: dict[str, Training | Speed] = CHARACTERS | PIXELS | IMAGES | SPEEDS
+
+
+def data_of(arm: str) -> str:
+    """The kind of data that an arm is trained on; "speed" for a speed measurement."""
+    found = ARMS[arm]
+    return found.recipe.split("_")[0] if isinstance(found, Training) else "speed"

@@ -3,8 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .arms import data_of
+
 
 LOWER, HIGHER = False, True
+
+# Units of the test scores by kind of data, and of other metrics.
+SCORES = {"characters": "bits per character", "pixels": "bits per dimension", "images": "accuracy"}
+UNITS = {"parameters": "parameters", "bias_parameters": "parameters", "kernel_use": "fraction of the positions"}
+UNITS |= {"speed_ratio": "times the speed", "memory_ratio": "times the memory"}
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,12 @@ class Row:
     arm: str
     metric: str
     paper: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit of the metric; training losses of classifiers are in nats, other losses in bits."""
+        data = data_of(self.arm)
+        return UNITS.get(self.metric) or ("nats" if (self.metric, data) == ("train", "images") else SCORES[data])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from ..analysis.pictures import CURVES, new_figure, styled
-from .arms import ARMS, Training
+from .arms import data_of
 from .claims import Claim, Row
 from .records import Records
 
@@ -33,20 +33,14 @@ def draw_claim(claim: Claim, records: Records) -> "Figure":
     tall = sum(1.2 + 0.25 * max(6 if trained else 0, len(rows)) for rows in groups.values())
     figure, axes = new_figure(len(groups), 1 + trained, (9 if trained else 6, tall))
     drawn: set[str] = set()
-    for panels, ((data, metric), rows) in zip(axes, groups.items()):
-        _draw_values(panels[-1], metric, rows, records)
+    for panels, ((data, _), rows) in zip(axes, groups.items()):
+        _draw_values(panels[-1], rows, records)
         if trained and data in drawn:
             panels[0].set_axis_off()
         elif trained:
             _draw_losses(panels[0], [arm for arm in claim.arms if data_of(arm) == data], records)
         drawn.add(data)
     return figure
-
-
-def data_of(arm: str) -> str:
-    """The kind of data that an arm is trained on; "speed" for a speed measurement."""
-    found = ARMS[arm]
-    return found.recipe.split("_")[0] if isinstance(found, Training) else "speed"
 
 
 def _draw_losses(axis: "Axes", arms: list[str], records: Records) -> None:
@@ -62,7 +56,7 @@ def _draw_losses(axis: "Axes", arms: list[str], records: Records) -> None:
     axis.grid(alpha=0.3)
 
 
-def _draw_values(axis: "Axes", metric: str, rows: list[Row], records: Records) -> None:
+def _draw_values(axis: "Axes", rows: list[Row], records: Records) -> None:
     """Draw a dot for each seed, and a bar at the mean of the seeds."""
     for height, row in enumerate(reversed(rows)):
         values = list(records.values(row.arm, row.metric).values())
@@ -70,5 +64,5 @@ def _draw_values(axis: "Axes", metric: str, rows: list[Row], records: Records) -
             axis.plot(values, [height] * len(values), ".", color=CURVES[0])
             axis.plot([statistics.fmean(values)], [height], "|", color=CURVES[1], markersize=14)
     axis.set_yticks(range(len(rows)), [row.name for row in reversed(rows)])
-    axis.set(xlabel=metric.replace("_", " "), ylim=(-0.6, len(rows) - 0.4))
+    axis.set(xlabel=rows[0].unit, ylim=(-0.6, len(rows) - 0.4))
     axis.grid(alpha=0.3, axis="x")

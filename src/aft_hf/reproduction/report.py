@@ -111,13 +111,14 @@ def _section(claim: Claim, records: Records, pictures: str) -> Iterator[str]:
     yield ""
     yield f"{claim.where}. Verdict: **{records.verdict(claim)}**. {claim.note}".rstrip()
     yield ""
-    yield "| result | paper | ours | std | runs |"
-    yield "|---|---:|---:|---:|---:|"
+    yield "| result | unit | paper | ours | std | runs |"
+    yield "|---|---|---:|---:|---:|---:|"
     for row in claim.rows:
         values = list(records.values(row.arm, row.metric).values())
         ours = number(statistics.fmean(values)) if values else "-"
         spread = number(statistics.stdev(values)) if len(values) > 1 else "-"
-        yield f"| {row.name} | {'-' if row.paper is None else number(row.paper)} | {ours} | {spread} | {len(values)} |"
+        paper = "-" if row.paper is None else number(row.paper)
+        yield f"| {row.name} | {row.unit} | {paper} | {ours} | {spread} | {len(values)} |"
     yield ""
     yield "| comparison | paper | ours | standard error | margin | verdict |"
     yield "|---|---:|---:|---:|---:|---|"
