@@ -182,7 +182,7 @@ def convert(
     }
     if distill:
         if images is None:
-            raise ValueError("--distill needs --images: some thousand images of the target domain, without labels")
+            raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
         distillation["images"] = ImagesOnDisk(images)
     elif minutes is not None or steps is not None:
         raise ValueError("--minutes and --steps set the budget of --distill: give --distill too")

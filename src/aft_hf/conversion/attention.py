@@ -150,7 +150,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 def _as_reparameterized(bias: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return kernel, gamma and beta for which Eq. 8 gives this w: std(w) and mean(w) undo the standardization."""
     variance, mean = torch.var_mean(bias.flatten(1), -1, correction=0)
-    # `AFTConv` computes Eq. 8 with the same 1e-12.
+    # With multiplier m, `AFTConv` adds 1e-12 / m^2 instead of 1e-12, which matters only for nearly constant kernels.
     return {"kernel": bias, "kernel_scale": (variance + 1e-12).sqrt(), "kernel_shift": mean}
 
 

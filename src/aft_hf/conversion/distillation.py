@@ -114,7 +114,7 @@ def distill(
     Args:
         model: the model that `convert_deit` returned for `source`.
         source: the teacher.
-        images: sequence of PIL images, each loaded when it is accessed: some thousand images of the model's domain.
+        images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
         checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes and when the run is
             stopped (SIGTERM, Ctrl-C), and the run resumes from the newest one. Only one distillation at a time can
             use the directory. Default: no checkpoints.

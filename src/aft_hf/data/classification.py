@@ -1,4 +1,4 @@
-"""Training data of image classification: images are decoded and cropped one by one, and augmented in batches."""
+"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -76,8 +76,8 @@ class ImageRows(Samples[dict[str, Any]]):
 def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
     """Return the names of the classes, in the order of their numbers.
 
-    A `ClassLabel` column has these names. Integer labels are class numbers already and become names as text. Other
-    labels are sorted.
+    A column of type `ClassLabel` declares them. Integer labels are class numbers already, and their text serves as the
+    name. Other labels are names and are sorted.
 
     Raises:
         ValueError: the labels are neither names nor integers from 0, or a streamed column is no `ClassLabel`.
