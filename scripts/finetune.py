@@ -74,7 +74,7 @@ class ModelArguments:
             "are those of the model's own image processor."
         },
     )
-    distillation: str = field(default="soft", metadata={"help": "Loss of distillation.", "choices": DISTILLATIONS})
+    distillation: str = field(default="soft", metadata={"help": "Loss, as in DeiT.", "choices": DISTILLATIONS})
     distillation_weight: float = field(default=0.5, metadata={"help": "Weight of the teacher in the loss."})
     distillation_temperature: float = field(default=3.0, metadata={"help": "Temperature of soft distillation."})
     ema_decay: float | None = field(

@@ -160,7 +160,8 @@ def convert(
     source_num_heads: Annotated[
         int | None,
         typer.Option(
-            help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64."
+            help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64, "
+            "or 16 at the widths of huge and giant ViTs."
         ),
     ] = None,
     overwrite: Annotated[

@@ -87,7 +87,7 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
 
     M is the attention by offset, averaged over all queries. M_outside is the mean attention per position outside the
     window, where Eq. 6 has w = 0. If the window covers the grid, the constant is free, and w is centered. Offsets
-    between no two patches of the grid get 0.
+    that no two patches of the grid have get 0.
 
     Args:
         attention: attention maps, (h, T, T) with T = rows * columns.

@@ -109,7 +109,7 @@ def distill(
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
 
-    Accelerate chooses the device and the processes.
+    It runs on the device of `accelerator`, in all processes of an `accelerate launch`.
 
     Args:
         model: the model that `convert_deit` returned for `source`.

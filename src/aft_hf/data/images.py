@@ -1,4 +1,4 @@
-"""Preprocessing of labelled images: the model's image processor, class numbers, and augmentation of batches."""
+"""Preprocessing of labeled images: the model's image processor, class numbers, and augmentation of batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -131,7 +131,7 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
         return None
     height, width = size
     if name == "shift":
-        # Pixels at the edge are repeated: a model could see a border of another colour.
+        # Pixels at the edge are repeated: a model could see a border of another color.
         margin = (max(width // 16, 1), max(height // 16, 1))
         return augmentation.RandomCrop(size, padding=margin, padding_mode="replicate")
     flip = augmentation.RandomHorizontalFlip()

@@ -129,7 +129,7 @@ def evaluate_classifier(
 
 
 def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedModel:
-    """Return a copy of an AFT-conv with resized kernels, or the model itself if it has no kernels to resize."""
+    """Return a copy of an AFT-conv with resized kernels, or the model itself if it has none that can be resized."""
     if not isinstance(model, AFTPreTrainedModel) or set(model.config.layer_aft_types) != {"conv"}:
         return model
     resized = copy.deepcopy(model)
