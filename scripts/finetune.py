@@ -63,7 +63,7 @@ class ModelArguments:
     position_bias_scale: float = field(
         default=1.0,
         metadata={
-            "help": "Factor on the learning rate of AFT's position biases; must be 1 if the model has a "
+            "help": "Factor on the learning rate of AFT's position biases; leave it at 1 if the model has a "
             "position_bias_multiplier, as after a conversion."
         },
     )
@@ -74,7 +74,7 @@ class ModelArguments:
             "are those of the model's own image processor."
         },
     )
-    distillation: str = field(default="soft", metadata={"help": "Loss of distillation.", "choices": DISTILLATIONS})
+    distillation: str = field(default="soft", metadata={"help": "Loss, as in DeiT.", "choices": DISTILLATIONS})
     distillation_weight: float = field(default=0.5, metadata={"help": "Weight of the teacher in the loss."})
     distillation_temperature: float = field(default=3.0, metadata={"help": "Temperature of soft distillation."})
     ema_decay: float | None = field(
@@ -97,8 +97,10 @@ class ModelArguments:
 class DataArguments:
     dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the Hub, or a local one."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
-    train: str | None = field(default=None, metadata={"help": "Training data: a folder or a file."})
-    validation: str | None = field(default=None, metadata={"help": "Validation data: a folder or a file."})
+    train: str | None = field(
+        default=None, metadata={"help": "Training data instead of a dataset: a folder of images, or a file."}
+    )
+    validation: str | None = field(default=None, metadata={"help": "Validation data: a folder of images, or a file."})
     validation_share: float = field(
         default=0.05,
         metadata={
@@ -116,7 +118,9 @@ class DataArguments:
         metadata={"help": "Alpha of CutMix, 1 in DeiT. With mixup too, each batch takes one of them at random."},
     )
     text_column: str = field(default="text", metadata={"help": "Column of the texts."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens per block. Default: the limit, <= 1024."})
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens per block. Default: the maximum length of the model, at most 1024."}
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

@@ -160,7 +160,8 @@ def convert(
     source_num_heads: Annotated[
         int | None,
         typer.Option(
-            help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64."
+            help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64, "
+            "or 16 at the widths of huge and giant ViTs."
         ),
     ] = None,
     overwrite: Annotated[
@@ -182,7 +183,7 @@ def convert(
     }
     if distill:
         if images is None:
-            raise ValueError("--distill needs --images: some thousand images of the target domain, without labels")
+            raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
         distillation["images"] = ImagesOnDisk(images)
     elif minutes is not None or steps is not None:
         raise ValueError("--minutes and --steps set the budget of --distill: give --distill too")

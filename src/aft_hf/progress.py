@@ -11,7 +11,7 @@ def no_bars_in_logs() -> None:
     """
     if sys.stderr.isatty():
         return
-    # The libraries read these variables on import. They are not imported here, which would be slow and often needless.
+    # datasets and huggingface_hub read these variables on import. An import here would be slow and often needless.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "datasets" in sys.modules:

@@ -369,7 +369,7 @@ def test_report_and_card_say_what_was_done(vit, images, tmp_path):
     assert {record.target for record in saved.with_status("distilled")} == set(model.state_dict())
     assert "first copied" in {record.note for record in saved.records}
     assert not saved.with_status("copied") and verify_conversion(vit, out) == 0
-    assert "distilled from its source on 24 unlabelled images in 3 steps" in " ".join(
+    assert "distilled from its source on 24 unlabeled images in 3 steps" in " ".join(
         write_card(out).read_text().split()
     )
 

@@ -87,7 +87,7 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
 
     M is the attention by offset, averaged over all queries. M_outside is the mean attention per position outside the
     window, where Eq. 6 has w = 0. If the window covers the grid, the constant is free, and w is centered. Offsets
-    between no two patches of the grid get 0.
+    that no two patches of the grid have get 0.
 
     Args:
         attention: attention maps, (h, T, T) with T = rows * columns.
@@ -150,7 +150,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 def _as_reparameterized(bias: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return kernel, gamma and beta for which Eq. 8 gives this w: std(w) and mean(w) undo the standardization."""
     variance, mean = torch.var_mean(bias.flatten(1), -1, correction=0)
-    # `AFTConv` computes Eq. 8 with the same 1e-12.
+    # With multiplier m, `AFTConv` adds 1e-12 / m^2 instead of 1e-12, which matters only for nearly constant kernels.
     return {"kernel": bias, "kernel_scale": (variance + 1e-12).sqrt(), "kernel_shift": mean}
 
 

@@ -1,4 +1,4 @@
-"""Derivation of a tensor from tensors of a checkpoint: steps as text, which a report stores and `of` executes."""
+"""Derivation of a tensor from tensors of a checkpoint: steps as text, which a report stores and `compute` executes."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -109,12 +109,12 @@ def distill(
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
 
-    Accelerate chooses the device and the processes.
+    It runs on the device of `accelerator`, in all processes of an `accelerate launch`.
 
     Args:
         model: the model that `convert_deit` returned for `source`.
         source: the teacher.
-        images: sequence of PIL images, each loaded when it is accessed: some thousand images of the model's domain.
+        images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
         checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes and when the run is
             stopped (SIGTERM, Ctrl-C), and the run resumes from the newest one. Only one distillation at a time can
             use the directory. Default: no checkpoints.

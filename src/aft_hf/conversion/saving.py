@@ -132,7 +132,7 @@ def _distilled(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(distillation.get("seed", 0))
         model, report = convert_deit(source, **options)
-    fitted = sorted({record.note for record in report.with_status("fitted")})  # which contains the number of images
+    fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
     conversion = {**report.options, "fitted": fitted}
     report.add_distillation(distill(model, source, conversion=conversion, **distillation))
     return model, report

@@ -1,4 +1,4 @@
-"""Training data of image classification: images are decoded and cropped one by one, and augmented in batches."""
+"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from .rand_augment import RandAugment
 
 
 class TrainingImages(Dataset[dict[str, torch.Tensor]]):
-    """Dataset of labelled images, indexed by `SampleKey`: `pixel_values`, (3, size, size) in uint8, and `labels`.
+    """Dataset of labeled images, indexed by `SampleKey`: `pixel_values`, (3, size, size) in uint8, and `labels`.
 
     Args:
         rows: dataset of the library `datasets` with a column of images and a column of labels.
@@ -71,7 +71,7 @@ def crop_box(
     """Draw a random crop (left, top, right, bottom) of an image of `size` (width, height), as for Inception.
 
     The share of the area is uniform in the range `scale`, the aspect ratio log-uniform in [3/4, 4/3]. If ten draws do
-    not fit into the image, the crop is the largest one at the centre whose aspect ratio is in [3/4, 4/3].
+    not fit into the image, the crop is the largest one at the center whose aspect ratio is in [3/4, 4/3].
     """
     (width, height), (smallest, largest) = size, scale
     for _ in range(10):
@@ -170,6 +170,6 @@ def mix_batch(
 
 
 def _random_range(length: int, share: float) -> tuple[int, int]:
-    """Return the start and end of a range of `share` of the length around a random centre, clipped to the length."""
+    """Return the start and end of a range of `share` of the length around a random center, clipped to the length."""
     half, centre = int(length * share) // 2, int(torch.randint(length, ()))
     return max(centre - half, 0), min(centre + half, length)

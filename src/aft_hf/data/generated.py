@@ -31,7 +31,7 @@ def write_text(directory: str | Path) -> str:
 
 
 def draw_images(split: str, image_column: str, label_column: str) -> Dataset:
-    """Return noisy images whose classes differ in colour. The images of a split are always the same."""
+    """Return noisy images whose classes differ in color. The images of a split are always the same."""
     colours = np.random.default_rng(0).integers(30, 225, (CLASSES, 3))
     random = np.random.default_rng(list(split.encode()))
     labels = [i % CLASSES for i in range(IMAGES)]

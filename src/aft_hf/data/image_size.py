@@ -10,7 +10,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> BaseImageProcessor:
     """Return a copy of an image processor whose images have `size`, (height, width) in pixels.
 
-    A resize before a centre crop keeps its ratio to the crop: a resize to 256 before a crop of 224 becomes a resize to
+    A resize before a center crop keeps its ratio to the crop: a resize to 256 before a crop of 224 becomes a resize to
     438 before a crop of 384.
     """
     resized: Any = copy.deepcopy(processor)  # the base class does not declare the sizes

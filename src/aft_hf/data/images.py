@@ -1,4 +1,4 @@
-"""Preprocessing of labelled images: the model's image processor, class numbers, and augmentation of batches."""
+"""Preprocessing of labeled images: the model's image processor, class numbers, and augmentation of batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,8 +76,8 @@ class ImageRows(Samples[dict[str, Any]]):
 def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
     """Return the names of the classes, in the order of their numbers.
 
-    A `ClassLabel` column has these names. Integer labels are class numbers already and become names as text. Other
-    labels are sorted.
+    A column of type `ClassLabel` declares them. Integer labels are class numbers already, and their text serves as the
+    name. Other labels are names and are sorted.
 
     Raises:
         ValueError: the labels are neither names nor integers from 0, or a streamed column is no `ClassLabel`.
@@ -131,7 +131,7 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
         return None
     height, width = size
     if name == "shift":
-        # Pixels at the edge are repeated: a model could see a border of another colour.
+        # Pixels at the edge are repeated: a model could see a border of another color.
         margin = (max(width // 16, 1), max(height // 16, 1))
         return augmentation.RandomCrop(size, padding=margin, padding_mode="replicate")
     flip = augmentation.RandomHorizontalFlip()

@@ -33,7 +33,7 @@ class RandAugment(nn.Module):
         operations: number of operations that are drawn for each image, with replacement.
         magnitude: mean magnitude of the operations, from 0 to 10.
         noise: standard deviation of the magnitude, which is drawn for each operation and clipped to 0 .. 10.
-        fill: the colour outside of rotated, sheared and translated images, in [0, 1], one value per channel.
+        fill: the color outside of rotated, sheared and translated images, in [0, 1], one value per channel.
     """
 
     def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
@@ -68,7 +68,7 @@ class RandAugment(nn.Module):
 
 
 def _factor(strength: torch.Tensor) -> torch.Tensor:
-    """Return the factor of an enhancement: 1 leaves the image as it is, 0 removes its colour, contrast and so on."""
+    """Return the factor of an enhancement: 1 leaves the image as it is, 0 removes its color, contrast and so on."""
     return (1 + 0.9 * strength).clamp_min(0.1)
 
 

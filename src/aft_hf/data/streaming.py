@@ -153,7 +153,7 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
         """Yield blocks with their rows, epoch after epoch without end."""
         block = self.begun[0]
         while True:
-            # `datasets` shuffles the files by the number of the epoch: it is derived from the seed of the run.
+            # `datasets` shuffles the files with the number of the epoch as the seed, so the seed of the run enters it.
             self.rows.set_epoch(int(np.random.SeedSequence((self.seed, block.epoch)).generate_state(1)[0]))
             stream = self._rows_from(block)
             while rows := list(islice(stream, self.shuffle_buffer)):

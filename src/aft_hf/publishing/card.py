@@ -87,7 +87,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
         license: license of the weights by its name on the Hub. Default: the license in README.md, or else Apache 2.0.
 
     Raises:
-        PublishError: a file is a link out of the directory, config.json is not that of an AFT model, a file with
+        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
             results cannot be read, or the Hub does not know the license.
     """
     directory = Path(directory)

@@ -304,7 +304,7 @@ def _distillation(done: Any) -> str | None:
     if not isinstance(done, dict) or not all(_is_number(done.get(name)) for name in names):
         return None
     return (
-        f"It was then distilled from its source on {done['images']} unlabelled images in {done['steps']} steps. On "
+        f"It was then distilled from its source on {done['images']} unlabeled images in {done['steps']} steps. On "
         f"{done['agreement']:.1%} of the last augmented images, both models predicted the same class (KL divergence "
         f"{done['divergence']:.3f} nats)."
     )

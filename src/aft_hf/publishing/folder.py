@@ -55,7 +55,7 @@ def refuse_misplaced_files(directory: Path) -> None:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden and thus not published. Git's own files are not."""
+    """Return whether a file or folder is hidden and thus not published. Git's own files do not count as hidden."""
     return name.startswith(".") and name not in (".gitattributes", ".gitignore")
 
 

@@ -39,7 +39,7 @@ from .folder import files_by_name, files_to_upload
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 ATTEMPTS, WAIT = 4, 2.0  # a transient failure is retried after 2, 4 and 8 seconds
-TIMEOUT = 300.0  # timeout in seconds of a connection without a byte received
+TIMEOUT = 300.0  # seconds without any data after which a connection times out
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
     403: "the token may not write there: use a token with write access, and a repository of your own",
@@ -79,7 +79,7 @@ def publish(
     Args:
         directory: the directory that `save_pretrained` wrote, with the tokenizer or image processor.
         repo_id: "name/model" on the Hub. The repository is created if it does not exist.
-        private: whether a new repository is private or public. Default: the setting of the account.
+        private: True for a private new repository, False for a public one. Default: the setting of the account.
         revision: the branch to commit to, created from main if it does not exist. Default: main.
         create_pr: open a pull request instead of committing.
         license: license of the weights, as for `write_card`.

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Update an average of the parameters after every step of an optimizer.
+    """Register a hook that updates an average of the parameters after every step of an optimizer.
 
     Args:
         optimizer: an optimizer with a state for each parameter, such as AdamW.

@@ -30,8 +30,8 @@ class ContextParallelGroup:
         """Form groups of `context_parallel` consecutive processes.
 
         Raises:
-            ValueError: `context_parallel` does not divide the number of processes, or the recipe compiles the model or
-                is for images.
+            ValueError: `context_parallel` does not divide the number of processes; or it is greater than 1, and the
+                recipe compiles the model or is for images.
         """
         size, processes = recipe.context_parallel, state.num_processes
         if processes % size:

@@ -129,7 +129,7 @@ def evaluate_classifier(
 
 
 def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedModel:
-    """Return a copy of an AFT-conv with resized kernels, or the model itself if it has no kernels to resize."""
+    """Return a copy of an AFT-conv with resized kernels, or the model itself if it has none that can be resized."""
     if not isinstance(model, AFTPreTrainedModel) or set(model.config.layer_aft_types) != {"conv"}:
         return model
     resized = copy.deepcopy(model)
@@ -158,7 +158,8 @@ def evaluate_language_model(
 
     By default blocks do not overlap, and the first token of each block, which has no context, is not scored. With a
     stride, every token in a block except the first of the text is scored once, with at least `block_size - stride`
-    tokens of context where the text has as many before it. The end of the text that fills no block is dropped.
+    tokens of context where the text has as many before it. The end of the text that fills no block is dropped, and so
+    are the tokens at the end of each thousand rows that `group_into_blocks` drops.
 
     Args:
         model: a language model, on the device to run on.

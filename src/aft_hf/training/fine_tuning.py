@@ -1,5 +1,5 @@
 """A Trainer for AFT models: a separate learning rate for position biases, and optional distillation, augmentation,
-MixUp, CutMix and EMA of the weights."""
+mixup, CutMix and EMA of the weights."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class FineTuner(Trainer):
         teacher: a ViT or DeiT with the same classes, whose logits enter the training loss (`distillation_loss`). It
             receives the pixel values of the model, so both need the same normalization.
         distillation: keyword arguments of `distillation_loss`.
-        mixup, cutmix: alpha of the Beta distributions of MixUp and CutMix, 0 to turn them off. Each training batch is
+        mixup, cutmix: alpha of the Beta distributions of mixup and CutMix, 0 to turn them off. Each training batch is
             mixed with itself in reverse order (`mix_batch`), and the loss is the cross entropy with the mixed labels.
         ema_decay: decay of an exponential moving average of the weights (`keep_average`); None keeps no average.
             Evaluations during training use the averaged weights, and the trained model has them.

@@ -78,7 +78,7 @@ class PixelsData(ImageRowsData):
 
     image_size: Count = 32  # side in pixels; images of another size are resized
     flip: bool = True
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = 10  # uniform in [-x, x], clipped to 0 .. 255
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = 10  # shift drawn from [-x, x]; values are clipped
 
 
 class Augmentation(Section):
@@ -260,8 +260,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         smoke: whether to apply the overrides in the recipe's section `smoke`, for a run of a few seconds.
 
     Raises:
-        ValueError: the recipe does not exist or is invalid; the message names the key, its value and what is allowed.
-        OSError: the file cannot be read.
+        ValueError: the file does not exist or cannot be read, or the recipe is invalid; the message then names the
+            key, its value and what is allowed.
     """
     path = Path(path)
     values = _read(path, ())
@@ -435,7 +435,7 @@ def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _suggestion(name: str, known: Iterable[str], path: Iterable[str] = ()) -> str:
-    """Return '; did you mean ...?' with the known name closest to `name`, or all known names if none is close."""
+    """Return '; did you mean ...?' with the known name closest to `name`, or up to 40 known names if none is close."""
     known = sorted(known)  # among equally close names, always suggest the same one
     near = difflib.get_close_matches(name, known, n=1)
     if near:

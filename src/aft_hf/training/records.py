@@ -32,8 +32,8 @@ PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evalua
 class Record:
     """The losses, evaluations and training time of a run, which are saved in its checkpoints.
 
-    Losses stay on the device until `collect`. Recorded are means over every `every` steps, counted from the first step
-    of the run, so an interrupted run records the same values as an uninterrupted run.
+    Losses stay on the device until `collect`. The means over `every` steps each, counted from the first step of the
+    run, are recorded, so an interrupted run records the same values as an uninterrupted run.
     """
 
     def __init__(self, accelerator: Accelerator, every: int):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
-NEVER_READ = ("training_args.bin",)  # written by Trainer for information only
+NEVER_READ = ("training_args.bin",)  # objects other than data, which Trainer writes for information only
 SHARD_TABLE = ".metadata"  # plain pickle of `torch.distributed.checkpoint`; tables of single processes have a prefix
 
 FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
