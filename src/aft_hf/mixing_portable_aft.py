@@ -1,7 +1,8 @@
 """The portable backend: Eq. 2 in plain PyTorch operations, for any device, dtype and problem.
 
 Everything here can be traced, exported and differentiated any number of times and in every mode, since control flow
-depends on shapes alone. (`scaled_sums_aft.py` also reads values where that is possible, for a more exact result.)
+then depends on shapes alone. (Where values can be read, `scaled_sums_aft.py` and `_convolves` also use them, for a
+more exact result.)
 """
 
 import math
@@ -366,7 +367,7 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
 
     The paper writes conv(exp(K) V, exp(w) - 1) + sum exp(K) V. Where w is negative that adds and subtracts the same
     terms, so here the window is convolved with exp(w), and the positions outside it are summed by themselves.
-    Biases are clamped to at least the largest bias of their kernel minus `LARGEST_SPAN`.
+    Biases are clamped to at least the largest bias minus `LARGEST_SPAN`.
     """
     kernel, grid_size = biases.kernels.to(key.dtype), biases.grid_size
     size = kernel.shape[-1]

@@ -92,10 +92,10 @@ class AFTPreTrainedModel(PreTrainedModel):
             image_size: the new image size in pixels, or (height, width).
 
         Raises:
-            ValueError: the model is not an image model with only "conv" layers; the size is not a multiple of the
-                patch size; the kernels cannot be resized (`position_bias_selection` is set, the aspect ratio changes
-                without `global_connectivity`, or parameters are offloaded); or the kernels do not match the config.
-                The model is then unchanged.
+            ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
+                size is not a multiple of the patch size; the kernels cannot be resized (`position_bias_selection` is
+                set, the aspect ratio changes without `global_connectivity`, or parameters are offloaded); or the
+                kernels do not match the config. The model is then unchanged.
         """
         config = self.config
         if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
