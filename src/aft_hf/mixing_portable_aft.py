@@ -54,7 +54,7 @@ CHUNK_SIZE = 32
 # Bidirectional windows are summed in chunks if a sequence has more chunks than this; a table is faster for fewer.
 FEW_CHUNKS = 8
 
-# Maximum number of entries of the table exp(w) of a grid; above it a convolution is used.
+# Maximum number of entries of the table exp(w) of a grid; above it `_convolves` chooses.
 LARGEST_GRID_TABLE = 2**24
 
 
@@ -153,7 +153,9 @@ def _convolves(biases: GridKernel, length: int) -> bool:
 
 
 def chunk_size(reach: int, length: int) -> int:
-    """C, a power of two that is at least `reach`: positions two chunks back are beyond the reach of every query."""
+    """C, a power of two: at least `reach`, so that positions two chunks back are beyond the reach of every query; or
+    less if one chunk holds the whole sequence.
+    """
     size = power_of_two_from(max(reach, CHUNK_SIZE))
     # An exported program serves all lengths with one size.
     return size if torch.compiler.is_exporting() else min(size, power_of_two_from(length))

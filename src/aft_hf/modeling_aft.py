@@ -170,7 +170,8 @@ class AFTModel(AFTPreTrainedModel):
             attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`):
                 Padding mask: 1 for tokens, 0 for padding. Padding may be on either side and does not change the
                 results of the tokens. Alternatively a boolean mask of shape
-                `(batch_size or 1, sequence_length, sequence_length)`, False where a query must not see a key.
+                `(batch_size or 1, sequence_length, sequence_length)`, False where a query must not see a key. The
+                boolean mask cannot be combined with a cache.
             inputs_embeds (`torch.Tensor` of shape `(batch_size, sequence_length, hidden_size)`):
                 Embedded tokens, in place of `input_ids`.
             position_ids (`torch.LongTensor` of shape `(batch_size or 1, sequence_length)`):
@@ -509,7 +510,8 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     ) -> None:
         """Create the cache for `generate`: a static one for `cache_implementation="static"`, else a dynamic one.
 
-        If `max_length` exceeds the learned positions, it is lowered to the longest sequence that the model supports.
+        If the sequence would exceed the learned positions, `max_length` is lowered to the longest input that the model
+        supports plus one: the last generated token is not an input.
         """
         excess = self._tokens_beyond_limit(max_cache_length, model_kwargs.get("attention_mask"))
         if excess > 0:
