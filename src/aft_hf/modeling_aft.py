@@ -168,7 +168,7 @@ class AFTModel(AFTPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
                 Token ids, the input of a text model.
             attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`):
-                Padding mask: 1 for tokens, 0 for padding. Padding may be on either side and does not change the
+                Padding mask: 1 for tokens, 0 for padding. Padding may be anywhere in a row and does not change the
                 results of the tokens. Alternatively a boolean mask of shape
                 `(batch_size or 1, sequence_length, sequence_length)`, False where a query must not see a key. The
                 boolean mask cannot be combined with a cache.
@@ -194,8 +194,9 @@ class AFTModel(AFTPreTrainedModel):
             `BaseModelOutputWithPast` for text. `BaseModelOutputWithPooling` for images, whose `pooler_output` is the
             class token or the mean of the patches. With `output_attentions=True`, `attentions` contains for each layer
             the implicit attention of Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)`: each
-            feature has its own weights, so the second dimension is `hidden_size` and not `num_heads`. The weights
-            include the gate, so a row sums to `act(query)` of its feature and not to 1.
+            feature has its own weights, so the second dimension is `hidden_size` and not `num_heads`. With a
+            cache, the last dimension counts the cached tokens too. The weights include the gate, so a row sums to
+            `act(query)` of its feature and not to 1.
 
         Raises:
             ValueError: the inputs are of another modality, have a wrong shape, or are longer than the learned
