@@ -42,8 +42,8 @@ class AFTLayerState(CacheLayerMixin):
             the sums.
 
     Attributes:
-        keys, values: (B, h, W, k) and (B, h, W, c) in float32: the last real tokens of each row, right-aligned. Keys
-            are -inf where a row has fewer than W tokens.
+        keys, values: (B, h, W, k) and (B, h, W, c): the last real tokens of each row, right-aligned. Keys are -inf
+            where a row has fewer than W tokens. These and the sums are in float32, or float64 for float64 inputs.
         numerator, denominator, maximum: `ScaledSums` over the tokens before the window, (B, h, 1, c) and
             (B, h, 1, k).
         padding: (B,), the number of padding tokens of each row.
@@ -165,7 +165,7 @@ class AFTLayerState(CacheLayerMixin):
         return context if problem.query is None else torch.sigmoid(problem.query) * context
 
     def _take_in_pieces(self, problem: Mixing) -> None:
-        """Set the state to that after whole rows, of which each process has a shard."""
+        """Set the state to that at the end of the whole rows, of which each process holds a shard."""
         shard, biases, heads = problem.shard, problem.biases, problem.num_heads
         assert shard is not None
         if problem.padding_mask is not None:
@@ -223,8 +223,8 @@ class AFTLayerState(CacheLayerMixin):
         """Add new tokens to the state.
 
         Args:
-            key_states, value_states: (B, h, T, k) and (B, h, T, c), float32. In each row, real tokens come first;
-                keys of padding are -inf.
+            key_states, value_states: (B, h, T, k) and (B, h, T, c), in the dtype of the state. In each row, real
+                tokens come first; keys of padding are -inf.
             counts: (B,), how many of the T tokens of each row are real; None if all are.
             slopes: (h,), for w = -slope * distance, which has no window; otherwise None.
 
@@ -286,7 +286,7 @@ class AFTLayerState(CacheLayerMixin):
         """Add one token to every row, and compute its average of Eq. 2 over all tokens before it and itself.
 
         Args:
-            key, value: (B, h, 1, k) and (B, h, 1, c), float32.
+            key, value: (B, h, 1, k) and (B, h, 1, c), in the dtype of the state.
             bias: (B or 1, h, W + 1, 1), w from the token to the window and to itself; None if there is no window.
             slopes: (h,), for w = -slope * distance, which has no window; otherwise None.
 

@@ -83,7 +83,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     r"""
     Configuration of an Attention Free Transformer (Zhai et al., 2021, arXiv 2105.14103). It defines the architecture
     of the models `AFTModel`, `AFTForCausalLM`, `AFTForImageClassification` and the others. The defaults give the
-    paper's best character-level model: AFT-local-32 with 24 layers of width 256, for sequences of 1024 bytes.
+    paper's best character-level AFT for sequences of 1024 bytes (Table 4): AFT-local-32 with 24 layers of width 256.
 
     Args:
         modality (`str`, defaults to `"text"`):
@@ -114,9 +114,10 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             reads the paper's N(0, 10^-2) as a variance of 10^-2.
         position_bias_multiplier (`float`, defaults to 1.0):
             Constant m by which the learned position biases are multiplied: w = m (gamma (k - mean) / std + beta) for
-            `conv`, w = m u . v for `full` and `local`. The initial w is the same for every m. But Adam moves each
-            parameter by about the learning rate per step, so w changes m times as fast (sqrt(m) times in each
-            factor). The paper has m = 1. Short training runs need a larger m: converted models have m = 1000.
+            `conv`, w = m u . v for `full` and `local`. The initial w has the same distribution for every m. But Adam
+            moves each parameter by about the learning rate per step, so w changes m times as fast (sqrt(m) times if
+            it is factorized). The paper has m = 1. Short training runs need a larger m: converted models have
+            m = 1000.
         local_window_size (`int`, defaults to 32):
             Window size s of `local` (Eq. 4): position biases are learned for |t - t'| < s.
         conv_kernel_size (`int`, defaults to 11):

@@ -3,7 +3,7 @@
 A document never sees another document. So packed rows are computed as a batch of documents, with documents of about
 the same length in one batch. This is exact for every type, keeps the type's complexity, and computes at most twice the
 tokens. A traced program, which cannot depend on the number of documents, computes a table of all pairs of tokens
-instead.
+instead. A backend with `takes_documents` (Triton) computes packed rows directly.
 """
 
 from dataclasses import dataclass

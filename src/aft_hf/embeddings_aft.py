@@ -95,7 +95,7 @@ class AFTImageEmbeddings(nn.Module):
         self.position_embeddings = None
         if config.use_position_embeddings:
             self.position_embeddings = nn.Parameter(torch.zeros(1, config.max_positions, config.hidden_size))
-        # Learned tables cover one grid size. AFT-conv without position embeddings accepts any.
+        # Learned tables cover one grid size. Only AFT-conv without position embeddings accepts other sizes.
         self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -117,7 +117,7 @@ class AFTImageEmbeddings(nn.Module):
         return self.dropout(embeddings), grid_size
 
     def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
-        """Return the shard that `pixel_values` are, of images that a group of processes shares."""
+        """Return the `SequenceShard` for `pixel_values`, this process's rows of images that a group shares."""
         self._check_patches(pixel_values)
         rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
         return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
@@ -142,5 +142,6 @@ class AFTImageEmbeddings(nn.Module):
         if self.fixed_size and (height, width) != self.image_size:
             raise ValueError(
                 f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
-                f"{self.image_size[1]}, the only size that the learned positions of this model cover"
+                f'{self.image_size[1]}: only models with aft_type="conv" in all layers and without position '
+                "embeddings accept images of other sizes"
             )

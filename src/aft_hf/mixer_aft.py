@@ -296,9 +296,8 @@ class AFTMixer(nn.Module):
                 f"position_ids {tuple(position_ids.shape)} do not match {keys} keys and {queries} queries: "
                 f"they must be ({batch} or 1, length), with one length for queries and keys"
             )
-        if (
-            can_read_values(position_ids) and position_ids.numel() > 0
-        ):  # on an accelerator, the host would have to wait
+        # Not on an accelerator, where the host would have to wait for the values.
+        if can_read_values(position_ids) and position_ids.numel() > 0:
             if int(position_ids.min()) < 0:
                 raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
             self._check_size(int(position_ids.max()) + 1, None)

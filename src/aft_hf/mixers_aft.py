@@ -230,7 +230,8 @@ class AFTConv(AFTMixer):
         return self.window - 1
 
     def reset_position_bias(self) -> None:
-        # With this standard deviation, Adam changes a standardized kernel as fast as gamma and beta.
+        # Divided by the multiplier m, so that Adam changes the standardized kernel m times as fast, like m gamma and
+        # m beta.
         init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier)
         if self.kernel_scale is not None and self.kernel_shift is not None:
             init.zeros_(self.kernel_scale)

@@ -50,7 +50,7 @@ class Mixing:
         num_heads: h.
         biases: w.
         causal: whether position t sees only t' <= t.
-        num_queries: T if the number of queries differs from the number of keys; None for T = T'.
+        num_queries: T, the number of queries; None for T = T'.
         padding_mask: (B, T') boolean, False for padding. If w depends on the order of tokens, positions count from
             the first real token of a row. The outputs of padding queries are undefined.
         pair_mask: (B or 1, T, T') boolean, False where a key is hidden from a query.
@@ -354,7 +354,7 @@ def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tens
 
 
 def hide_padding(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `key` with -inf and `value` with 0 where the mask (B, T) is False; NaN in padding does not leak."""
+    """Return `key` with -inf and `value` with 0 where the mask (B, T) is False, whatever they were (NaN, too)."""
     padding = ~mask.unsqueeze(-1)
     return {"key": key.masked_fill(padding, -math.inf), "value": value.masked_fill(padding, 0.0)}
 

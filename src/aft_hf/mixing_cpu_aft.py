@@ -1,9 +1,9 @@
 """The CPU backend: hand-written forward and backward passes for eager tensors on a CPU.
 
 This module chooses between two algorithms. Causal problems whose position biases reach a fixed distance, or decay with
-the distance, run chunk by chunk in linear time (`mixing_cpu_causal_aft.py`). Other problems run as products with a
-table of exp(w), if the table fits into memory (`mixing_cpu_table_aft.py`); this algorithm can also compute the
-projections of a mixer.
+the distance, run chunk by chunk in linear time (`mixing_cpu_causal_aft.py`). Problems with a table of exp(w) that is
+not too large run as products with it (`mixing_cpu_table_aft.py`); this algorithm can also compute the projections of a
+mixer. The portable backend computes all other problems.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,7 @@ MODERATE = 20.0
 # The exponent to which the maximum of a shifted table is mapped, to use the range of float32 on both sides of 1.
 TOP = 20.0
 
-# Exponentials of lower exponents are set to 0. The bound avoids denormal numbers, with which CPUs calculate 100 times
+# Exponentials of lower exponents are set to 0. The bound avoids subnormal numbers, with which CPUs calculate 100 times
 # slower.
 FLOOR = {torch.float32: -85.0, torch.float64: -700.0}
 

@@ -1,7 +1,8 @@
 """The portable backend: Eq. 2 in plain PyTorch operations, for any device, dtype and problem.
 
 Everything here can be traced, exported and differentiated any number of times and in every mode, since control flow
-depends on shapes alone. (`scaled_sums_aft.py` also reads values where that is possible, for a more exact result.)
+then depends on shapes alone. (Where values can be read, `scaled_sums_aft.py` and `_convolves` also use them, for a
+more exact result.)
 """
 
 import math
@@ -53,7 +54,7 @@ CHUNK_SIZE = 32
 # Bidirectional windows are summed in chunks if a sequence has more chunks than this; a table is faster for fewer.
 FEW_CHUNKS = 8
 
-# Maximum number of entries of the table exp(w) of a grid; above it a convolution is used.
+# Maximum number of entries of the table exp(w) of a grid; above it `_convolves` chooses.
 LARGEST_GRID_TABLE = 2**24
 
 
@@ -152,7 +153,9 @@ def _convolves(biases: GridKernel, length: int) -> bool:
 
 
 def chunk_size(reach: int, length: int) -> int:
-    """C, a power of two that is at least `reach`: positions two chunks back are beyond the reach of every query."""
+    """C, a power of two: at least `reach`, so that positions two chunks back are beyond the reach of every query; or
+    less if one chunk holds the whole sequence.
+    """
     size = power_of_two_from(max(reach, CHUNK_SIZE))
     # An exported program serves all lengths with one size.
     return size if torch.compiler.is_exporting() else min(size, power_of_two_from(length))
@@ -366,7 +369,7 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
 
     The paper writes conv(exp(K) V, exp(w) - 1) + sum exp(K) V. Where w is negative that adds and subtracts the same
     terms, so here the window is convolved with exp(w), and the positions outside it are summed by themselves.
-    Biases are clamped to at least the largest bias of their kernel minus `LARGEST_SPAN`.
+    Biases are clamped to at least the largest bias minus `LARGEST_SPAN`.
     """
     kernel, grid_size = biases.kernels.to(key.dtype), biases.grid_size
     size = kernel.shape[-1]

@@ -1,6 +1,6 @@
 """Bidirectional Eq. 2 by Triton kernels with a table of all pairs, as custom operators of PyTorch.
 
-It serves AFT-full, AFT-conv on images, and windows on short sequences. A table has h T^2 entries and takes 2 T
+It serves AFT-full, AFT-conv on images, and windows on short sequences. A table has h T^2 entries and takes 4 T
 operations per element. So large grids and windows on longer sequences go to the portable backend, which needs none.
 """
 

@@ -143,8 +143,8 @@ def causal_mix(
         keep: whether to return the tensors that the backward pass needs.
 
     Returns:
-        The result, (B, T, d); and the averages, the log-denominators and the numbers of chunks for the backward pass,
-        which are empty without `keep`.
+        The result, (B, T, d); and for the backward pass the averages, the log-denominators and three numbers per chunk
+        and feature (`kept_tensors`), which are empty without `keep`.
     """
     from .mixing_triton_launch_aft import forward
 

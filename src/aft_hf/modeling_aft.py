@@ -92,10 +92,10 @@ class AFTPreTrainedModel(PreTrainedModel):
             image_size: the new image size in pixels, or (height, width).
 
         Raises:
-            ValueError: the model is not an image model with only "conv" layers; the size is not a multiple of the
-                patch size; the kernels cannot be resized (`position_bias_selection` is set, the aspect ratio changes
-                without `global_connectivity`, or parameters are offloaded); or the kernels do not match the config.
-                The model is then unchanged.
+            ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
+                size is not a multiple of the patch size; the kernels cannot be resized (`position_bias_selection` is
+                set, the aspect ratio changes without `global_connectivity`, or parameters are offloaded); or the
+                kernels do not match the config. The model is then unchanged.
         """
         config = self.config
         if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
@@ -168,9 +168,10 @@ class AFTModel(AFTPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
                 Token ids, the input of a text model.
             attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`):
-                Padding mask: 1 for tokens, 0 for padding. Padding may be on either side and does not change the
+                Padding mask: 1 for tokens, 0 for padding. Padding may be anywhere in a row and does not change the
                 results of the tokens. Alternatively a boolean mask of shape
-                `(batch_size or 1, sequence_length, sequence_length)`, False where a query must not see a key.
+                `(batch_size or 1, sequence_length, sequence_length)`, False where a query must not see a key. The
+                boolean mask cannot be combined with a cache.
             inputs_embeds (`torch.Tensor` of shape `(batch_size, sequence_length, hidden_size)`):
                 Embedded tokens, in place of `input_ids`.
             position_ids (`torch.LongTensor` of shape `(batch_size or 1, sequence_length)`):
@@ -193,8 +194,9 @@ class AFTModel(AFTPreTrainedModel):
             `BaseModelOutputWithPast` for text. `BaseModelOutputWithPooling` for images, whose `pooler_output` is the
             class token or the mean of the patches. With `output_attentions=True`, `attentions` contains for each layer
             the implicit attention of Eq. 3, `(batch_size, hidden_size, sequence_length, sequence_length)`: each
-            feature has its own weights, so the second dimension is `hidden_size` and not `num_heads`. The weights
-            include the gate, so a row sums to `act(query)` of its feature and not to 1.
+            feature has its own weights, so the second dimension is `hidden_size` and not `num_heads`. With a
+            cache, the last dimension counts the cached tokens too. The weights include the gate, so a row sums to
+            `act(query)` of its feature and not to 1.
 
         Raises:
             ValueError: the inputs are of another modality, have a wrong shape, or are longer than the learned
@@ -509,7 +511,8 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     ) -> None:
         """Create the cache for `generate`: a static one for `cache_implementation="static"`, else a dynamic one.
 
-        If `max_length` exceeds the learned positions, it is lowered to the longest sequence that the model supports.
+        If the sequence would exceed the learned positions, `max_length` is lowered to the longest input that the model
+        supports plus one: the last generated token is not an input.
         """
         excess = self._tokens_beyond_limit(max_cache_length, model_kwargs.get("attention_mask"))
         if excess > 0:

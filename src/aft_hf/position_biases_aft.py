@@ -21,7 +21,8 @@ class PositionBias:
     Attributes:
         relative: whether w depends only on the offset between two positions.
         ordered: whether w depends on the order of the tokens in a sequence.
-        reach: the largest distance at which w can differ from its value outside; None if there is no such limit.
+        reach: the largest distance at which w can differ from its value outside; None if there is no such limit. 0
+            with slopes, which describe w at every distance.
         slopes: (h,) if w = -slope * distance for every distance; None otherwise.
         hides_outside: whether positions beyond `reach` are hidden (w = -inf); otherwise they have w = 0.
         device: the device on which w is computed.
@@ -420,8 +421,8 @@ def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int], key_rows: in
     """
     rows, columns = grid_size
     heads, keys = by_offset.shape[0], (key_rows or rows) * columns
-    # First ordered by the columns of query and key, with all key rows concatenated. The entries of a query are then a
-    # contiguous window, so long runs are copied.
+    # The numbers are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
+    # query are then a contiguous window, so long runs are copied.
     by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
     windows = [by_column[..., row * columns :][..., :keys] for row in reversed(range(rows))]
     return torch.stack(windows, 1).flatten(1, 2)

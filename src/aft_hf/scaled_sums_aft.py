@@ -4,8 +4,9 @@ Sums have the layout (..., T, B, c), for instance (h, T, B, c) for h position-bi
 biases, so one product with an (h, T, T) table serves every row.
 
 No exponential here can overflow, and none that matters can underflow. A `ScaledSums` holds sums relative to a maximum
-(the log-sum-exp shift). That maximum is only taken over positions that are visible to every query that uses it, which
-keeps a causal model causal in floating point, however large a later key is.
+(the log-sum-exp shift). Causal sums take that maximum only over positions that are visible to every query that uses
+it, which keeps a causal model causal in floating point, however large a later key is. With a mask, `block_sums` takes
+it over all positions, and sums the queries that lose terms by this again.
 """
 
 import math
@@ -157,7 +158,8 @@ def block_sums(
     keys or biases are hidden by -inf, or that sees large keys only at small biases, can lose significant terms to
     underflow. If values can be read, such lost queries are detected by their denominators and summed again: as long as
     there are many, by a product without the largest keys, which no lost query sees, and finally from their own logits.
-    Otherwise, biases are clamped to at least the largest bias of their row minus `LARGEST_SPAN`.
+    If values cannot be read, masked biases are summed from the logits of all pairs, and biases without a mask are
+    clamped to at least the largest bias of their row minus `LARGEST_SPAN`.
 
     Args:
         key: (..., T', B, k), -inf where a position is hidden from all queries.

@@ -38,8 +38,9 @@ def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
 
     Hidden states, logits of tokens and feature maps are those of the shard. The pooled output and the logits of an
     image are those of the whole image. The loss is that of the whole sequences and has the same value in every
-    process. Its gradients are the contribution of this shard times the number of processes. So their average over
-    the processes, which DDP and FSDP compute, is the gradient of a single process with the whole sequences.
+    process. The gradients in a process are the contribution of its shard times the number of processes. So their
+    average over the processes, which DDP and FSDP compute, is the gradient of a single process with the whole
+    sequences.
 
     The backward pass may run outside of the context.
 
