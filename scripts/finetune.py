@@ -63,7 +63,7 @@ class ModelArguments:
     position_bias_scale: float = field(
         default=1.0,
         metadata={
-            "help": "Factor on the learning rate of AFT's position biases; must be 1 if the model has a "
+            "help": "Factor on the learning rate of AFT's position biases; leave it at 1 if the model has a "
             "position_bias_multiplier, as after a conversion."
         },
     )
