@@ -161,7 +161,7 @@ def _bidirectional(problem: Mixing) -> None:
 
 
 def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:
-    """Launch prefill of a prompt and of a padded piece after it, and decoding of a token, with a static cache."""
+    """Launch prefill of a prompt and of a padded chunk after it, and decoding of a token, with a static cache."""
     biases, heads = problem.biases, problem.num_heads
     state = AFTStaticLayerState(biases.reach, LENGTH)
     state.lazy_initialization(*(x.float() for x in problem.by_head()))

@@ -105,7 +105,7 @@ def problem_of(mixer: nn.Module, value: torch.Tensor, *, causal: bool, side: int
 
 
 def count_causal(problem: Mixing, mixer: nn.Module, traffic: Traffic) -> dict[str, dict]:
-    """Bytes of each pass by kernel. Those of a decoded token are times the length, to give bytes per feature."""
+    """Bytes of each pass by kernel. Bytes of a decoded token are multiplied by the length: `main` divides by it."""
     inputs, geometry = Inputs(*(detached(x) for x in problem_tensors(problem))), Geometry.of(problem)
     passes = {}
     launches.forward(inputs, geometry, keep=False)

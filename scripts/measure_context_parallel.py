@@ -74,12 +74,12 @@ def seconds_alone(calls: list[Callable[[], Any]]) -> float:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="tokens of the row")] = 65536,
-    image_side: Annotated[int, typer.Option(help="side in pixels of a square image, in place of the row")] = 0,
-    aft_type: Annotated[str, typer.Option(help="simple, alibi, conv or local; for images always conv")] = "alibi",
+    tokens: Annotated[int, typer.Option(help="Tokens of the row.")] = 65536,
+    image_side: Annotated[int, typer.Option(help="Side in pixels of a square image, in place of the row.")] = 0,
+    aft_type: Annotated[str, typer.Option(help="simple, alibi, conv or local; for images always conv.")] = "alibi",
     hidden_size: int = 16,
     layers: int = 2,
-    window: Annotated[int, typer.Option(help="window of local, kernel size of conv; for images always 11")] = 32,
+    window: Annotated[int, typer.Option(help="Window of local, kernel size of conv; for images always 11.")] = 32,
 ) -> None:
     distributed.init_process_group("gloo")
     group = distributed.group.WORLD

@@ -3,7 +3,7 @@
     python scripts/measure_generation.py --out outputs/generation.json
 
 All models have 24 layers of width 256 and random weights, which affect neither bytes nor time. Random tokens are read
-in pieces until the cache holds the context. A cache that keeps every key and value is filled with random ones instead,
+in chunks until the cache holds the context. A cache that keeps every key and value is filled with random ones instead,
 because reading 64k tokens into it would take hours. Then single tokens of all models are timed in turns, so that other
 load on the machine affects all of them.
 """

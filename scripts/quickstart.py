@@ -1,8 +1,8 @@
 """Quickstart: train, convert, save and reload small models on real data, offline.
 
-    python scripts/quickstart.py image    # convert a ViT to AFT-conv and fine-tune it on images
-    python scripts/quickstart.py text     # train a byte-level AFT language model
-    python scripts/quickstart.py pixels   # train an AFT that completes small images
+    python scripts/quickstart.py image    # convert and fine-tune a ViT
+    python scripts/quickstart.py text     # train a language model
+    python scripts/quickstart.py pixels   # train a model of small images
 
 `make quickstart`, `make quickstart-text` and `make quickstart-pixels` install the requirements first.
 """

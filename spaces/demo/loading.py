@@ -48,10 +48,10 @@ def load(kind: Kind, source: str) -> tuple[Any, Any]:
     is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
     if is_path and not (Path(source) / "config.json").is_file():
         raise Unavailable(f"There is no model in `{source}` yet. This command trains one: `{kind.command}`")
-    safely = {"trust_remote_code": False}  # the server runs no code of a model,
+    safely = {"trust_remote_code": False}  # the server runs no code of a model
     try:
         config = AutoConfig.from_pretrained(source, **safely)
-        config._attn_implementation = None  # and no kernel from the Hub that its config names
+        config._attn_implementation = None  # the config could name a kernel on the Hub, which the server must not run
         if kind is IMAGE:
             processor = AutoImageProcessor.from_pretrained(source, **safely)
             loaded = AutoModelForImageClassification.from_pretrained(source, config=config, **safely), processor

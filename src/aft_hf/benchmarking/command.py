@@ -30,11 +30,12 @@ def benchmark_command(
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to check that every case runs.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure, or only show and draw the rows of the JSON.")] = True,
 ) -> None:
-    """Compare speed and memory of AFT with ViT, GPT-2 and others with SDPA, in turns in one process.
+    """Compare speed and memory of AFT with ViT, GPT-2 and other models, which take turns in one process.
 
-    Each row has the items per second of both models, the median over turns of the ratio of their times, and their peak
-    memory, which is measured in a new process. Models with the same peer take turns together. Rows are written as soon
-    as they are measured, and the same command resumes after an interruption.
+    Each row has the items per second of both models, the median over turns of the
+    ratio of their times, and their peak memory, measured in a new process. Models
+    with the same peer take turns together. Rows are written as soon as they are
+    measured, and the same command resumes after an interruption.
     """
     import torch
     from rich.console import Console

@@ -13,7 +13,7 @@ Line = list[tuple[int, float]]  # (tokens, or pixels of the side; seconds or byt
 
 
 def lines(rows: list[Row]) -> dict[tuple[str, str, str, str, str], dict[str, Line]]:
-    """The lines of the suite `growth` by (machine, sizes, unit, task, quantity), and for each of these by model."""
+    """The lines of the suite `growth`: by (machine, sizes, unit, task, quantity), a dictionary of lines by model."""
     found: dict[tuple[str, str, str, str, str], dict[str, Line]] = {}
     for row in rows:
         if row["suite"] != "growth" or "seconds" not in row:

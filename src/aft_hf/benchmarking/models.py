@@ -57,7 +57,7 @@ class VisionRow:
         return AFTForImageClassification(config)
 
     def vit(self) -> PreTrainedModel:
-        """The ViT (a DeiT without distillation token) of the same depth, width and heads."""
+        """The ViT (a DeiT without distillation token) of the same depth and width, a head for each 64 features."""
         width = WIDTHS[self.size]
         config = ViTConfig(
             hidden_size=width,

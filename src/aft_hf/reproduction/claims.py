@@ -300,7 +300,7 @@ CLAIMS = {
                 Row("kernel 3 without global connectivity", "conv-3-no-global", "test", 0.799),
             ),
             (_beats("accuracy", "conv-3", "conv-3-no-global", HIGHER),),
-            "A kernel of size 3 covers about the same fraction of our 8 x 8 grid as the paper's 7 covers of 14 x 14.",
+            "A kernel of size 3 spans 3/8 of the side of our 8 x 8 grid, and the paper's 7 half of 14 x 14.",
         ),
         Claim(
             13,
