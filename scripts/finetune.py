@@ -1,4 +1,4 @@
-"""Fine-tune an AFT, or any model of transformers, on labeled images or on text, with the Trainer of transformers.
+r"""Fine-tune an AFT, or any model of transformers, on labeled images or on text, with the Trainer of transformers.
 
     python scripts/finetune.py --do_train --do_eval --model_name_or_path outputs/quickstart/converted \
         --train outputs/quickstart/digits/train.parquet --validation outputs/quickstart/digits/test.parquet \
@@ -8,6 +8,7 @@ All options of `TrainingArguments` work. Instead of options, one JSON or YAML fi
 """
 
 import sys
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,10 @@ class DataArguments:
     )
 
 
+class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Shows the default of each option, and the description with its line breaks."""
+
+
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save, push if requested, and return the metrics."""
     no_bars_in_logs()
@@ -173,8 +178,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    usage = "%(prog)s --model_name_or_path MODEL --train DATA --output_dir OUT --do_train [option ...] | options.json"
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments), description=__doc__, usage=usage)
+    usage = "%(prog)s --model_name_or_path MODEL --train DATA --output_dir OUT\n"
+    usage += "                   --do_train [option ...]\n       %(prog)s options.json"
+    kinds = (ModelArguments, DataArguments, TrainingArguments)
+    parser = HfArgumentParser(kinds, description=__doc__, usage=usage, formatter_class=HelpFormatter)
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
         path = Path(arguments[0])
@@ -290,6 +297,8 @@ def _classification(
 def _first_rows(splits: DatasetDict, data_args: DataArguments) -> DatasetDict:
     """At most `max_train_samples` and `max_eval_samples` rows of the splits."""
     counts = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    if any(count is not None and count < 1 for count in counts.values()):
+        raise ValueError("--max_train_samples and --max_eval_samples must be at least 1")
     return DatasetDict(
         {
             split: rows if counts.get(split) is None else rows.select(range(min(counts[split], len(rows))))

@@ -467,6 +467,8 @@ def commit(handler, token, body, repo_id, revision):
         key, value = line["key"], line["value"]
         if key == "header":
             header = value
+            if header.get("parentCommit") not in (None, parent):
+                raise ApiError(412, "A commit has happened since. Please refresh and try again.")
         elif key == "file":
             files[value["path"]] = Blob(base64.b64decode(value["content"]), False)
         elif key == "lfsFile":
@@ -474,11 +476,10 @@ def commit(handler, token, body, repo_id, revision):
                 raise ApiError(400, f"LFS pointer pointed to a file that does not exist: {value['path']}")
             files[value["path"]] = Blob(hub.objects[value["oid"]], True)
         elif key == "deletedFile":
-            files.pop(value["path"])
+            if files.pop(value["path"], None) is None:
+                raise ApiError(400, f"no such file: {value['path']}")
         else:
             raise ApiError(400, f"unknown operation {key}")
-    if header.get("parentCommit") not in (None, parent):
-        raise ApiError(412, "A commit has happened since. Please refresh and try again.")
     content = {}
     if handler.query.get("create_pr") == ["1"]:
         number = 1 + sum(ref.startswith("refs/pr/") for ref in repository.refs)

@@ -191,6 +191,16 @@ def test_a_hub_that_does_not_answer_is_asked_again(send, hub, prepared, monkeypa
     assert_whole(hub, prepared)
 
 
+def test_a_commit_that_deletes_weights_and_whose_response_is_lost_is_not_an_error(send, hub, prepared):
+    send()
+    api = HfApi(endpoint=hub.url, token=WRITE)
+    api.upload_file(path_or_fileobj=b"old", path_in_repo="model-00001-of-00002.safetensors", repo_id="me/tiny")
+    hub.fail("lost", *COMMIT)
+    send()
+    assert not any(fault.times for fault in hub.faults)
+    assert_whole(hub, prepared)
+
+
 # -------------------------------------------------------------------------------------------------- permanent faults
 
 

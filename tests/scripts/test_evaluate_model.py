@@ -51,6 +51,12 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path, run_command):
     assert 7 < metrics["bits_per_token"] < 9  # an untrained model of 256 byte values is near 8 bits
 
 
+@pytest.mark.parametrize("option", ["--max-samples", "--image-size"])
+def test_numbers_below_1_are_refused(option, classifier, tmp_path, run_command):
+    done = run_command(SCRIPT, classifier, tmp_path, option, 0)
+    assert done.returncode == 2 and f"Invalid value for '{option}'" in done.stderr
+
+
 def test_what_a_user_gets_wrong_ends_in_one_line(classifier, tmp_path, run_command):
     done = run_command(SCRIPT, classifier, tmp_path / "none.parquet", "--device", "cpu")
     assert done.returncode == 1

@@ -329,6 +329,29 @@ def test_an_unusable_image_in_a_parquet_file_is_named_by_its_row(classifier, ima
         start(classifier, tmp_path / "out", *data, *options)
 
 
+def test_a_row_without_an_image_is_named(classifier, images, tmp_path):
+    contents = [(images / name / f"{i}.png").read_bytes() for i in range(4) for name in ("blue", "red")]
+    features = Features({"image": Image(), "label": ClassLabel(names=["blue", "red"])})
+    rows = {"image": [{"bytes": content, "path": None} for content in contents], "label": [0, 1] * 4}
+    rows["image"][5] = None
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    data = ["--train", tmp_path / "rows.parquet", "--validation", tmp_path / "rows.parquet"]
+    with pytest.raises(ValueError, match="row 5: has no image"):
+        start(classifier, tmp_path / "out", *data, "--do_eval")
+
+
+@pytest.mark.parametrize("option", ["--max_train_samples", "--max_eval_samples"])
+def test_a_number_of_samples_below_1_is_refused(option, classifier, images, tmp_path):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        start(classifier, tmp_path, "--do_train", "--train", images, option, 0)
+
+
+def test_the_help_shows_the_example_as_it_is_typed(run_command):
+    done = run_command("finetune.py", "--help")
+    assert done.returncode == 0 and "outputs/quickstart/converted \\\n        --train" in done.stdout
+    assert "(default: 0.5)" in done.stdout
+
+
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
     second = [sys.executable, str(SCRIPT), "--model_name_or_path", str(classifier), "--output_dir", str(tmp_path)]

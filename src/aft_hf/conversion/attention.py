@@ -73,7 +73,7 @@ def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -
     """Return the position-bias parameters of a mixer by name, fitted to attention maps (h, T, T)."""
     if isinstance(mixer, AFTConv):
         bias = conv_bias(attention, grid_size, mixer.window)
-        return _as_reparameterized(bias / mixer.position_bias_multiplier)
+        return as_reparameterized(bias, mixer.position_bias_multiplier)
     if isinstance(mixer, AFTLocal):
         inside = band(attention.shape[-1], mixer.window)
         return _as_factors(local_bias(attention, inside), inside, mixer)
@@ -147,11 +147,19 @@ def _log(x: torch.Tensor) -> torch.Tensor:
     return x.clamp_min(torch.finfo(x.dtype).tiny).log()
 
 
-def _as_reparameterized(bias: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return kernel, gamma and beta for which Eq. 8 gives this w: std(w) and mean(w) undo the standardization."""
-    variance, mean = torch.var_mean(bias.flatten(1), -1, correction=0)
-    # With multiplier m, `AFTConv` adds 1e-12 / m^2 instead of 1e-12, which matters only for nearly constant kernels.
-    return {"kernel": bias, "kernel_scale": (variance + 1e-12).sqrt(), "kernel_shift": mean}
+def as_reparameterized(bias: torch.Tensor, multiplier: float) -> dict[str, torch.Tensor]:
+    """Return kernel, gamma and beta for which Eq. 8 times the multiplier gives w.
+
+    With kernel w / m, gamma = std(w / m) and beta = mean(w / m) undo the standardization, for which `AFTConv` adds
+    1e-12 / m^2 to the variance.
+
+    Args:
+        bias: w, (h, s, s).
+        multiplier: m, `position_bias_multiplier`.
+    """
+    kernel = bias / multiplier
+    variance, mean = torch.var_mean(kernel.flatten(1), -1, correction=0)
+    return {"kernel": kernel, "kernel_scale": (variance + 1e-12 / multiplier**2).sqrt(), "kernel_shift": mean}
 
 
 def _as_factors(bias: torch.Tensor, inside: torch.Tensor, mixer: AFTFull) -> dict[str, torch.Tensor]:

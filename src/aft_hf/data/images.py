@@ -36,6 +36,8 @@ class ImagePipeline:
         self.numbers = numbers
 
     def __call__(self, rows: dict[str, list[Any]]) -> dict[str, Any]:
+        if any(image is None for image in rows[self.image_column]):
+            raise ImageError("has no image (null)")
         images = [image.convert("RGB") for image in rows[self.image_column]]
         pixels = self.processor(images, return_tensors="pt")["pixel_values"]
         labels = rows[self.label_column]

@@ -4,6 +4,7 @@
 of the model in the repository.
 """
 
+import itertools
 import os
 import re
 import time
@@ -174,14 +175,15 @@ def _commit(
     """Commit all files on top of `before` in one commit, which also deletes weights of `before` that are not replaced.
 
     A retry is safe: files that have arrived are not sent again, and if a commit was made but its response was lost,
-    the branch has moved, so no second commit is made. A pull request could be opened twice, so it is retried only
-    after too many requests (429).
+    a retry finds nothing left to commit. A pull request could be opened twice, so it is retried only after too many
+    requests (429).
     """
-    there = {file.rfilename for file in before.siblings or ()}
-    # The new files do not replace these old weights, and an old single file would be loaded instead of new shards.
-    stale = sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
+    heads = itertools.chain([before], iter(lambda: _repository_info(api, repo_id, revision), None))
 
     def attempt() -> CommitInfo:
+        there = {file.rfilename for file in next(heads).siblings or ()}
+        # The new files do not replace these old weights, and an old single file would be loaded instead of new shards.
+        stale = sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
         # Operations keep the state of their upload, so each attempt needs new ones.
         added = [CommitOperationAdd(name, directory / name) for name in names]
         return api.create_commit(

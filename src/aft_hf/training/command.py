@@ -33,7 +33,7 @@ def evaluate_command(
     data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a data file.")],
     image_size: Annotated[
         list[int] | None,
-        typer.Option(help="Side of the images in pixels; may be repeated. Default: as trained."),
+        typer.Option(min=1, help="Side of the images in pixels; may be repeated. Default: as trained."),
     ] = None,
     stretch_kernels: Annotated[
         bool,
@@ -49,7 +49,9 @@ def evaluate_command(
         int | None, typer.Option(help="New tokens per block; the others are context. Default: all tokens are new.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Images or blocks per forward pass.")] = 64,
-    max_samples: Annotated[int | None, typer.Option(help="Evaluate only this many rows, the first ones.")] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate only this many rows, the first ones.")
+    ] = None,
     image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
     label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
     text_column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",

@@ -72,7 +72,7 @@ def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
         for folder in folders:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
         since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
