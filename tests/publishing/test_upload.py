@@ -198,7 +198,7 @@ def test_a_commit_that_deletes_weights_and_whose_response_is_lost_is_not_an_erro
     hub.fail("lost", *COMMIT)
     send()
     assert not any(fault.times for fault in hub.faults)
-    assert_whole(hub, prepared)
+    assert_whole(hub, prepared, commits=4)
 
 
 # -------------------------------------------------------------------------------------------------- permanent faults
