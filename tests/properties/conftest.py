@@ -1,6 +1,6 @@
 """Hypothesis profiles, which set how many examples each property test tries.
 
-`make test` tries 25 examples of each property and `make test-all` 100, the same ones in every run; `make soak` tries
+`make test` tries 25 examples of each property and `make test-all` 50, the same ones in every run; `make soak` tries
 2,000 random ones.
 """
 
@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Building a model is slow by the standards of hypothesis, and no test here measures time.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("test", max_examples=25, derandomize=True, database=None, **COMMON)
-settings.register_profile("all", settings.get_profile("test"), max_examples=100)
-settings.register_profile("quick", max_examples=15, phases=[Phase.explicit, Phase.generate], **COMMON)
+settings.register_profile("all", settings.get_profile("test"), max_examples=50)
 settings.register_profile("soak", max_examples=2000, print_blob=True, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
