@@ -195,6 +195,8 @@ def _parse(arguments: list[str] | None) -> tuple[ModelArguments, DataArguments, 
     training_args.remove_unused_columns = False  # images become pixel values when a row is read
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train, --do_eval, or both")
+    if any(count is not None and count < 1 for count in (parsed[1].max_train_samples, parsed[1].max_eval_samples)):
+        raise ValueError("--max_train_samples and --max_eval_samples must be at least 1")
     if training_args.fp16 and training_args.device.type == "cpu":  # Accelerate would compute in float32
         raise ValueError("--fp16 needs a GPU, and none is available: give --bf16 or neither")
     return parsed
@@ -297,8 +299,6 @@ def _classification(
 def _first_rows(splits: DatasetDict, data_args: DataArguments) -> DatasetDict:
     """At most `max_train_samples` and `max_eval_samples` rows of the splits."""
     counts = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    if any(count is not None and count < 1 for count in counts.values()):
-        raise ValueError("--max_train_samples and --max_eval_samples must be at least 1")
     return DatasetDict(
         {
             split: rows if counts.get(split) is None else rows.select(range(min(counts[split], len(rows))))
