@@ -1,15 +1,22 @@
 """Tests of runs of arms: small runs of each kind, their records, and repeated and resumed runs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from aft_hf.reproduction import running
 from aft_hf.reproduction.command import arms_of, run_all
-from aft_hf.reproduction.running import Settings, run_arm
+from aft_hf.reproduction.records import Records, digest, without_settings
+from aft_hf.reproduction.running import Settings, identify, run_arm, runs_left
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
+def made_up(arm, seed, **values):
+    """A record with the keys that a page reads."""
+    return {"arm": arm, "seed": seed, "scale": 1, "smoke": False, "metrics": {}} | values
 
 
 @pytest.fixture
@@ -43,6 +50,31 @@ def test_a_record_of_other_settings_is_refused(settings):
     path.write_text(json.dumps({"settings": {"steps": 1}}))
     with pytest.raises(ValueError, match=r"conv-0\.json was made with other settings"):
         run_arm("conv", 0, settings)
+
+
+def test_runs_of_a_page_are_left_out_if_they_have_the_same_settings(settings, tmp_path):
+    runs = [("vit", 0), ("conv", 0), ("conv-from-vit", 0)]
+    records = [
+        made_up(arm, seed, smoke=True, settings_sha256=digest(identify(arm, seed, settings))) for arm, seed in runs
+    ]
+    assert runs_left(runs, settings, Records([])) == runs
+    assert runs_left(runs, settings, Records(records)) == []
+    assert runs_left([("conv", 1)], settings, Records(records)) == [("conv", 1)]
+    other_data = replace(settings, images=str(tmp_path))
+    assert runs_left([("conv", 0)], other_data, Records(records)) == [("conv", 0)]
+    # The model of `vit` is trained again for the run that starts from it.
+    assert runs_left(runs, settings, Records(records[:2])) == [("vit", 0), ("conv-from-vit", 0)]
+    # A record in the output directory counts, too, and its model is there.
+    settings.record_path("vit", 0).parent.mkdir()
+    settings.record_path("vit", 0).write_text("{}")
+    assert runs_left(runs, settings, Records(records[:2])) == [("conv-from-vit", 0)]
+
+
+def test_a_page_keeps_the_digest_of_the_settings():
+    record = {"arm": "conv", "seed": 0, "settings": {"steps": 1, "b": [2]}}
+    kept = without_settings(record)
+    assert kept == {"arm": "conv", "seed": 0, "settings_sha256": digest({"b": [2], "steps": 1})}
+    assert without_settings(kept) == kept
 
 
 def test_a_converted_vit_is_fine_tuned_from_the_run_of_the_same_seed(settings):

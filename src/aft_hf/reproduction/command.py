@@ -9,6 +9,7 @@ import typer
 
 
 if TYPE_CHECKING:
+    from .records import Records
     from .running import Settings
 
 
@@ -24,6 +25,14 @@ def reproduce_command(
     scale: Annotated[int, typer.Option(min=1, help="Factor of widths, heads, lengths and steps; 4 on a GPU.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Directory of the runs. Default: outputs/reproduction.")] = None,
     page: Annotated[Path | None, typer.Option(help="Page of the report. Default: docs/reproduction.md.")] = None,
+    earlier: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="JSON file of a page: skip its runs that have the same settings and data.",
+        ),
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="List the runs that are left, and exit.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Run tiny models for a few steps, as a test.")] = False,
 ) -> None:
@@ -33,7 +42,7 @@ def reproduce_command(
     """
     from .records import read_records
     from .report import write_report
-    from .running import Settings
+    from .running import Settings, runs_left
 
     name = "reproduction" if scale == 1 else f"reproduction-{scale}"
     out = out or Path("outputs", *(["smoke"] if smoke else []), name)
@@ -46,13 +55,14 @@ def reproduce_command(
     arms = arms_of(what)
     settings = Settings(out, text, images, image_column, label_column, scale, smoke)
     runs = [(arm, seed) for seed in range(seeds) for arm in arms]
-    left = [run for run in runs if not settings.record_path(*run).exists()]
+    pages = [] if earlier is None else [earlier]
+    left = runs_left(runs, settings, read_records(*pages))
     print(f"{len(runs)} runs, {len(left)} left to do")
     if plan:
         print("\n".join(f"{arm}, seed {seed}" for arm, seed in left))
         return
-    failed = run_all(runs, settings)
-    show_verdicts(what, out)
+    failed = run_all([run for run in runs if run in left or settings.record_path(*run).exists()], settings)
+    show_verdicts(what, read_records(*pages, out / "results"))
     if failed:
         raise ValueError(f"{len(failed)} runs failed: {', '.join(failed)}")
 
@@ -106,15 +116,13 @@ def run_all(runs: list[tuple[str, int]], settings: "Settings") -> list[str]:
     return failed
 
 
-def show_verdicts(what: list[str], out: Path) -> None:
+def show_verdicts(what: list[str], records: "Records") -> None:
     """Print a table of the claims, their comparisons and verdicts."""
     from rich.console import Console
     from rich.table import Table
 
     from .claims import CLAIMS
-    from .records import read_records
 
-    records = read_records(out / "results")
     table = Table("#", "claim", "comparison", "ours", "verdict")
     for claim in map(CLAIMS.__getitem__, numbers_of(what)):
         table.add_row(str(claim.number), claim.says, "", "", records.verdict(claim), end_section=False)

@@ -1,5 +1,6 @@
 """Records of finished runs, collected for the report."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -76,3 +77,14 @@ def read_records(*places: Path) -> Records:
         elif place.exists():
             found += json.loads(place.read_text())
     return Records(found)
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """SHA-256 of the settings and data of a run. It takes their place in the JSON file of a page."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def without_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the digest of its settings in place of the settings."""
+    kept = {key: value for key, value in record.items() if key != "settings"}
+    return kept | ({"settings_sha256": digest(record["settings"])} if "settings" in record else {})

@@ -12,7 +12,7 @@ from ..data.json_files import write_json
 from .arms import ARMS, Training
 from .claims import CLAIMS, Claim, Comparison
 from .pictures import draw_claim
-from .records import Records
+from .records import Records, without_settings
 from .verdict import FACTOR, LEAST_SEEDS, NOT_RUN
 
 
@@ -36,7 +36,8 @@ COMMANDS = """
 
 `--text` is any plain text file, such as Tiny Shakespeare, and `--images` a folder with `train.parquet` and
 `validation.parquet`, such as those of CIFAR-10. After an interruption, the same command resumes and skips finished
-runs; `--plan` lists the runs that are left. On a GPU, `--scale 4` gives the widths, heads and lengths of the paper.
+runs; `--plan` lists the runs that are left. `--earlier docs/reproduction.json` also skips the runs of this page. On a
+GPU, `--scale 4` gives the widths, heads and lengths of the paper.
 
 ```bash
 python scripts/reproduce.py all --text tinyshakespeare.txt --images cifar10
@@ -59,8 +60,7 @@ def write_report(records: Records, page: Path, pictures: Path) -> None:
     folder = os.path.relpath(pictures, page.parent)
     with write_atomic(page) as file:
         file.write(render(records, folder).encode())
-    kept = [{key: value for key, value in record.items() if key != "settings"} for record in records.all()]
-    write_json(page.with_suffix(".json"), kept)
+    write_json(page.with_suffix(".json"), [without_settings(record) for record in records.all()])
 
 
 def render(records: Records, pictures: str) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from ..benchmarking.rows import machine
 from ..conversion import save_converted
 from ..data.json_files import write_json
 from ..training.recipe import Recipe, load_recipe
 from ..training.records import portable, versions
 from .arms import ARMS, SCALED, SMOKE, SMOKE_MODEL, Speed, Training
+from .records import Records, digest
 
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -60,6 +62,26 @@ def with_starts(arms: Iterable[str]) -> list[str]:
     return list(found)
 
 
+def runs_left(runs: Iterable[tuple[str, int]], settings: Settings, earlier: Records) -> list[tuple[str, int]]:
+    """The runs that are still to be done, in the same order.
+
+    Args:
+        runs: arms and seeds; an arm that starts from another one comes after it.
+        settings: the data, the output directory and the scale of the runs.
+        earlier: records from the JSON file of a page. A run that has one with the same settings and data is skipped,
+            unless a run that is left starts from its model, which is only in the output directory that trained it.
+    """
+    done = {(record["arm"], record["seed"]): record.get("settings_sha256") for record in earlier.all()}
+    left: list[tuple[str, int]] = []
+    for name, seed in reversed(list(runs)):
+        if settings.record_path(name, seed).exists():
+            continue
+        is_start = any((getattr(ARMS[other], "start", None), its) == (name, seed) for other, its in left)
+        if is_start or done.get((name, seed)) != digest(identify(name, seed, settings)):
+            left.append((name, seed))
+    return left[::-1]
+
+
 def run_arm(name: str, seed: int, settings: Settings) -> dict[str, Any]:
     """Run an arm unless it has a record, and return the record.
 
@@ -80,7 +102,7 @@ def run_arm(name: str, seed: int, settings: Settings) -> dict[str, Any]:
         "seed": seed,
         "scale": settings.scale,
         "smoke": settings.smoke,
-        "device": device_name(),
+        "device": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))["device"],
         "versions": versions(),
         **found,
         "settings": identity,
@@ -173,11 +195,3 @@ def _measure_speed(name: str, settings: Settings) -> dict[str, Any]:
     from .speed import measure_speed
 
     return {"metrics": measure_speed(name, settings.smoke), "losses": []}
-
-
-def device_name() -> str:
-    """Name of the device that the runs use."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"a CPU with {threads} thread{'s' if threads > 1 else ''}"
