@@ -1,6 +1,7 @@
 """Measure the cost of large keys: the time of a mixer with keys of size 30 and 90 over its time with keys of size 1.
 
-    python scripts/measure_large_keys.py
+    python scripts/measure_large_keys.py            # mixers alone
+    python scripts/measure_large_keys.py --layers   # layers of a model: the mixer, the MLP and the norms
 
 The size of keys is their standard deviation. Prints a Markdown table. The calls that are compared run in turns in one
 process, which keeps freed memory; ratios are medians over the turns.
@@ -11,9 +12,11 @@ from typing import Annotated
 
 import torch
 import typer
+from torch import nn
 
-from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.benchmarking.measuring import keep_freed_memory, ratio, seconds_in_turns
+from aft_hf.blocks_aft import AFTLayer
 
 
 SIZES = (1, 30, 90)
@@ -37,12 +40,12 @@ MIXERS = {
 }
 
 
-def calls(name: str, dtype: torch.dtype, training: bool) -> list[Callable[[], object]]:
-    """Calls of a mixer with keys of each size, without arguments."""
+def calls(name: str, dtype: torch.dtype, training: bool, layers: bool) -> list[Callable[[], object]]:
+    """Calls of a mixer, or of a layer with it, with keys of each size, without arguments."""
     build, shape = MIXERS[name]
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=dtype)
-    mixers = []
+    modules = []
     for size in SIZES:
         torch.manual_seed(0)
         mixer = build().to(dtype)
@@ -50,17 +53,24 @@ def calls(name: str, dtype: torch.dtype, training: bool) -> list[Callable[[], ob
             keys = mixer.k_proj(x).float().std()
             mixer.k_proj.weight.mul_(size / keys)
             mixer.k_proj.bias.zero_()
-        mixers.append(mixer)
+        modules.append(layer_with(mixer, shape[-1]).to(dtype) if layers else mixer)
 
-    def train(mixer) -> None:
-        mixer.zero_grad(set_to_none=True)
-        mixer(x).sum().backward()
+    def train(module: nn.Module) -> None:
+        module.zero_grad(set_to_none=True)
+        module(x).sum().backward()
 
     @torch.no_grad()
-    def infer(mixer) -> None:
-        mixer(x)
+    def infer(module: nn.Module) -> None:
+        module(x)
 
-    return [lambda mixer=mixer: (train if training else infer)(mixer) for mixer in mixers]
+    return [lambda module=module: (train if training else infer)(module) for module in modules]
+
+
+def layer_with(mixer: nn.Module, hidden_size: int) -> nn.Module:
+    """A layer of a model with this mixer. Its first norm leaves normal inputs as they are, and so the size of keys."""
+    layer = AFTLayer(AFTConfig(hidden_size=hidden_size), 0)
+    layer.mixer = mixer
+    return layer
 
 
 def measure(functions: list[Callable[[], object]], repeats: int) -> list[float]:
@@ -72,10 +82,11 @@ def measure(functions: list[Callable[[], object]], repeats: int) -> list[float]:
 def main(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 9,
     only: Annotated[str, typer.Option(help="Measure only mixers whose name contains this.")] = "",
+    layers: Annotated[bool, typer.Option("--layers", help="Measure layers of a model instead of mixers.")] = False,
 ) -> None:
     keep_freed_memory()
     print(
-        "| mixer | | "
+        f"| {'layer' if layers else 'mixer'} | | "
         + " | ".join(f"{dtype} x{size}" for dtype in ("float32", "bfloat16") for size in SIZES[1:])
         + " |"
     )
@@ -86,7 +97,7 @@ def main(
         for training in (False, True):
             row = []
             for dtype in (torch.float32, torch.bfloat16):
-                row += measure(calls(name, dtype, training), repeats)[1:]
+                row += measure(calls(name, dtype, training, layers), repeats)[1:]
             task = "training" if training else "inference"
             print(f"| {name} | {task} | " + " | ".join(f"{ratio:.2f}" for ratio in row) + " |", flush=True)
 

@@ -20,6 +20,7 @@ from .mixing_cpu_chunks_aft import (
     Rows,
     Segment,
     add_products,
+    flush_subnormals,
     products,
     scaled,
     tokens_of,
@@ -137,9 +138,9 @@ class CausalSums(Chunks):
         carry = None  # the running sum over all chunks that the tables of a segment do not reach
         for segment in segments:
             here = segment.positions
-            features = self.features(rows, segment)
-            far = None
+            features = far = None
             if self.global_connectivity:
+                features = self.features(rows, segment)
                 far = self.running_sums(rows, segment, features, carry)  # (G, h, R, n + 1, W / G)
                 carry = far[:, :, :, -1]
             sums = self._sums(rows, segment, features, far)
@@ -154,24 +155,28 @@ class CausalSums(Chunks):
             if exact is numerator:
                 context[:, :, here] = exact
 
-    def _sums(self, rows: Rows, segment: Segment, features: torch.Tensor, far: torch.Tensor | None) -> torch.Tensor:
+    def _sums(
+        self, rows: Rows, segment: Segment, features: torch.Tensor | None, far: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the sums of each query of a segment, relative to `rows.seen`: (G, h, R, n, C, W / G).
 
-        The features are overwritten.
+        The features, which are None without global connectivity, are overwritten.
         """
         if far is not None:
             far = far[:, :, :, :-1]
             start = segment.start - 1 - self.before
             far = scaled(far, self.decay(rows.seen, start, segment.start, segment.chunks))
         if self.tables is None:
-            assert far is not None  # a window has tables
+            assert features is not None and far is not None  # a window has tables
             # Without tables, all queries of a chunk see its first token, so the running sum is added to that token.
             features[..., 0, :] += far
             return products(self.biases.own, features)
-        start, chunks = segment.start, segment.chunks
-        own, previous = features[:, :, :, 1:], features[:, :, :, :-1]
-        sums = products(segment.of(self.biases.own), scaled(own, rows.difference(start, start, chunks)))
-        scaled(previous, rows.difference(start - 1, start, chunks), out=previous)
+        own = self.features_of_own(rows, segment) if features is None else features[:, :, :, 1:]
+        sums = products(segment.of(self.biases.own), own)
+        if features is None or rows.rises(segment):
+            previous = self.features_of_previous(rows, segment)
+        else:
+            previous = features[:, :, :, :-1]
         products(segment.of(self.biases.previous), previous, sums)
         if far is not None:
             weight = self.biases.far_weight
@@ -223,6 +228,7 @@ class CausalSums(Chunks):
         of_far: torch.Tensor | None,
     ) -> None:
         """Compute the gradients of some rows from right to left, since a key contributes to the queries after it."""
+        rows, rise = self.rows_of_backward(rows, inverse)
         carry = None
         # Gradients of the sums of the chunk after a segment, and the totals of the first chunks after it.
         following: torch.Tensor | float = 0.0
@@ -238,16 +244,25 @@ class CausalSums(Chunks):
             self._gradient_of_sums(
                 gradient[:, :, here], context[:, :, here], inverse[:, :, here], tokens[:, :, :, :count]
             )
+            if rise is not None:
+                factor = torch.exp(rise[:, :, segment.start : segment.stop])
+                of_sums[:, :, :, : segment.chunks] *= factor.unsqueeze(-2)
             following = of_sums[:, :, :, : self.before].clone()
             later = None
             if self.global_connectivity:
                 extra = None if of_far is None else of_far[:, :, rows.slice, segment.start : segment.stop]
+                if extra is not None and rise is not None:
+                    extra = extra * factor
                 later, ahead = self._later_sums(rows, segment, of_sums, ahead, carry, extra)
                 carry = later[:, :, :, :1]
             of_features = self._gradient_of_features(rows, segment, of_sums, later, features, of_tables)
             of_inputs = key_gradient[:, :, here], value_gradient[:, :, here]
             features_here = tokens_of(features[:, :, :, self.before :])[:, :, :, :count]
             self._gradient_of_inputs(tokens_of(of_features)[:, :, :, :count], features_here, *of_inputs)
+        if rise is not None:
+            for x in (key_gradient, value_gradient):
+                if x.dtype == self.dtype:
+                    flush_subnormals(x)
 
     def _gradient_of_features(
         self,

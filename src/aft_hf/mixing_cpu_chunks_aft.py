@@ -19,6 +19,10 @@ from .scaled_sums_aft import EMPTY, largest_size, working_dtype
 # Exponents are clamped to at least this before the exponential: subnormal results take several times longer.
 SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
+# exp(K - reference) is set to 0 below this exponent, so that its products with values are not subnormal either.
+# Processors of Intel calculate up to 40 times slower with subnormal numbers, in matrix products 200 times.
+SMALLEST_WEIGHT = {torch.float32: -82.0, torch.float64: -700.0}
+
 # Bytes of the features in a block: small enough for a processor's cache, and large enough to amortize the start of all
 # passes over it.
 BLOCK_SIZE = 2**22
@@ -30,9 +34,14 @@ MOST_CHUNKS = 128
 # for sums over tokens, biases and values; the range below it is used by smaller keys.
 HEADROOM = 60.0
 
-# Clamped exponents are negligible in denominators from exp(LOST_EXPONENT) on: 64 terms of exp(-87) add less than
-# float32 resolves.
-LOST_EXPONENT = -65.0
+# Weights that are set to 0 are negligible in denominators from exp(LOST_EXPONENT) on: 64 terms of exp(-82) add less
+# than float32 resolves.
+LOST_EXPONENT = -60.0
+
+# The references of the backward pass are raised until the smallest denominator of a chunk is
+# exp(LOST_EXPONENT + RISE_MARGIN), and at most by LARGEST_RISE, whose exponential is finite in float32.
+RISE_MARGIN = 10.0
+LARGEST_RISE = 85.0
 
 # Terms that are smaller than a denominator by a factor of exp(NOTHING) are negligible.
 NOTHING = 22.0
@@ -86,6 +95,13 @@ class Rows(NamedTuple):
         if self.own is None or self.seen is None or (self.own is self.seen and start == seen_start):
             return None
         return difference(self.own, start, self.seen, seen_start, count).unsqueeze(-2)
+
+    def rises(self, segment: "Segment") -> bool:
+        """Whether the reference of the sums of a chunk of a segment differs from that of the chunk before it."""
+        if self.own is None or self.seen is None:
+            return False
+        exponents = difference(self.own, segment.start - 1, self.seen, segment.start, segment.chunks)
+        return bool(exponents.any())
 
     def references_of_far(self, segment: "Segment", before: int) -> torch.Tensor | None:
         """Return the references of the running sums that the chunks of a segment see: (h, R, n, k), None for 0."""
@@ -184,20 +200,15 @@ class Chunks:
         They are rounded to integers, so that differences of keys and references are exact. With global connectivity,
         the second tensor is used for both.
         """
-        size = self.chunk_size
-        whole = self.length // size * size
-        parts = [self.key[:, :whole].unflatten(1, (-1, size)).amax(2)]
-        if whole < self.length:
-            parts.append(self.key[:, whole:].amax(1, keepdim=True))
         # NaN and infinities are detected by the results.
-        highest = torch.cat(parts, 1).to(self.dtype).nan_to_num_(EMPTY, EMPTY, EMPTY)
+        highest = largest_of_chunks(self.key, self.chunk_size, 1).to(self.dtype).nan_to_num_(EMPTY, EMPTY, EMPTY)
         own = self.by_head(highest).contiguous()
         if not self.global_connectivity:
             own = own.round_()
             return own, torch.cat([own[:, :, :1], torch.maximum(own[:, :, 1:], own[:, :, :-1])], 2)
         if self.fall is not None:
             # Relative to the start of each chunk. The last key of a chunk weighs more by up to the decay over a chunk.
-            fallen = torch.arange(own.shape[2], dtype=self.dtype, device=own.device)[:, None] * self.fall  # (n, k)
+            fallen = self._fallen(own.shape[2])
             own += fallen + self.fall
         seen = own.cummax(2).values
         if self.fall is not None:
@@ -209,27 +220,45 @@ class Chunks:
         """Return exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach it: (G, h, R, chunks, C,
         W / G). They are relative to the references of their chunks, and 0 outside the sequence.
         """
-        size, here = self.chunk_size, segment.positions
-        slots = segment.chunks + self.before
-        shape = *rows.key.shape[:2], slots, size
+        start, count = segment.start - self.before, segment.chunks + self.before
+        return self._features(rows, start, count, None if rows.own is None else at_chunks(rows.own, start, count))
+
+    def features_of_previous(self, rows: Rows, segment: Segment) -> torch.Tensor:
+        """Return the features of the chunk before each chunk of a segment, relative to the reference of the sums of
+        the latter.
+        """
+        seen = None if rows.seen is None else at_chunks(rows.seen, segment.start, segment.chunks)
+        return self._features(rows, segment.start - 1, segment.chunks, seen)
+
+    def features_of_own(self, rows: Rows, segment: Segment) -> torch.Tensor:
+        """Return the features of each chunk of a segment, relative to the reference of its sums."""
+        seen = None if rows.seen is None else at_chunks(rows.seen, segment.start, segment.chunks)
+        return self._features(rows, segment.start, segment.chunks, seen)
+
+    def _features(self, rows: Rows, start: int, count: int, references: torch.Tensor | None) -> torch.Tensor:
+        """Return the features of `count` chunks from `start` on, relative to references (h, R, count, k)."""
+        size, first = self.chunk_size, start * self.chunk_size
+        tokens = slice(max(first, 0), max(min(first + count * size, self.length), 0))
+        filled = slice(tokens.start - first, tokens.stop - first)
+        shape = *rows.key.shape[:2], count, size
         width = rows.value.shape[-1] + (2 - self.groups) * rows.key.shape[-1]
         features = rows.value.new_empty(self.groups, *shape, width, dtype=self.dtype)
         # exp is several times slower on rows that are not contiguous
         weights = features[1] if self.groups == 2 else features.new_empty(*shape, rows.key.shape[-1])
-        first, start = here.start - self.before * size, max(here.start - self.before * size, 0)
-        tokens, filled = slice(start, here.stop), slice(start - first, here.stop - first)
         flat = weights.flatten(2, 3)
         flat[:, :, filled] = rows.key[:, :, tokens]
-        if rows.own is not None:
-            weights -= at_chunks(rows.own, segment.start - self.before, slots).unsqueeze(-2)
+        if references is not None:
+            weights -= references.unsqueeze(-2)
         if self.slopes is not None:
             # Weights are relative to the start of their chunk: with a decay, later tokens weigh more than earlier ones
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
             weights += place[:, None] * self.slope_of_features()  # (C, k)
-        if rows.own is not None:
+        if references is not None:
             weights.clamp_(min=SMALLEST_EXPONENT[self.dtype])
         flat[:, :, filled].exp_()
         flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
+        if references is not None:
+            torch.threshold_(weights, math.exp(SMALLEST_WEIGHT[self.dtype]), 0.0)
         weighted, copy = self.parts(features)
         if self.groups == 1:
             copy.copy_(weights)
@@ -283,6 +312,40 @@ class Chunks:
             total *= decays[i]
             total += target
             target.copy_(total)
+        flush_subnormals(totals)
+
+    def rows_of_backward(self, rows: Rows, inverse: torch.Tensor) -> tuple[Rows, torch.Tensor | None]:
+        """Return the rows with the references of the backward pass, and these references less those of the forward
+        pass, (h, R, n, k); the same rows and None if the references are 0.
+
+        Gradients are products of weights exp(K - reference) with upstream gradients over denominators. In most
+        chunks, all denominators are far larger than the smallest precise one. A higher reference then makes weights
+        smaller and the other factor larger, so that negligible weights are set to 0 and no product is subnormal.
+
+        Args:
+            rows: the rows with the references of the forward pass.
+            inverse: (h, R, T, k), the reciprocals of the denominators; 0 for lost queries.
+        """
+        if rows.own is None or rows.seen is None:
+            return rows, None
+        smallest = largest_of_chunks(inverse, self.chunk_size, 2).log_().neg_()
+        target = max(LOST_EXPONENT + RISE_MARGIN, self.biases.top + GRADIENT_MARGIN - self.room)
+        largest_rise = max(0.0, min(LARGEST_RISE, self.headroom - target))
+        seen = rows.seen + smallest.sub_(target).clamp_(0.0, largest_rise).floor_()
+        if rows.own is rows.seen:
+            # References do not fall from one chunk to the next, apart from the decay.
+            fallen = 0.0 if self.fall is None else self._fallen(seen.shape[2])
+            seen = ((seen + fallen).flip(2).cummin(2).values.flip(2) - fallen).round_()
+            own = seen = torch.maximum(seen, rows.seen)
+        else:
+            following = torch.cat([seen[:, :, 1:], seen[:, :, -1:]], 2)
+            own = torch.maximum(rows.own, torch.minimum(seen, following))
+        return rows._replace(own=own, seen=seen), seen - rows.seen
+
+    def _fallen(self, count: int) -> torch.Tensor:
+        """Return the decay of keys from the first chunk to each of `count` chunks: (count, k)."""
+        assert self.fall is not None
+        return torch.arange(count, dtype=self.dtype, device=self.fall.device)[:, None] * self.fall
 
     def decay(self, seen: torch.Tensor | None, start: int, later_start: int, count: int) -> torch.Tensor | None:
         """Return the log of the factor that carries running sums from the chunks at `start` to those at `later_start`:
@@ -376,6 +439,15 @@ def tokens_of(features: torch.Tensor) -> torch.Tensor:
     return features.flatten(3, 4)
 
 
+def largest_of_chunks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Return the largest number in each chunk of `size` places along `dim`; the last chunk may be shorter."""
+    whole = x.shape[dim] // size * size
+    parts = [x.narrow(dim, 0, whole).unflatten(dim, (-1, size)).amax(dim + 1)]
+    if whole < x.shape[dim]:
+        parts.append(x.narrow(dim, whole, x.shape[dim] - whole).amax(dim, keepdim=True))
+    return torch.cat(parts, dim)
+
+
 def at_chunks(references: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Return the references of `count` chunks from `start` on; places outside repeat the first or the last chunk."""
     last = references.shape[2] - 1
@@ -398,10 +470,18 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor 
     """
     if exponent is None:
         return x
-    if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
-        return torch.mul(x, torch.exp(exponent), out=out)
+    lowest = float(exponent.amin())
+    if lowest == 0.0:
+        return x if out is None else out.copy_(x)
+    if lowest >= SMALLEST_EXPONENT[x.dtype]:
+        return flush_subnormals(torch.mul(x, torch.exp(exponent), out=out))
     root = torch.exp(exponent / 2)
-    return torch.mul(x, root, out=out).mul_(root)
+    return flush_subnormals(torch.mul(x, root, out=out).mul_(root))
+
+
+def flush_subnormals(x: torch.Tensor) -> torch.Tensor:
+    """Set subnormal numbers in x to 0, in place, and return x."""
+    return torch.ops.aten.hardshrink.out(x, torch.finfo(x.dtype).tiny, out=x)
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

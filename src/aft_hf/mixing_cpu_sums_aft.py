@@ -42,6 +42,9 @@ Index = tuple[torch.Tensor | slice, ...]
 # The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 12.0
 
+# The smallest denominators in the backward pass are larger by exp(RISE_MARGIN) than those that must be precise.
+RISE_MARGIN = 10.0
+
 # This many first queries of a causal table, where the running maximum of the keys grows fastest, may be computed by a
 # softmax. All pieces begin at multiples of this number.
 FIRST = 16
@@ -150,6 +153,12 @@ class Block:
     @cached_property
     def _smallest(self) -> float:
         """The smallest precise denominator: queries with smaller denominators are lost."""
+        return math.exp(self._smallest_exponent(0.0))
+
+    def _smallest_exponent(self, margin: float) -> float:
+        """Return the exponent of the smallest denominator that is precise by a margin, and by which sums and gradients
+        can be divided without overflow.
+        """
         dtype, top = self.table.entries.dtype, self.table.top
         # In larger denominators, each term that underflowed because of its key is less than a hundredth of a rounding
         # error.
@@ -160,7 +169,12 @@ class Block:
             largest = float(self.values.abs().nan_to_num_(0.0).amax())
         largest = min(max(largest, 1.0), LARGEST_VALUE)
         finite = math.log(largest * self.keys.shape[-1]) + GRADIENT_MARGIN - math.log(torch.finfo(dtype).max)
-        return math.exp(top + max(precise, finite))
+        return top + max(precise + margin, finite)
+
+    @cached_property
+    def _target(self) -> float:
+        """The exponent of the smallest denominators in the backward pass."""
+        return 0.0 if self.moderate else self._smallest_exponent(RISE_MARGIN)
 
     @property
     def _reach(self) -> float:
@@ -246,7 +260,9 @@ class Block:
     ) -> torch.Tensor | None:
         """`product_gradients` of the queries from start to end, which see the keys before the end."""
         seen = self.keys[..., :end], self.values[..., :end]
-        return product_gradients(upstream.part(start, end), *seen, table, self._size, of_keys, of_values, table_needed)
+        return product_gradients(
+            upstream.part(start, end), *seen, table, self._size, self._target, of_keys, of_values, table_needed
+        )
 
     def _add_gradients(
         self,
@@ -307,6 +323,7 @@ class Block:
                         rows.values.transpose(0, 1).unsqueeze(0),
                         rows.table,
                         Size.BOUNDED,
+                        self._target,
                         of_row_keys,
                         of_rows,
                         of_table is not None,

@@ -29,6 +29,7 @@ from .scaled_sums_aft import (
     block_sums,
     can_read_values,
     delayed,
+    flush_gradient,
     fold,
     join_heads,
     pad_positions,
@@ -70,7 +71,7 @@ class PortableBackend(Backend):
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
         """Compute Eq. 2: (B, T, d) in the dtype of the values."""
-        key, value = (widen(x) for x in problem.by_head())  # (B, h, T', k), (B, h, T', c)
+        key, value = (flush_gradient(widen(x)) for x in problem.by_head())  # (B, h, T', k), (B, h, T', c)
         if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
             context = pairwise_mixing(key, value, *problem.table())
         else:

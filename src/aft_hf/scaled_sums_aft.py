@@ -86,6 +86,21 @@ def floored_exp(x: torch.Tensor) -> torch.Tensor:
     return torch.exp(x if torch.equal(small, hidden) else x.masked_fill(small, -math.inf))
 
 
+def flush_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return x; on a CPU, subnormal numbers in its gradient are set to 0 before the backward pass uses them."""
+    if not (x.requires_grad and can_read_values(x)):
+        return x
+    x = x.view_as(x)  # a hook on the argument itself would stay after this call
+    tiny = torch.finfo(x.dtype).tiny
+
+    def flush(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        # Gradients of gradients call the hook without a gradient, too.
+        return None if gradient is None else nn.functional.hardshrink(gradient, tiny)
+
+    x.register_hook(flush)
+    return x
+
+
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B, T, h c) -> (B, h, T, c)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -128,7 +143,7 @@ class ScaledSums(NamedTuple):
     def merge(self, other: "ScaledSums") -> "ScaledSums":
         """Return the sums over the positions of both."""
         maximum = torch.maximum(self.maximum, other.maximum)
-        scale, other_scale = torch.exp(self.maximum - maximum), torch.exp(other.maximum - maximum)
+        scale, other_scale = floored_exp(self.maximum - maximum), floored_exp(other.maximum - maximum)
         return ScaledSums(
             self.numerator * scale + other.numerator * other_scale,
             self.denominator * scale + other.denominator * other_scale,
@@ -217,6 +232,7 @@ def _checked_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, ma
 
 def _table_sums(key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, bias_maximum: torch.Tensor) -> ScaledSums:
     """The sums as products of a table (..., T, T') of exp(w - bias_maximum) with exp(K) V and exp(K)."""
+    key, value = flush_gradient(key), flush_gradient(value)
     key_maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - key_maximum)
     maximum = key_maximum + bias_maximum.unsqueeze(-1)
@@ -232,7 +248,8 @@ def _shared_sums(key: torch.Tensor, value: torch.Tensor) -> ScaledSums:
 
 def _product(table: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """(..., T, T') x (..., T', B, c) -> (..., T, B, c), as one matrix product per leading index."""
-    return (table @ features.flatten(-2)).unflatten(-1, features.shape[-2:])
+    products = flush_gradient(table @ flush_gradient(features.flatten(-2)))
+    return products.unflatten(-1, features.shape[-2:])
 
 
 def _sums_of_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> ScaledSums:
