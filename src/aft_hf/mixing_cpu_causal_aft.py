@@ -20,12 +20,12 @@ from .mixing_cpu_chunks_aft import (
     Rows,
     Segment,
     add_products,
-    flush_subnormals,
     products,
     scaled,
     tokens_of,
 )
 from .mixing_cpu_lost_aft import Far, Lost, LostQueries
+from .scaled_sums_aft import flush_subnormals
 
 
 # The same function of key, value and tables, composed of differentiable operations.
@@ -210,6 +210,9 @@ class CausalSums(Chunks):
             self.lost.add_gradients(
                 result.lost, result.context, gradient, key_gradient, value_gradient, tables_gradient
             )
+        if not self.moderate:
+            flush_subnormals(key_gradient)
+            flush_subnormals(value_gradient)
         if tables_gradient is not None and self.tables is not None:
             tables_gradient = tables_gradient.to(self.tables.dtype)
         return key_gradient.to(self.key.dtype), value_gradient.to(self.value.dtype), tables_gradient
@@ -241,12 +244,11 @@ class CausalSums(Chunks):
             tokens = tokens_of(of_sums)
             tokens[:, :, :, count:] = 0
             of_sums[:, :, :, segment.chunks :] = following
-            self._gradient_of_sums(
-                gradient[:, :, here], context[:, :, here], inverse[:, :, here], tokens[:, :, :, :count]
-            )
+            inverse_here = inverse[:, :, here]
             if rise is not None:
                 factor = torch.exp(rise[:, :, segment.start : segment.stop])
-                of_sums[:, :, :, : segment.chunks] *= factor.unsqueeze(-2)
+                inverse_here = factor.repeat_interleave(segment.size, 2)[:, :, :count] * inverse_here
+            self._gradient_of_sums(gradient[:, :, here], context[:, :, here], inverse_here, tokens[:, :, :, :count])
             following = of_sums[:, :, :, : self.before].clone()
             later = None
             if self.global_connectivity:
@@ -259,10 +261,6 @@ class CausalSums(Chunks):
             of_inputs = key_gradient[:, :, here], value_gradient[:, :, here]
             features_here = tokens_of(features[:, :, :, self.before :])[:, :, :, :count]
             self._gradient_of_inputs(tokens_of(of_features)[:, :, :, :count], features_here, *of_inputs)
-        if rise is not None:
-            for x in (key_gradient, value_gradient):
-                if x.dtype == self.dtype:
-                    flush_subnormals(x)
 
     def _gradient_of_features(
         self,

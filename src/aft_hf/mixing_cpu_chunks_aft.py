@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .mixing_cpu_bias_aft import MODERATE, is_moderate
-from .scaled_sums_aft import EMPTY, largest_size, working_dtype
+from .scaled_sums_aft import EMPTY, flush_subnormals, largest_size, working_dtype
 
 
 # Exponents are clamped to at least this before the exponential: subnormal results take several times longer.
@@ -477,11 +477,6 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor 
         return flush_subnormals(torch.mul(x, torch.exp(exponent), out=out))
     root = torch.exp(exponent / 2)
     return flush_subnormals(torch.mul(x, root, out=out).mul_(root))
-
-
-def flush_subnormals(x: torch.Tensor) -> torch.Tensor:
-    """Set subnormal numbers in x to 0, in place, and return x."""
-    return torch.ops.aten.hardshrink.out(x, torch.finfo(x.dtype).tiny, out=x)
 
 
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -94,7 +94,7 @@ def product_gradients(
     """
     of_context, context, inverse = upstream
     dtype, count = table.entries.dtype, keys.shape[1]
-    rise = 0.0
+    rise: torch.Tensor | float = 0.0
     if size > Size.MODERATE:
         smallest = inverse.amax(-1, keepdim=True).to(working_dtype(keys)).log_().neg_()
         rise = smallest.sub_(precise).clamp_(0.0, LARGEST_RISE).floor_()  # (G, k, B, 1)
@@ -143,10 +143,8 @@ def _summands(
     return summands
 
 
-def write_weights(
-    keys: torch.Tensor, weights: torch.Tensor, top: float, rise: torch.Tensor | float = 0.0
-) -> None:
-    """Write exp(K), scaled to exp(top - rise) for the largest key of each row, into `weights`, which may be the keys."""
+def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float, rise: torch.Tensor | float = 0.0) -> None:
+    """Write exp(K), scaled to exp(top - rise) for the largest key of a row, into `weights`, which may be the keys."""
     dim = 1 if len(keys) == 1 else 0
     step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
     rises = rise.split(step, dim) if isinstance(rise, torch.Tensor) else repeat(rise)

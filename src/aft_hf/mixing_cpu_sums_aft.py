@@ -32,7 +32,7 @@ from .mixing_cpu_product_aft import (
     product_average,
     product_gradients,
 )
-from .scaled_sums_aft import largest_size, working_dtype
+from .scaled_sums_aft import flush_subnormals, largest_size, working_dtype
 
 
 # Indices of rows: their groups, features of the keys, and rows of the batch; and an index with more dimensions.
@@ -130,6 +130,8 @@ class Block:
         for result, total in zip(results, downstream):
             if result is not total:
                 result.copy_(total)
+            elif not self.moderate:
+                flush_subnormals(result)
         if of_table is None:
             return None
         assert isinstance(self.tables, DenseTables)  # bands have no gradients

@@ -86,6 +86,13 @@ def floored_exp(x: torch.Tensor) -> torch.Tensor:
     return torch.exp(x if torch.equal(small, hidden) else x.masked_fill(small, -math.inf))
 
 
+def flush_subnormals(x: torch.Tensor) -> torch.Tensor:
+    """Set subnormal numbers in x to 0, in place, and return x. In half precision, they are common and stay."""
+    if x.dtype == working_dtype(x):
+        torch.ops.aten.hardshrink.out(x, torch.finfo(x.dtype).tiny, out=x)
+    return x
+
+
 def flush_gradient(x: torch.Tensor) -> torch.Tensor:
     """Return x; on a CPU, subnormal numbers in its gradient are set to 0 before the backward pass uses them."""
     if not (x.requires_grad and can_read_values(x)):
