@@ -3,9 +3,10 @@
 The sequence is cut into chunks. Each query sums over its own chunk and the chunk before it by products with tables of
 exp(w), and over everything further back by a running sum. Exponentials are relative to a reference, the log-sum-exp
 shift of a chunk and feature: 0 for moderate keys, otherwise a fixed distance below the largest key so far
-(`mixing_cpu_chunks_aft.py`). Queries that see only keys far below their reference are detected by their denominators
-and computed again, all queries of a window at once or each by a softmax (`mixing_cpu_lost_aft.py`), so no query
-depends on later tokens.
+(`mixing_cpu_chunks_aft.py`). The backward pass raises it towards the smallest denominator of the chunk, so that hardly
+any product is subnormal. Queries that see only keys far below their reference are detected by their denominators and
+computed again, all queries of a window at once or each by a softmax (`mixing_cpu_lost_aft.py`), so no query depends on
+later tokens.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from aft_hf.reproduction.verdict import FAILS, HOLDS, NOT_RUN, UNDECIDED, judge, together
+from aft_hf.reproduction.verdict import FAILS, HOLDS, NOT_RUN, TOO_FEW, UNDECIDED, judge, together
 
 
 # Mean 2, standard deviation 1, standard error 1 / sqrt(3).
@@ -56,7 +56,7 @@ def test_equal_numbers_decide_nothing_and_exact_ones_are_decided_by_their_order(
 
 def test_too_few_seeds_decide_nothing_and_no_seed_is_not_a_run():
     one = judge({0: 9.0}, SPREAD, higher=True)
-    assert one.verdict == UNDECIDED and one.difference == 7.0 and math.isnan(one.error)
+    assert one.verdict == TOO_FEW and one.difference == 7.0 and math.isnan(one.error)
     assert judge({}, SPREAD, higher=True).verdict == NOT_RUN
     assert judge(SPREAD, {}, higher=True, paired=True).verdict == NOT_RUN
 
@@ -65,4 +65,5 @@ def test_a_claim_holds_if_all_comparisons_do_and_fails_with_any():
     assert together([HOLDS, HOLDS]) == HOLDS
     assert together([HOLDS, UNDECIDED]) == UNDECIDED
     assert together([HOLDS, UNDECIDED, FAILS, NOT_RUN]) == FAILS
-    assert together([HOLDS, UNDECIDED, NOT_RUN]) == NOT_RUN
+    assert together([HOLDS, UNDECIDED, TOO_FEW]) == TOO_FEW
+    assert together([HOLDS, UNDECIDED, TOO_FEW, NOT_RUN]) == NOT_RUN

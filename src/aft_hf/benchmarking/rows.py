@@ -166,7 +166,8 @@ def machine(device: torch.device) -> dict[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = models[0] if models else platform.processor() or platform.machine()
-    return {"device": f"{name}, {torch.get_num_threads()} threads"}
+    threads = torch.get_num_threads()
+    return {"device": f"{name}, {threads} thread{'s' if threads > 1 else ''}"}
 
 
 def versions(package: str | None = None) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 Let D be our mean minus the other mean, signed so that positive is better, plus the margin that the claim allows (0 if
 ours has to be better). The comparison holds if D exceeds `FACTOR` standard errors of the difference, does not hold if
--D exceeds them, and is otherwise not decided at this size. Fewer than `LEAST_SEEDS` seeds decide nothing. The standard
-error is that of two means with separate variances over seeds or, if both numbers come from the same runs, that of the
-mean of the paired differences.
+-D exceeds them, and is otherwise not decided at this size. Fewer than `LEAST_SEEDS` seeds are too few for a verdict.
+The standard error is that of two means with separate variances over seeds or, if both numbers come from the same runs,
+that of the mean of the paired differences.
 """
 
 import math
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 FACTOR = 2.0
 LEAST_SEEDS = 3
 
-HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "not decided at this size", "not run"
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not decided at this size"
+TOO_FEW, NOT_RUN = "too few runs", "not run"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def judge(
     others = list(other.values()) if isinstance(other, Mapping) else [float(other)]
     difference = statistics.fmean(ours.values()) - statistics.fmean(others)
     if min(counts) < LEAST_SEEDS:
-        return Judgement(difference, math.nan, UNDECIDED)
+        return Judgement(difference, math.nan, TOO_FEW)
     error = math.hypot(standard_error(list(ours.values())), standard_error(others) if len(counts) > 1 else 0.0)
     advantage = (difference if higher else -difference) + margin
     if advantage > FACTOR * error:
@@ -69,7 +70,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 def together(verdicts: Sequence[str]) -> str:
     """Combine verdicts: a claim holds if all of its comparisons hold, and does not hold if one of them does not."""
-    for verdict in (FAILS, NOT_RUN, UNDECIDED):
+    for verdict in (FAILS, NOT_RUN, TOO_FEW, UNDECIDED):
         if verdict in verdicts:
             return verdict
     return HOLDS
