@@ -89,11 +89,12 @@ def make(structure, length, batch=2, seed=0):
     return [key, value, tables], actual, expected
 
 
-def results(function, inputs):
-    """Return the context and the gradients of the inputs, in float64."""
+def results(function, inputs, gradient=1.0):
+    """Return the context and the gradients of the inputs, in float64, for an upstream gradient of this size."""
     inputs = [None if x is None else x.clone().requires_grad_() for x in inputs]
     context = function(inputs[0], inputs[1], inputs[2])
     weight = torch.randn(context.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weight *= gradient
     given = [x for x in inputs if x is not None]
     gradients = torch.autograd.grad(context, given, weight.to(context.dtype))
     return [x.detach().double() for x in (context, *gradients)]
@@ -254,6 +255,29 @@ def test_gradients_of_huge_values_are_finite_and_exact(structure, key, value):
     inputs[1] *= value
     inputs, exact = to(inputs, torch.float32)
     assert_near(results(actual, inputs), results(expected, exact), torch.float32, values=4 * value)
+
+
+@pytest.mark.parametrize(("gradient", "value"), [(1e-6, 1.0), (1e-12, 1.0), (1e6, 1.0), (1.0, 1e-6), (1e-9, 1e-9)])
+def test_gradients_of_any_size_are_exact(structure, gradient, value):
+    """Gradients of a mean over a million numbers are about 1e-6."""
+    inputs, actual, expected = make(structure, 65)
+    inputs[0] *= 60.0
+    inputs[1] *= value
+    inputs, exact = to(inputs, torch.float32)
+    for a, b in zip(results(actual, inputs, gradient), results(expected, exact, gradient), strict=True):
+        assert float((a - b).norm() / b.norm()) < 64 * torch.finfo(torch.float32).eps
+
+
+def test_slopes_whose_decay_over_a_chunk_is_no_integer(monkeypatch):
+    """One feature has a decay of 4 per chunk, the other one of 0.25, over several segments."""
+    monkeypatch.setattr(mixing_cpu_chunks_aft, "BLOCK_SIZE", 1)
+    torch.manual_seed(0)
+    slopes, key = torch.tensor([0.5, 1 / 32]), torch.randn(8, 53, 2)
+    key[:, 0] += 60.0
+    expected = partial(reference, slopes=slopes, heads=2, size=8, window_only=False)
+    actual = partial(causal_mixing, slopes=slopes, num_heads=2, chunk_size=8, differentiable=expected)
+    inputs, exact = to([key, torch.randn(8, 53, 2), None], torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32)
 
 
 @pytest.mark.parametrize("value", [1.0, 1e12])

@@ -325,3 +325,18 @@ def test_a_causal_table_of_any_length(length):
         key, value, bias = draw(TABLES["causal"], heads, key_features, key_size=90)
         inputs = key[:, :length], value[:, :length], bias[:, :length, :length]
         compare(*inputs, TABLES["causal"], heads, tolerance(torch.float32, 500))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_exponentials_of_large_keys_are_rounded_alike_in_both_passes(name):
+    """Both passes are then exact for nearly the same keys. Otherwise the rounding of each exponent remains."""
+    inputs = draw(TABLES[name], 3, WIDTH, key_size=150.0)
+    exact = [x.double() for x in inputs]
+    upstream = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    gradients = []
+    for function, given in ((mix, inputs), (reference, exact)):
+        value = given[1].clone().requires_grad_()
+        context = function(given[0].requires_grad_(), value, given[2], TABLES[name], 3)
+        gradients.append(torch.autograd.grad(context, value, upstream.to(context.dtype))[0].double())
+    error = (gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max()
+    assert float(error) < 16 * torch.finfo(torch.float32).eps

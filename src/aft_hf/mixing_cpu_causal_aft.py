@@ -9,6 +9,7 @@ computed again, all queries of a window at once or each by a softmax (`mixing_cp
 later tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from .mixing_cpu_chunks_aft import (
     tokens_of,
 )
 from .mixing_cpu_lost_aft import Far, Lost, LostQueries
-from .scaled_sums_aft import flush_subnormals
+from .scaled_sums_aft import flush_subnormals, largest_size
 
 
 # The same function of key, value and tables, composed of differentiable operations.
@@ -67,6 +68,19 @@ def causal_mixing(
     return CausalSums(key, value, tables, options).forward(for_backward=False).context
 
 
+# Values below 2^-SMALL_VALUES are multiplied by a power of two in the backward pass, in which their products with
+# small gradients would underflow.
+SMALL_VALUES = 7
+
+
+def exponent_of_inverse(x: torch.Tensor) -> int:
+    """Return the exponent of the power of two by which the largest number in x becomes about 1; 0 if it is 0 or not
+    finite.
+    """
+    largest = largest_size(x)
+    return min(max(-math.frexp(largest)[1], -100), 100) if math.isfinite(largest) and largest > 0 else 0
+
+
 class _CausalMixing(torch.autograd.Function):
     """The autograd function of `CausalSums`."""
 
@@ -94,8 +108,16 @@ class _CausalMixing(torch.autograd.Function):
                 output = ctx.differentiable(*inputs)
                 return None, None, *differentiable_gradients(output, inputs, needed, gradient)
         with torch.autocast("cpu", enabled=False):
-            sums = CausalSums(key, value, tables, ctx.options)
-            return None, None, *sums.backward(_Result.of_tensors(*result), gradient, needed[2])
+            sums, results = CausalSums(key, value, tables, ctx.options), _Result.of_tensors(*result)
+            exponent = 0 if sums.moderate else exponent_of_inverse(value)
+            if exponent < SMALL_VALUES:
+                return None, None, *sums.backward(results, gradient, needed[2])
+            # Gradients of keys and biases are proportional to the values: they are computed for larger values.
+            results = results._replace(context=results.context * 2.0**exponent)
+            sums = CausalSums(key, value * 2.0**exponent, tables, ctx.options)
+            of_key, of_value, of_tables = sums.backward(results, gradient, needed[2])
+            of_key = of_key * 2.0**-exponent
+            return None, None, of_key, of_value, None if of_tables is None else of_tables * 2.0**-exponent
 
 
 class _Result(NamedTuple):
@@ -161,7 +183,7 @@ class CausalSums(Chunks):
     ) -> torch.Tensor:
         """Return the sums of each query of a segment, relative to `rows.seen`: (G, h, R, n, C, W / G).
 
-        The features, which are None without global connectivity, are overwritten.
+        The features are None without global connectivity, and overwritten without tables.
         """
         if far is not None:
             far = far[:, :, :, :-1]
@@ -194,9 +216,15 @@ class CausalSums(Chunks):
         assert result.inverse is not None  # the forward pass ran with `for_backward`
         gradient = gradient.contiguous()
         any_lost = len(result.lost.index) > 0
-        # Lost queries are added in the dtype of the sums, so that gradients are rounded once.
+        exponent = 0
+        if not self.moderate:
+            # The largest gradient is about 2^9 (see GRADIENT_MARGIN), so that products of small ones do not underflow.
+            exponent = 9 + exponent_of_inverse(gradient)
+            gradient = gradient.to(self.dtype) * 2.0**exponent
+        # Gradients of several parts are added in the dtype of the sums, and rounded once.
+        wide = any_lost or exponent != 0
         key_gradient, value_gradient = (
-            torch.empty_like(x, dtype=self.dtype if any_lost else x.dtype) for x in (self.key, self.value)
+            torch.empty_like(x, dtype=self.dtype if wide else x.dtype) for x in (self.key, self.value)
         )
         of_tables = self.biases.zeros() if tables_needed else None
         of_far = None
@@ -211,6 +239,10 @@ class CausalSums(Chunks):
             self.lost.add_gradients(
                 result.lost, result.context, gradient, key_gradient, value_gradient, tables_gradient
             )
+        if exponent != 0:
+            for x in (key_gradient, value_gradient, tables_gradient):
+                if x is not None:
+                    x *= 2.0**-exponent
         if not self.moderate:
             flush_subnormals(key_gradient)
             flush_subnormals(value_gradient)

@@ -12,16 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_bias_aft import MODERATE, is_moderate
+from .mixing_cpu_bias_aft import FLOOR, LARGEST_RISE, MODERATE, RISE_MARGIN, is_moderate
 from .scaled_sums_aft import EMPTY, flush_subnormals, largest_size, working_dtype
 
 
-# Exponents are clamped to at least this before the exponential: subnormal results take several times longer.
+# Exponents are clamped to at least this before the exponential, which takes several times longer if it underflows.
 SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
-
-# exp(K - reference) is set to 0 below this exponent, so that its products with values are not subnormal either.
-# Processors of Intel calculate up to 40 times slower with subnormal numbers, in matrix products 200 times.
-SMALLEST_WEIGHT = {torch.float32: -82.0, torch.float64: -700.0}
 
 # Bytes of the features in a block: small enough for a processor's cache, and large enough to amortize the start of all
 # passes over it.
@@ -37,11 +33,6 @@ HEADROOM = 60.0
 # Weights that are set to 0 are negligible in denominators from exp(LOST_EXPONENT) on: 64 terms of exp(-82) add less
 # than float32 resolves.
 LOST_EXPONENT = -60.0
-
-# The references of the backward pass are raised until the smallest denominator of a chunk is
-# exp(LOST_EXPONENT + RISE_MARGIN), and at most by LARGEST_RISE, whose exponential is finite in float32.
-RISE_MARGIN = 10.0
-LARGEST_RISE = 85.0
 
 # Terms that are smaller than a denominator by a factor of exp(NOTHING) are negligible.
 NOTHING = 22.0
@@ -80,6 +71,7 @@ class Rows(NamedTuple):
     own: torch.Tensor | None  # (h, R, n, k), the reference of each chunk of keys; None for 0
     # (h, R, n, k), the reference of the sums of each chunk of queries, at least that of all chunks which it sees
     seen: torch.Tensor | None
+    rise: torch.Tensor | None = None  # (h, R, n, k), `own` less that of the forward pass
 
     def first_visible(self) -> torch.Tensor | None:
         """Return the first visible token, T if all are hidden: (h, R, 1, k). None if no token is hidden."""
@@ -145,7 +137,7 @@ class Chunks:
         self.moderate = is_moderate(self.key)
         if not self.moderate:
             self.room = self._room_for_values()
-            self.headroom = min(self.headroom, self.room)
+            self.headroom = math.floor(min(self.headroom, self.room))  # references are integers
         per_feature = key.shape == value.shape
         # One product serves all heads if heads have no tables of their own.
         self.heads = 1 if tables is None and per_feature else self.num_heads
@@ -221,7 +213,8 @@ class Chunks:
         W / G). They are relative to the references of their chunks, and 0 outside the sequence.
         """
         start, count = segment.start - self.before, segment.chunks + self.before
-        return self._features(rows, start, count, None if rows.own is None else at_chunks(rows.own, start, count))
+        own, rise = (None if x is None else at_chunks(x, start, count) for x in (rows.own, rows.rise))
+        return self._features(rows, start, count, own, rise)
 
     def features_of_previous(self, rows: Rows, segment: Segment) -> torch.Tensor:
         """Return the features of the chunk before each chunk of a segment, relative to the reference of the sums of
@@ -235,8 +228,19 @@ class Chunks:
         seen = None if rows.seen is None else at_chunks(rows.seen, segment.start, segment.chunks)
         return self._features(rows, segment.start, segment.chunks, seen)
 
-    def _features(self, rows: Rows, start: int, count: int, references: torch.Tensor | None) -> torch.Tensor:
-        """Return the features of `count` chunks from `start` on, relative to references (h, R, count, k)."""
+    def _features(
+        self,
+        rows: Rows,
+        start: int,
+        count: int,
+        references: torch.Tensor | None,
+        rise: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the features of `count` chunks from `start` on, relative to references (h, R, count, k).
+
+        With a rise, exponentials are computed relative to the references of the forward pass, reference - rise, and
+        then multiplied by exp(-rise): they are rounded as in the forward pass.
+        """
         size, first = self.chunk_size, start * self.chunk_size
         tokens = slice(max(first, 0), max(min(first + count * size, self.length), 0))
         filled = slice(tokens.start - first, tokens.stop - first)
@@ -248,17 +252,22 @@ class Chunks:
         flat = weights.flatten(2, 3)
         flat[:, :, filled] = rows.key[:, :, tokens]
         if references is not None:
-            weights -= references.unsqueeze(-2)
+            weights -= (references if rise is None else references - rise).unsqueeze(-2)
         if self.slopes is not None:
             # Weights are relative to the start of their chunk: with a decay, later tokens weigh more than earlier ones
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
             weights += place[:, None] * self.slope_of_features()  # (C, k)
-        if references is not None:
-            weights.clamp_(min=SMALLEST_EXPONENT[self.dtype])
+        smallest = FLOOR[self.dtype] - 1.0
+        if rise is not None:
+            torch.maximum(weights, (rise + smallest).unsqueeze(-2), out=weights)
+        elif references is not None:
+            weights.clamp_(min=smallest)  # exp is slower where it underflows
         flat[:, :, filled].exp_()
         flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
+        if rise is not None:
+            weights *= torch.exp(-rise).unsqueeze(-2)
         if references is not None:
-            torch.threshold_(weights, math.exp(SMALLEST_WEIGHT[self.dtype]), 0.0)
+            torch.threshold_(weights, math.exp(FLOOR[self.dtype]), 0.0)
         weighted, copy = self.parts(features)
         if self.groups == 1:
             copy.copy_(weights)
@@ -318,9 +327,9 @@ class Chunks:
         """Return the rows with the references of the backward pass, and these references less those of the forward
         pass, (h, R, n, k); the same rows and None if the references are 0.
 
-        Gradients are products of weights exp(K - reference) with upstream gradients over denominators. In most
-        chunks, all denominators are far larger than the smallest precise one. A higher reference then makes weights
-        smaller and the other factor larger, so that negligible weights are set to 0 and no product is subnormal.
+        Gradients are products of exp(K - r) with exp(r) g / D, for references r, upstream gradients g and denominators
+        D. In most chunks, all denominators are far larger than the smallest precise one. A higher reference then makes
+        the first factor smaller, so that it is 0 where it is negligible, and hardly any product is subnormal.
 
         Args:
             rows: the rows with the references of the forward pass.
@@ -339,8 +348,8 @@ class Chunks:
             own = seen = torch.maximum(seen, rows.seen)
         else:
             following = torch.cat([seen[:, :, 1:], seen[:, :, -1:]], 2)
-            own = torch.maximum(rows.own, torch.minimum(seen, following))
-        return rows._replace(own=own, seen=seen), seen - rows.seen
+            own = torch.minimum(seen, following).clamp_(rows.own, rows.own + LARGEST_RISE)
+        return rows._replace(own=own, seen=seen, rise=own - rows.own), seen - rows.seen
 
     def _fallen(self, count: int) -> torch.Tensor:
         """Return the decay of keys from the first chunk to each of `count` chunks: (count, k)."""
@@ -419,7 +428,7 @@ class Biases:
 
     def lost_exponent(self, moderate: bool) -> float:
         """Return the exponent of the smallest denominator that is precise, for averages and gradients."""
-        # Biases weigh the clamped terms up to exp(top) times as much.
+        # Biases weigh the terms that were set to 0 up to exp(top) times as much.
         smallest = self.top + smallest_exponent(self.room)
         if not self.wide:
             return smallest
@@ -466,14 +475,13 @@ def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: in
 
 def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return x exp(exponent), precise also where the exponential alone underflows but the product does not; x itself
-    without an exponent. `out` may be x.
+    if there is no exponent or all are 0. `out` may be x.
     """
     if exponent is None:
         return x
-    lowest = float(exponent.amin())
-    if lowest == 0.0:
+    if not exponent.any():
         return x if out is None else out.copy_(x)
-    if lowest >= SMALLEST_EXPONENT[x.dtype]:
+    if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
         return flush_subnormals(torch.mul(x, torch.exp(exponent), out=out))
     root = torch.exp(exponent / 2)
     return flush_subnormals(torch.mul(x, root, out=out).mul_(root))

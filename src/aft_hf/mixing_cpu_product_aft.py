@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_bias_aft import Table, Tables, relative_exp
+from .mixing_cpu_bias_aft import LARGEST_RISE, Table, Tables, relative_exp
 from .scaled_sums_aft import largest_size, working_dtype
 
 
@@ -19,9 +19,6 @@ LARGEST_VALUE = 1e12
 
 # The largest exponent K + w in a sum. It leaves room for the values, and for gradients, which are divided by the sums.
 LARGEST_EXPONENT = 40.0
-
-# The largest exponent by which weights are divided in the backward pass; its exponential is finite in float32.
-LARGEST_RISE = 85.0
 
 # Numbers in the blocks of keys in which `write_weights` proceeds.
 WEIGHTS_BLOCK = 2**17
@@ -80,7 +77,7 @@ def product_gradients(
     values: torch.Tensor,
     table: Table,
     size: Size,
-    precise: float,
+    target: float,
     of_keys: torch.Tensor,
     of_values: torch.Tensor,
     table_needed: bool,
@@ -88,21 +85,21 @@ def product_gradients(
     """Compute the gradients of `product_average` for keys and values, written into `of_keys` and `of_values`, and
     return the gradient of the table, if needed.
 
-    Gradients are products of exp(K) with upstream gradients over denominators. If keys are not moderate, the first
-    factor is divided, and the second one multiplied, by a number that brings the smallest denominator of each row down
-    to exp(`precise`). Negligible exponentials then are 0, and hardly any product is subnormal.
+    Gradients are products of exp(K) with g / D, for upstream gradients g and denominators D. If keys are not moderate,
+    they are computed as exp(K - r) and exp(r) g / D, with an r for each row that brings its smallest denominator down
+    to exp(target). Negligible exponentials then are 0, and hardly any product is subnormal.
     """
     of_context, context, inverse = upstream
     dtype, count = table.entries.dtype, keys.shape[1]
-    rise: torch.Tensor | float = 0.0
+    rise = None
     if size > Size.MODERATE:
         smallest = inverse.amax(-1, keepdim=True).to(working_dtype(keys)).log_().neg_()
-        rise = smallest.sub_(precise).clamp_(0.0, LARGEST_RISE).floor_()  # (G, k, B, 1)
+        rise = smallest.sub_(target).clamp_(0.0, LARGEST_RISE).floor_()  # (G, k, B, 1)
     summands = _summands(keys, values, table, size, rise)
     of_sums = summands.new_empty(*summands.shape[:3], context.shape[-1])
     of_denominator, of_numerator = of_sums.tensor_split((count,), 1)
     torch.mul(of_context.to(dtype), inverse, out=of_numerator)
-    if isinstance(rise, torch.Tensor):
+    if rise is not None:
         of_numerator *= torch.exp(rise).to(dtype)
     if of_denominator.shape == of_numerator.shape:
         torch.mul(of_numerator, context, out=of_denominator)
@@ -124,7 +121,7 @@ def product_gradients(
 
 
 def _summands(
-    keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size, rise: torch.Tensor | float = 0.0
+    keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size, rise: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return exp(K) and exp(K) V, up to a factor per row: (G, k + c, B, T). For keys that are not moderate, the factor
     includes exp(-rise), with (G, k, B, 1).
@@ -143,14 +140,14 @@ def _summands(
     return summands
 
 
-def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float, rise: torch.Tensor | float = 0.0) -> None:
+def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float, rise: torch.Tensor | None = None) -> None:
     """Write exp(K), scaled to exp(top - rise) for the largest key of a row, into `weights`, which may be the keys."""
     dim = 1 if len(keys) == 1 else 0
     step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
-    rises = rise.split(step, dim) if isinstance(rise, torch.Tensor) else repeat(rise)
+    rises = repeat(None) if rise is None else rise.split(step, dim)
     for some_keys, some_weights, some_rise in zip(keys.split(step, dim), weights.split(step, dim), rises):
         wide = some_keys.to(working_dtype(keys))  # a maximum is computed faster than in half precision
-        some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True) + some_rise, top))
+        some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True), top, some_rise))
 
 
 def _summable(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .mixing_cpu_bias_aft import FLOOR, DenseTables, Table, Tables, is_moderate
+from .mixing_cpu_bias_aft import FLOOR, RISE_MARGIN, DenseTables, Table, Tables, is_moderate
 from .mixing_cpu_product_aft import (
     LARGEST_EXPONENT,
     LARGEST_VALUE,
@@ -41,9 +41,6 @@ Index = tuple[torch.Tensor | slice, ...]
 
 # The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 12.0
-
-# The smallest denominators in the backward pass are larger by exp(RISE_MARGIN) than those that must be precise.
-RISE_MARGIN = 10.0
 
 # This many first queries of a causal table, where the running maximum of the keys grows fastest, may be computed by a
 # softmax. All pieces begin at multiples of this number.
