@@ -26,8 +26,8 @@ MODERATE = 20.0
 # The exponent to which the maximum of a shifted table is mapped, to use the range of float32 on both sides of 1.
 TOP = 20.0
 
-# Exponentials of lower exponents are set to 0. The bound avoids subnormal numbers, also in products with values: CPUs
-# calculate with them up to 40 times slower, and multiply matrices with them 200 times slower.
+# Exponentials of lower exponents are set to 0. The bound avoids subnormal numbers, also in products with values:
+# processors of Intel calculate with them up to 40 times slower, and multiply matrices with them 200 times slower.
 FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
 
 # In the backward pass, exponentials of keys are divided by up to exp(LARGEST_RISE), which is finite in float32, and

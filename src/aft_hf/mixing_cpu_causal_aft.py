@@ -30,6 +30,10 @@ from .mixing_cpu_lost_aft import Far, Lost, LostQueries
 from .scaled_sums_aft import flush_subnormals, largest_size
 
 
+# Values below 2^-SMALL_VALUES are multiplied by a power of two in the backward pass, in which their products with
+# small gradients would underflow.
+SMALL_VALUES = 7
+
 # The same function of key, value and tables, composed of differentiable operations.
 Differentiable = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -66,11 +70,6 @@ def causal_mixing(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (key, value, tables)):
         return _CausalMixing.apply(options, differentiable, key, value, tables)
     return CausalSums(key, value, tables, options).forward(for_backward=False).context
-
-
-# Values below 2^-SMALL_VALUES are multiplied by a power of two in the backward pass, in which their products with
-# small gradients would underflow.
-SMALL_VALUES = 7
 
 
 def exponent_of_inverse(x: torch.Tensor) -> int:
@@ -161,9 +160,11 @@ class CausalSums(Chunks):
         carry = None  # the running sum over all chunks that the tables of a segment do not reach
         for segment in segments:
             here = segment.positions
-            features = far = None
+            # With references of their own, sums need other features.
+            features = self.features(rows, segment) if rows.own is rows.seen else None
+            far = None
             if self.global_connectivity:
-                features = self.features(rows, segment)
+                assert features is not None
                 far = self.running_sums(rows, segment, features, carry)  # (G, h, R, n + 1, W / G)
                 carry = far[:, :, :, -1]
             sums = self._sums(rows, segment, features, far)
@@ -183,7 +184,7 @@ class CausalSums(Chunks):
     ) -> torch.Tensor:
         """Return the sums of each query of a segment, relative to `rows.seen`: (G, h, R, n, C, W / G).
 
-        The features are None without global connectivity, and overwritten without tables.
+        The features are None if sums have references of their own, and overwritten if there are no tables.
         """
         if far is not None:
             far = far[:, :, :, :-1]
@@ -194,10 +195,10 @@ class CausalSums(Chunks):
             # Without tables, all queries of a chunk see its first token, so the running sum is added to that token.
             features[..., 0, :] += far
             return products(self.biases.own, features)
-        own = self.features_of_own(rows, segment) if features is None else features[:, :, :, 1:]
+        own = self.features_in_sums(rows, segment, 0) if features is None else features[:, :, :, 1:]
         sums = products(segment.of(self.biases.own), own)
         if features is None or rows.rises(segment):
-            previous = self.features_of_previous(rows, segment)
+            previous = self.features_in_sums(rows, segment, 1)
         else:
             previous = features[:, :, :, :-1]
         products(segment.of(self.biases.previous), previous, sums)

@@ -16,7 +16,7 @@ from .mixing_cpu_bias_aft import FLOOR, LARGEST_RISE, MODERATE, RISE_MARGIN, is_
 from .scaled_sums_aft import EMPTY, flush_subnormals, largest_size, working_dtype
 
 
-# Exponents are clamped to at least this before the exponential, which takes several times longer if it underflows.
+# Exponentials of lower exponents are not normal numbers, and take several times longer.
 SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 
 # Bytes of the features in a block: small enough for a processor's cache, and large enough to amortize the start of all
@@ -216,17 +216,12 @@ class Chunks:
         own, rise = (None if x is None else at_chunks(x, start, count) for x in (rows.own, rows.rise))
         return self._features(rows, start, count, own, rise)
 
-    def features_of_previous(self, rows: Rows, segment: Segment) -> torch.Tensor:
-        """Return the features of the chunk before each chunk of a segment, relative to the reference of the sums of
-        the latter.
+    def features_in_sums(self, rows: Rows, segment: Segment, before: int) -> torch.Tensor:
+        """Return the features of each chunk of a segment, or of the chunk before it if `before` is 1, relative to the
+        reference of the sums of the chunk.
         """
         seen = None if rows.seen is None else at_chunks(rows.seen, segment.start, segment.chunks)
-        return self._features(rows, segment.start - 1, segment.chunks, seen)
-
-    def features_of_own(self, rows: Rows, segment: Segment) -> torch.Tensor:
-        """Return the features of each chunk of a segment, relative to the reference of its sums."""
-        seen = None if rows.seen is None else at_chunks(rows.seen, segment.start, segment.chunks)
-        return self._features(rows, segment.start, segment.chunks, seen)
+        return self._features(rows, segment.start - before, segment.chunks, seen)
 
     def _features(
         self,

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 # The maximum over positions that are all hidden. It is finite, so that the difference of two such maxima is finite.
 EMPTY = -1e30
 
-# exp(x) for x below this is set to 0: CPUs take 30 times longer for exponentials that are subnormal numbers, and for
+# exp(x) for x below this is set to 0: CPUs take many times longer for exponentials that are subnormal numbers, and for
 # products with them.
 FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
 
