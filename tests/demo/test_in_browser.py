@@ -114,12 +114,12 @@ def picture(tmp_path):
     return path
 
 
-def changed(page, selector, before):
-    """Wait until the content of an element differs from `before`, and return it."""
+def changed(page, selector, before, part=""):
+    """Wait until the content of an element differs from `before` and has an element `part`, and return it."""
     page.wait_for_function(
-        "([selector, before]) => { const now = document.querySelector(selector)?.innerHTML; "
-        "return now !== undefined && now !== before; }",
-        arg=[selector, before],
+        "([selector, before, part]) => { const found = document.querySelector(selector); "
+        "return found && found.innerHTML !== before && (part === '' || found.querySelector(part)); }",
+        arg=[selector, before, part],
     )
     return page.inner_html(selector)
 
@@ -179,9 +179,9 @@ def test_an_uploaded_image_is_classified_and_its_maps_follow_layer_and_patch(app
     page = open_page(app)
     page.wait_for_selector("#map-weights img")  # of the first example
     example = page.inner_html("#map-keys")
-    upload(page, "#image-upload", picture)
-    page.wait_for_selector("#map-keys .aft-hint", state="detached")
-    changed(page, "#map-keys", example)
+    upload(page, "#image-upload", picture)  # which first replaces the maps by a hint and empties the label
+    changed(page, "#map-keys", example, "img")
+    page.wait_for_function("(document.querySelector('#image-label').innerText.match(/%/g) ?? []).length === 3")
     shares = [int(x) for x in re.findall(r"(\d+)%", page.inner_text("#image-label"))]
     assert len(shares) == 3 and shares == sorted(shares, reverse=True)
     biases = page.inner_html("#map-biases")
