@@ -43,6 +43,7 @@ NOT_RUN = {
     r"pip install": "installs packages from an index",
     r"source .venv/bin/activate": "the tests run in this environment",
     r"python scripts/measure_large_keys\.py": "takes minutes; tests/scripts runs one row",
+    r"git worktree add|python scripts/compare_versions\.py": "needs an earlier commit; tests/scripts runs one case",
     r"hf (repos|upload)": "needs an account on the Hub",
 }
 PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]
