@@ -19,6 +19,7 @@ from transformers import (
     GPT2Model,
     SwinConfig,
     SwinForImageClassification,
+    ViTForImageClassification,
 )
 
 from aft_hf import cli, convert_deit
@@ -282,6 +283,8 @@ def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, capsys,
 
 def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tmp_path):
     assert_refused(vit, tmp_path, "leave out source_image_size", source_image_size=48)
+    with pytest.raises(ConversionError, match=r"ViTForImageClassification: .* leave out source_image_size"):
+        convert_deit(ViTForImageClassification.from_pretrained(vit), source_num_heads=1)
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,12 @@ def read_source(
             the width of the checkpoint.
 
     Raises:
-        ConversionError: the checkpoint does not exist, is damaged, or is not a ViT or DeiT.
+        ConversionError: the checkpoint does not exist, is damaged, or is not a ViT or DeiT; or an option is given that
+            its config determines.
         TypeError: `source` is neither a path nor a model.
     """
     if isinstance(source, PreTrainedModel):
+        _refuse_known(type(source).__name__, source_image_size, source_num_heads)
         return _checked(_in_one_dtype(_of_model(source)))
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
@@ -146,13 +148,17 @@ def read_source(
     name = str(source)
     config = {} if Path(name).is_file() else _read_config(name)
     if "model_type" in config:
-        if source_image_size is not None or source_num_heads is not None:
-            raise ConversionError(
-                f"{name}: its {CONFIG_NAME} gives the image size and the heads; leave out source_image_size and "
-                "source_num_heads"
-            )
+        _refuse_known(name, source_image_size, source_num_heads)
         return _checked(_in_one_dtype(_read_transformers(name, config)))
     return _checked(_in_one_dtype(_read_timm(name, config, source_image_size, source_num_heads)))
+
+
+def _refuse_known(name: str, image_size: int | tuple[int, int] | None, num_heads: int | None) -> None:
+    """Refuse an image size and a number of heads for a source whose config has them."""
+    if image_size is not None or num_heads is not None:
+        raise ConversionError(
+            f"{name}: its config has the image size and the heads; leave out source_image_size and source_num_heads"
+        )
 
 
 def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
