@@ -30,11 +30,11 @@ TOP = 20.0
 # processors of Intel calculate with them up to 40 times slower, and multiply matrices with them 200 times slower.
 FLOOR = {torch.float32: -82.0, torch.float64: -700.0}
 
-# In the backward pass, exponentials of keys are divided by up to exp(LARGEST_RISE), which is finite in float32, and
-# gradients are multiplied by it, until the smallest denominator is larger than the smallest precise one by a factor of
-# exp(RISE_MARGIN).
-LARGEST_RISE = 85.0
-RISE_MARGIN = 10.0
+# In the backward pass, the references of keys are increased by up to LARGEST_INCREASE, whose exponential is finite in
+# float32: exponentials of keys are divided by exp(increase), and gradients are multiplied by it, until the smallest
+# denominator is larger than the smallest precise one by a factor of exp(INCREASE_MARGIN).
+LARGEST_INCREASE = 85.0
+INCREASE_MARGIN = 10.0
 
 # Maximum number of entries of a table of all pairs of positions on a grid.
 LARGEST_TABLE = 2**24
@@ -54,18 +54,18 @@ def is_moderate(x: torch.Tensor) -> bool:
 
 
 def relative_exp(
-    x: torch.Tensor, maximum: torch.Tensor, top: float = TOP, rise: torch.Tensor | None = None
+    x: torch.Tensor, maximum: torch.Tensor, top: float = TOP, increase: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """exp(x - maximum + top - rise) in the dtype of the maximum, and 0 where this exponent is below `FLOOR`.
+    """exp(x - maximum + top - increase) in the dtype of the maximum, and 0 where this exponent is below `FLOOR`.
 
-    The exponentials with and without a rise, which has the shape of the maximum, are rounded alike.
+    The exponentials with and without an increase, which has the shape of the maximum, are rounded alike.
     """
     floor = FLOOR[maximum.dtype]
     exponents = x - (maximum.clamp_min(EMPTY) - top)
-    if rise is None:
+    if increase is None:
         weights = exponents.clamp_min_(floor).exp_()
     else:
-        weights = torch.maximum(exponents, rise + floor, out=exponents).exp_().mul_(torch.exp(-rise))
+        weights = torch.maximum(exponents, increase + floor, out=exponents).exp_().mul_(torch.exp(-increase))
     return torch.threshold_(weights, math.exp(floor + 0.01), 0.0)
 
 

@@ -197,7 +197,7 @@ class CausalSums(Chunks):
             return products(self.biases.own, features)
         own = self.features_in_sums(rows, segment, 0) if features is None else features[:, :, :, 1:]
         sums = products(segment.of(self.biases.own), own)
-        if features is None or rows.rises(segment):
+        if features is None or rows.reference_changes(segment):
             previous = self.features_in_sums(rows, segment, 1)
         else:
             previous = features[:, :, :, :-1]
@@ -265,7 +265,7 @@ class CausalSums(Chunks):
         of_far: torch.Tensor | None,
     ) -> None:
         """Compute the gradients of some rows from right to left, since a key contributes to the queries after it."""
-        rows, rise = self.rows_of_backward(rows, inverse)
+        rows, increase = self.rows_of_backward(rows, inverse)
         carry = None
         # Gradients of the sums of the chunk after a segment, and the totals of the first chunks after it.
         following: torch.Tensor | float = 0.0
@@ -279,15 +279,15 @@ class CausalSums(Chunks):
             tokens[:, :, :, count:] = 0
             of_sums[:, :, :, segment.chunks :] = following
             inverse_here = inverse[:, :, here]
-            if rise is not None:
-                factor = torch.exp(rise[:, :, segment.start : segment.stop])
+            if increase is not None:
+                factor = torch.exp(increase[:, :, segment.start : segment.stop])
                 inverse_here = factor.repeat_interleave(segment.size, 2)[:, :, :count] * inverse_here
             self._gradient_of_sums(gradient[:, :, here], context[:, :, here], inverse_here, tokens[:, :, :, :count])
             following = of_sums[:, :, :, : self.before].clone()
             later = None
             if self.global_connectivity:
                 extra = None if of_far is None else of_far[:, :, rows.slice, segment.start : segment.stop]
-                if extra is not None and rise is not None:
+                if extra is not None and increase is not None:
                     extra = extra * factor
                 later, ahead = self._later_sums(rows, segment, of_sums, ahead, carry, extra)
                 carry = later[:, :, :, :1]

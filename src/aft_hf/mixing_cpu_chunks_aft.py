@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_bias_aft import FLOOR, LARGEST_RISE, MODERATE, RISE_MARGIN, is_moderate
+from .mixing_cpu_bias_aft import FLOOR, INCREASE_MARGIN, LARGEST_INCREASE, MODERATE, is_moderate
 from .scaled_sums_aft import EMPTY, flush_subnormals, largest_size, working_dtype
 
 
@@ -71,7 +71,7 @@ class Rows(NamedTuple):
     own: torch.Tensor | None  # (h, R, n, k), the reference of each chunk of keys; None for 0
     # (h, R, n, k), the reference of the sums of each chunk of queries, at least that of all chunks which it sees
     seen: torch.Tensor | None
-    rise: torch.Tensor | None = None  # (h, R, n, k), `own` less that of the forward pass
+    increase: torch.Tensor | None = None  # (h, R, n, k), `own` less that of the forward pass
 
     def first_visible(self) -> torch.Tensor | None:
         """Return the first visible token, T if all are hidden: (h, R, 1, k). None if no token is hidden."""
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
             return None
         return difference(self.own, start, self.seen, seen_start, count).unsqueeze(-2)
 
-    def rises(self, segment: "Segment") -> bool:
+    def reference_changes(self, segment: "Segment") -> bool:
         """Whether the reference of the sums of a chunk of a segment differs from that of the chunk before it."""
         if self.own is None or self.seen is None:
             return False
@@ -213,8 +213,8 @@ class Chunks:
         W / G). They are relative to the references of their chunks, and 0 outside the sequence.
         """
         start, count = segment.start - self.before, segment.chunks + self.before
-        own, rise = (None if x is None else at_chunks(x, start, count) for x in (rows.own, rows.rise))
-        return self._features(rows, start, count, own, rise)
+        own, increase = (None if x is None else at_chunks(x, start, count) for x in (rows.own, rows.increase))
+        return self._features(rows, start, count, own, increase)
 
     def features_in_sums(self, rows: Rows, segment: Segment, before: int) -> torch.Tensor:
         """Return the features of each chunk of a segment, or of the chunk before it if `before` is 1, relative to the
@@ -229,12 +229,12 @@ class Chunks:
         start: int,
         count: int,
         references: torch.Tensor | None,
-        rise: torch.Tensor | None = None,
+        increase: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the features of `count` chunks from `start` on, relative to references (h, R, count, k).
 
-        With a rise, exponentials are computed relative to the references of the forward pass, reference - rise, and
-        then multiplied by exp(-rise): they are rounded as in the forward pass.
+        With an increase, exponentials are computed relative to the references of the forward pass, reference -
+        increase, and then multiplied by exp(-increase): they are rounded as in the forward pass.
         """
         size, first = self.chunk_size, start * self.chunk_size
         tokens = slice(max(first, 0), max(min(first + count * size, self.length), 0))
@@ -247,20 +247,20 @@ class Chunks:
         flat = weights.flatten(2, 3)
         flat[:, :, filled] = rows.key[:, :, tokens]
         if references is not None:
-            weights -= (references if rise is None else references - rise).unsqueeze(-2)
+            weights -= (references if increase is None else references - increase).unsqueeze(-2)
         if self.slopes is not None:
             # Weights are relative to the start of their chunk: with a decay, later tokens weigh more than earlier ones
             place = torch.arange(size, device=weights.device, dtype=self.dtype)
             weights += place[:, None] * self.slope_of_features()  # (C, k)
         smallest = FLOOR[self.dtype] - 1.0
-        if rise is not None:
-            torch.maximum(weights, (rise + smallest).unsqueeze(-2), out=weights)
+        if increase is not None:
+            torch.maximum(weights, (increase + smallest).unsqueeze(-2), out=weights)
         elif references is not None:
             weights.clamp_(min=smallest)  # exp is slower where it underflows
         flat[:, :, filled].exp_()
         flat[:, :, : filled.start], flat[:, :, filled.stop :] = 0, 0
-        if rise is not None:
-            weights *= torch.exp(-rise).unsqueeze(-2)
+        if increase is not None:
+            weights *= torch.exp(-increase).unsqueeze(-2)
         if references is not None:
             torch.threshold_(weights, math.exp(FLOOR[self.dtype]), 0.0)
         weighted, copy = self.parts(features)
@@ -333,9 +333,9 @@ class Chunks:
         if rows.own is None or rows.seen is None:
             return rows, None
         smallest = largest_of_chunks(inverse, self.chunk_size, 2).log_().neg_()
-        target = max(LOST_EXPONENT + RISE_MARGIN, self.biases.top + GRADIENT_MARGIN - self.room)
-        largest_rise = max(0.0, min(LARGEST_RISE, self.headroom - target))
-        seen = rows.seen + smallest.sub_(target).clamp_(0.0, largest_rise).floor_()
+        target = max(LOST_EXPONENT + INCREASE_MARGIN, self.biases.top + GRADIENT_MARGIN - self.room)
+        largest_increase = max(0.0, min(LARGEST_INCREASE, self.headroom - target))
+        seen = rows.seen + smallest.sub_(target).clamp_(0.0, largest_increase).floor_()
         if rows.own is rows.seen:
             # References do not fall from one chunk to the next, apart from the decay.
             fallen = 0.0 if self.fall is None else self._fallen(seen.shape[2])
@@ -343,8 +343,8 @@ class Chunks:
             own = seen = torch.maximum(seen, rows.seen)
         else:
             following = torch.cat([seen[:, :, 1:], seen[:, :, -1:]], 2)
-            own = torch.minimum(seen, following).clamp_(rows.own, rows.own + LARGEST_RISE)
-        return rows._replace(own=own, seen=seen, rise=own - rows.own), seen - rows.seen
+            own = torch.minimum(seen, following).clamp_(rows.own, rows.own + LARGEST_INCREASE)
+        return rows._replace(own=own, seen=seen, increase=own - rows.own), seen - rows.seen
 
     def _fallen(self, count: int) -> torch.Tensor:
         """Return the decay of keys from the first chunk to each of `count` chunks: (count, k)."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .mixing_cpu_bias_aft import LARGEST_RISE, Table, Tables, relative_exp
+from .mixing_cpu_bias_aft import LARGEST_INCREASE, Table, Tables, relative_exp
 from .scaled_sums_aft import largest_size, working_dtype
 
 
@@ -91,16 +91,16 @@ def product_gradients(
     """
     of_context, context, inverse = upstream
     dtype, count = table.entries.dtype, keys.shape[1]
-    rise = None
+    increase = None
     if size > Size.MODERATE:
         smallest = inverse.amax(-1, keepdim=True).to(working_dtype(keys)).log_().neg_()
-        rise = smallest.sub_(target).clamp_(0.0, LARGEST_RISE).floor_()  # (G, k, B, 1)
-    summands = _summands(keys, values, table, size, rise)
+        increase = smallest.sub_(target).clamp_(0.0, LARGEST_INCREASE).floor_()  # (G, k, B, 1)
+    summands = _summands(keys, values, table, size, increase)
     of_sums = summands.new_empty(*summands.shape[:3], context.shape[-1])
     of_denominator, of_numerator = of_sums.tensor_split((count,), 1)
     torch.mul(of_context.to(dtype), inverse, out=of_numerator)
-    if rise is not None:
-        of_numerator *= torch.exp(rise).to(dtype)
+    if increase is not None:
+        of_numerator *= torch.exp(increase).to(dtype)
     if of_denominator.shape == of_numerator.shape:
         torch.mul(of_numerator, context, out=of_denominator)
     else:
@@ -121,10 +121,10 @@ def product_gradients(
 
 
 def _summands(
-    keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size, rise: torch.Tensor | None = None
+    keys: torch.Tensor, values: torch.Tensor, table: Table, size: Size, increase: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return exp(K) and exp(K) V, up to a factor per row: (G, k + c, B, T). For keys that are not moderate, the factor
-    includes exp(-rise), with (G, k, B, 1).
+    includes exp(-increase), with (G, k, B, 1).
     """
     groups, count, *positions = keys.shape
     dtype = table.entries.dtype
@@ -135,19 +135,19 @@ def _summands(
     else:
         if size == Size.ANY:
             keys, values = _summable(keys, values)
-        write_weights(keys, weights, LARGEST_EXPONENT - table.top, rise)
+        write_weights(keys, weights, LARGEST_EXPONENT - table.top, increase)
     torch.mul(values.to(dtype), weights, out=weighted)
     return summands
 
 
-def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float, rise: torch.Tensor | None = None) -> None:
-    """Write exp(K), scaled to exp(top - rise) for the largest key of a row, into `weights`, which may be the keys."""
+def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float, increase: torch.Tensor | None = None) -> None:
+    """Write exp(K), scaled to exp(top - increase) for the largest key of a row, to `weights`, which may be the keys."""
     dim = 1 if len(keys) == 1 else 0
     step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
-    rises = repeat(None) if rise is None else rise.split(step, dim)
-    for some_keys, some_weights, some_rise in zip(keys.split(step, dim), weights.split(step, dim), rises):
+    increases = repeat(None) if increase is None else increase.split(step, dim)
+    for some_keys, some_weights, some_increase in zip(keys.split(step, dim), weights.split(step, dim), increases):
         wide = some_keys.to(working_dtype(keys))  # a maximum is computed faster than in half precision
-        some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True), top, some_rise))
+        some_weights.copy_(relative_exp(wide, wide.amax(-1, keepdim=True), top, some_increase))
 
 
 def _summable(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .mixing_cpu_bias_aft import FLOOR, RISE_MARGIN, DenseTables, Table, Tables, is_moderate
+from .mixing_cpu_bias_aft import FLOOR, INCREASE_MARGIN, DenseTables, Table, Tables, is_moderate
 from .mixing_cpu_product_aft import (
     LARGEST_EXPONENT,
     LARGEST_VALUE,
@@ -173,7 +173,7 @@ class Block:
     @cached_property
     def _target(self) -> float:
         """The exponent of the smallest denominators in the backward pass."""
-        return 0.0 if self.moderate else self._smallest_exponent(RISE_MARGIN)
+        return 0.0 if self.moderate else self._smallest_exponent(INCREASE_MARGIN)
 
     @property
     def _reach(self) -> float:
