@@ -141,7 +141,7 @@ def _summands(
 
 
 def write_weights(keys: torch.Tensor, weights: torch.Tensor, top: float, increase: torch.Tensor | None = None) -> None:
-    """Write exp(K), scaled to exp(top - increase) for the largest key of a row, to `weights`, which may be the keys."""
+    """Write exp(K), scaled to exp(top - increase) for the largest key of a row, to `weights`; it may be the keys."""
     dim = 1 if len(keys) == 1 else 0
     step = max(1, WEIGHTS_BLOCK * keys.shape[dim] // keys.numel())
     increases = repeat(None) if increase is None else increase.split(step, dim)
