@@ -309,13 +309,12 @@ class Chunks:
         if count == 0:
             return
         decays = torch.exp(decay.double()).expand(-1, -1, count, -1).unbind(2)
-        chunks = totals.unbind(3)
-        total = chunks[-1 if reverse else 0].to(torch.float64, copy=True)
+        sums = totals.double()
+        chunks = sums.unbind(3)
         for i in reversed(range(count)) if reverse else range(count):
-            target = chunks[i if reverse else i + 1]
-            total *= decays[i]
-            total += target
-            target.copy_(total)
+            target, source = (i, i + 1) if reverse else (i + 1, i)
+            chunks[target].addcmul_(chunks[source], decays[i])
+        totals.copy_(sums)
         flush_subnormals(totals)
 
     def rows_of_backward(self, rows: Rows, inverse: torch.Tensor) -> tuple[Rows, torch.Tensor | None]:

@@ -55,6 +55,9 @@ class Far(NamedTuple):
     denominator: torch.Tensor  # (N,)
     reference: torch.Tensor  # (N,) in float64
 
+    def at(self, which: torch.Tensor) -> "Far":
+        return Far(*(x[which] for x in self))
+
     def log_relative_to(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the log of their weight relative to exp(keys), for keys (N,), in float64."""
         return self.denominator.double().log().add_(self.reference - keys.double())
@@ -169,13 +172,13 @@ class LostQueries:
             if not math.isfinite(float(context.sum())):
                 lost = (inverse > most) | ~by_feature.isfinite().all(-1)
                 places = Places(*lost.nonzero().unbind(-1))
-        if far is not None and not finite:
+        seen = self._far(rows, segment, places, far)
+        if seen is not None and not finite:
             # NaN in the running sum of a query makes its average NaN.
-            numerator, denominator = self.sums.far_parts(far)
-            here = places.head, places.row, places.token // self.size, places.feature
-            unknown = denominator[here].isnan() | numerator[here].isnan().all(-1)
-            by_feature[places.at(unknown)] = math.nan
-            places = places.at(~unknown)
+            unknown = seen.denominator.isnan() | seen.numerator.isnan().all(-1)
+            if unknown.any():
+                by_feature[places.at(unknown)] = math.nan
+                places, seen = places.at(~unknown), seen.at(~unknown)
         if for_backward:
             inverse[places] = 0
         position = places.token + segment.positions.start
@@ -183,12 +186,12 @@ class LostQueries:
         if first is not None:
             by_feature[places] = 0
             visible = position >= first[places.head, places.row, 0, places.feature]
-            places, position = places.at(visible), position[visible]
+            places, position, seen = places.at(visible), position[visible], None if seen is None else seen.at(visible)
         if len(position) == 0:
             return None
         index = ((places.row + rows.slice.start) * self.length + position) * self.width
         index.add_(places.head * inverse.shape[-1]).add_(places.feature)
-        return index, self._far(rows, segment, places, far)
+        return index, seen
 
     def _places_above(self, inverse: torch.Tensor, most: float) -> Places:
         """Return where `inverse` (h, R, T, k) exceeds `most`: first by chunk, since few chunks have such queries."""
@@ -209,10 +212,11 @@ class LostQueries:
             return None
         here = places.head, places.row, places.token // self.size, places.feature
         numerator, denominator = (x[here] for x in self.sums.far_parts(far))
-        reference = torch.zeros_like(denominator, dtype=torch.float64)
         references = rows.references_of_far(segment, self.sums.before)
-        if references is not None:
-            reference += references[here]
+        if references is None:
+            reference = torch.zeros_like(denominator, dtype=torch.float64)
+        else:
+            reference = references[here].double()
         if self.sums.slopes is not None:
             distance = places.token % self.size + self.size  # to the start of the chunk before
             reference -= self.sums.slope_of_features().double()[places.feature] * distance
@@ -249,7 +253,7 @@ class LostQueries:
             if by_window and self.exp_biases is None:
                 continue
             for here in self._pieces((~lost.by_window).nonzero().squeeze(-1), by_window):
-                found = compute(index[here], None if far is None else Far(*(x[here] for x in far)))
+                found = compute(index[here], None if far is None else far.at(here))
                 for x, y in zip((average, *lost[1:]), found):
                     x[here] = y
         return lost, average

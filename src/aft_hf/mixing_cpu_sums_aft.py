@@ -150,6 +150,10 @@ class Block:
         return float(lowest), float(highest)
 
     @cached_property
+    def _lowest_bias(self) -> float:
+        return float(self.bias.amin())
+
+    @cached_property
     def _smallest(self) -> float:
         """The smallest precise denominator: queries with smaller denominators are lost."""
         return math.exp(self._smallest_exponent(0.0))
@@ -357,7 +361,7 @@ class Block:
         A query is lost if all keys that it sees, with their biases, are far below the largest key of its row. So it
         does not see the keys near the largest one, and its sums are the same without them.
         """
-        near, keys = self._reach + float(self.bias.amin()), rows.keys
+        near, keys = self._reach + self._lowest_bias, rows.keys
         values, (count, size) = rows.values.transpose(0, 1).unsqueeze(0), rows.lost.shape
         for _ in range(ROUNDS):
             keys = keys.masked_fill(keys > keys.amax(-1, keepdim=True) - near, -torch.inf)
