@@ -31,6 +31,7 @@ SHORTER = {
     "python scripts/finetune.py": "--max_steps 2",
     "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01",
     "python scripts/measure_generation.py": "--contexts 16 --repeats 3",
+    "python scripts/measure_multipliers.py": "--multiplier 20 --learning-rate 1e-3 --seed 0 --epochs 1",
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
     "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",

@@ -27,7 +27,7 @@ KERNEL_SIZE, NUM_HEADS = 11, 16
 POSITION_BIAS_DIM = 128
 LOCAL_WINDOW_SIZE = 32
 # With it, Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
-POSITION_BIAS_MULTIPLIER = 1000.0
+POSITION_BIAS_MULTIPLIER = 2000.0
 
 INITS = ("paper", "attention")
 
