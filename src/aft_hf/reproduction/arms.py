@@ -70,6 +70,7 @@ SMOKE_MODEL = "model.num_hidden_layers=2"  # of a model that does not start from
 WIDE = ("model.hidden_size=128", "model.num_hidden_layers=4")
 SHORT = ("data.seq_len=128", "global_batch_size=64", "steps=250")  # BLOOM's attention is not fused and therefore slow
 KERNEL_3, KERNEL_7 = "model.conv_kernel_size=3", "model.conv_kernel_size=7"
+FAST_BIASES = "optimizer.position_bias_scale=1000"  # as multipliers of converted models (docs/conversion.md)
 FEW_HEADS = "model.num_heads=4"  # 24 features per head, as in the paper's 11/16 and 25/32
 DEIT_CROPS = "data.augmentation.crop_scale=[0.08, 1.0]"
 CONVERTED = {"kernel_size": 9, "num_heads": 4}  # as 25/32 at 384 px: whole grid, 24 features per head
@@ -117,6 +118,10 @@ IMAGES: dict[str, Training] = {
     "conv-7-naive": Training("images_aft_conv", (KERNEL_7, "model.position_bias_reparameterized=false")),
     "conv-no-query": Training("images_aft_conv", ("model.use_query=false",)),
     "conv-3-no-global": Training("images_aft_conv", (KERNEL_3, "model.global_connectivity=false")),
+    "conv-fast": Training("images_aft_conv", (FAST_BIASES,)),
+    "conv-no-query-fast": Training("images_aft_conv", ("model.use_query=false", FAST_BIASES)),
+    "conv-3-fast": Training("images_aft_conv", (KERNEL_3, FAST_BIASES)),
+    "conv-3-no-global-fast": Training("images_aft_conv", (KERNEL_3, "model.global_connectivity=false", FAST_BIASES)),
     "conv-entropy": Training("images_aft_conv", ("model.position_bias_entropy_weight=0.001",), ("kernels",)),
     "conv-one-position": Training("images_aft_conv", ("model.position_bias_selection=gumbel",)),
     "conv-crops": Training("images_aft_conv", (DEIT_CROPS,), ("image_sizes",)),

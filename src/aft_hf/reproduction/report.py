@@ -28,7 +28,8 @@ A comparison **holds** if the difference of the means exceeds {FACTOR:g} standar
 direction of the claim, **does not hold** if it exceeds them in the other direction, and is otherwise **not decided at
 this size**; fewer than {LEAST_SEEDS} seeds are **too few runs** for a verdict. If a claim allows a margin, the margin
 is first added in favor of the claim. A claim holds if all of its comparisons hold. The rule, the margins and the
-models were fixed before the runs. Comparisons in parentheses are our own controls and do not count for the verdict.
+models were fixed before the runs. Comparisons in parentheses are our own controls and do not count for the verdict;
+some of them were added afterwards.
 """
 
 COMMANDS = """
