@@ -29,7 +29,7 @@ SHORTER = {
     "aft-hf train configs/examples/pixels": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "python scripts/finetune.py": "--max_steps 2",
-    "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01",
+    "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01 --seed 0",
     "python scripts/measure_generation.py": "--contexts 16 --repeats 3",
     "python scripts/measure_multipliers.py": "--multiplier 20 --learning-rate 1e-3 --seed 0 --epochs 1",
     "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
