@@ -84,7 +84,7 @@ def table(results: dict[str, float], multipliers: list[float], rates: list[float
 def main(
     source: Annotated[Path, typer.Argument(help="A ViT that was trained on the images.")],
     digits: Annotated[Path, typer.Argument(help="Folder with train.parquet and test.parquet.")],
-    multiplier: Annotated[list[float], typer.Option(help="May be repeated.")] = (20, 200, 1000, 2000, 3000, 5000),
+    multiplier: Annotated[list[float], typer.Option(help="May be repeated.")] = (1000, 2000, 3000, 5000),
     learning_rate: Annotated[list[float], typer.Option(help="May be repeated.")] = (1e-3, 3e-4, 1e-4),
     seed: Annotated[list[int], typer.Option(help="May be repeated.")] = (0, 1, 2),
     epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning.")] = 6,

@@ -96,7 +96,7 @@ def _faster_and_smaller(name: str, arm: str) -> tuple[Comparison, Comparison]:
     )
 
 
-FAST_BIASES = (
+ADDED_CONTROLS = (
     "In the controls, which were added after the other runs, position biases learn 1000 times as fast as the other "
     "weights, in place of 10 times."
 )
@@ -302,7 +302,7 @@ CLAIMS = {
                 _beats("accuracy", "conv", "conv-no-query", HIGHER),
                 _beats("with faster position biases", "conv-fast", "conv-no-query-fast", HIGHER, judged=False),
             ),
-            FAST_BIASES,
+            ADDED_CONTROLS,
         ),
         Claim(
             12,
@@ -320,8 +320,7 @@ CLAIMS = {
             ),
             "A kernel of size 3 spans 3/8 of the side of our 8 x 8 grid, and the paper's 7 half of 14 x 14. A model "
             "with global connectivity starts with nearly uniform averages over the image (w = 0) and has to learn its "
-            "kernels; one without it starts with averages over 3 x 3 patches. "
-            f"{FAST_BIASES}",
+            "kernels; one without it starts with averages over 3 x 3 patches. " + ADDED_CONTROLS,
         ),
         Claim(
             13,
