@@ -5,6 +5,7 @@
 
 Each version runs in a process of its own, and only one of them computes at a time. The ratio of a case is the median
 over the turns of the time now over the time before. Cases that only one version has and compiled models are left out.
+Do not run it with real-time priority (`chrt`): waiting threads of one version then take time from the other.
 Results are written after each case, and cases that the JSON file has are not measured again.
 """
 
@@ -26,6 +27,7 @@ import typer
 HERE = Path(__file__).resolve()
 SHORTEST_TURN = 0.3  # seconds; shorter calls are repeated within a turn
 LONG_CALL = 5.0  # seconds; longer calls are not warmed up a second time
+MOST_CALLS = 90  # of a model; each call of a decoding case takes a position, of which its model has 100
 
 
 class Version:
@@ -117,7 +119,7 @@ def compare(before: Version, now: Version, name: str, repeats: int) -> dict[str,
     first = max(version.ask("call", 1) for version in (before, now))
     if first < LONG_CALL:  # the first call also allocates memory
         first = max(version.ask("call", 1) for version in (before, now))
-    count = max(1, round(SHORTEST_TURN / first))
+    count = max(1, min(round(SHORTEST_TURN / first), (MOST_CALLS - 2) // repeats))
     turns = [(before.ask("call", count), now.ask("call", count)) for _ in range(repeats)]
     return {
         "before": statistics.median(a for a, _ in turns),

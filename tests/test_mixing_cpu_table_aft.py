@@ -10,7 +10,15 @@ import torch
 import aft_hf.mixing_cpu_sums_aft as sums
 from aft_hf import AFTConv, AFTFull
 from aft_hf.mixing_aft import Mixing, reference_mixing
-from aft_hf.mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, choose_tables
+from aft_hf.mixing_cpu_bias_aft import (
+    LOWEST_CONVOLVED,
+    MODERATE,
+    BandTables,
+    ConvolutionTables,
+    DenseTables,
+    GridTables,
+    choose_tables,
+)
 from aft_hf.mixing_cpu_product_aft import LARGEST_EXPONENT
 from aft_hf.mixing_cpu_table_aft import table_layer, table_mixing
 from aft_hf.position_biases_aft import Dense, GridKernel, grid_table
@@ -220,6 +228,49 @@ def test_bands_are_eq_2(size, bias_size, key_size):
         torch.testing.assert_close(mix(key, value, kernels, tables, 3).double(), expected, rtol=bound, atol=4 * bound)
 
 
+# Kernels within the range of a convolution, and those at its ends.
+KERNELS = {
+    "random": lambda size: torch.randn(3, size, size).clamp(min=LOWEST_CONVOLVED),
+    "lowest": lambda size: torch.full((3, size, size), LOWEST_CONVOLVED),
+    "highest": lambda size: torch.full((3, size, size), MODERATE),
+    "both ends": lambda size: torch.where(torch.rand(3, size, size) < 0.5, LOWEST_CONVOLVED, MODERATE),
+}
+
+
+@pytest.mark.parametrize("key_size", [1, 30, 90, 1e4])
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("size", [1, 7, 13, 15, 25])
+def test_convolutions_are_eq_2_for_keys_of_any_size(size, kernels, key_size):
+    tables = ConvolutionTables(GRID, size)
+    for heads in (3, WIDTH):
+        key, value, _ = draw(TABLES["dense"], heads, heads, key_size=key_size)
+        of_heads = KERNELS[kernels](size).repeat(heads // 3, 1, 1)
+        expected = reference(key.double(), value.double(), of_heads.double(), tables, heads)
+        # A weight of exp(w) is a difference of terms of up to 1, which are exp(2) times as large as the weight.
+        bound = math.exp(-LOWEST_CONVOLVED) * tolerance(torch.float32, 5 * key_size + MODERATE)
+        torch.testing.assert_close(
+            mix(key, value, of_heads, tables, heads).double(), expected, rtol=bound, atol=4 * bound
+        )
+
+
+def test_convolutions_of_hidden_and_undefined_positions():
+    tables, kernels = ConvolutionTables(GRID, 7), KERNELS["random"](7)
+    key, value, _ = draw(TABLES["dense"], 3, 3, key_size=30)
+    key[0, :20], key[1] = -math.inf, -math.inf
+    shown = mix(key, value, kernels, tables, 3)
+    expected = reference(key[:1].double(), value[:1].double(), kernels.double(), tables, 3)
+    bound = math.exp(-LOWEST_CONVOLVED) * tolerance(torch.float32, 5 * 30)
+    torch.testing.assert_close(shown[:1].double(), expected, rtol=bound, atol=4 * bound)
+    assert not shown[1].any()
+    value[0, 30, 0] = math.nan  # every query sees it, in this head
+    value[0, 30, 4] = 1e20
+    mixed = mix(key, value, kernels, tables, 3)
+    expected = reference(key[:1].double(), value[:1].double(), kernels.double(), tables, 3)
+    assert mixed[0, :, 0].isnan().all()
+    torch.testing.assert_close(mixed[0, :, 4].double(), expected[0, :, 4], rtol=bound, atol=1e20 * bound)
+    torch.testing.assert_close(mixed[:1, :, 5:].double(), expected[..., 5:], rtol=bound, atol=4 * bound)
+
+
 @pytest.mark.parametrize("offset", [10, 100])
 @pytest.mark.parametrize("name", TABLES)
 def test_gradients_in_half_precision_do_not_lose_to_an_offset_of_the_values(name, offset):
@@ -313,10 +364,25 @@ def test_the_output_may_be_changed(options):
     output.sum().backward()
 
 
-def test_a_grid_has_a_table_of_all_pairs_or_bands_or_neither():
+def test_a_grid_has_a_table_of_all_pairs_or_bands_or_a_convolution_or_none():
     assert isinstance(choose_tables((14, 14), 11, 16, 800, with_gradients=True), GridTables)
-    assert isinstance(choose_tables((64, 64), 25, 32, 25, with_gradients=False), BandTables)
+    for convolution, chosen in ((False, BandTables), (True, ConvolutionTables)):
+        tables = choose_tables((64, 64), 25, 32, 25, with_gradients=False, convolution=convolution)
+        assert type(tables) is chosen
     assert choose_tables((64, 64), 25, 32, 25, with_gradients=True) is None
+
+
+def test_a_convolution_needs_moderate_kernels_and_float32(monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    kernels = torch.randn(3, 5, 5).clamp(-2, 2)
+    assert ConvolutionTables.can_convolve(kernels, torch.float32)
+    assert not ConvolutionTables.can_convolve(kernels, torch.bfloat16)
+    assert not ConvolutionTables.can_convolve(kernels, torch.float64)
+    for entry in (-2.1, 20.1, math.nan):
+        kernels[1, 2, 2] = entry
+        assert not ConvolutionTables.can_convolve(kernels, torch.float32)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    assert not ConvolutionTables.can_convolve(torch.zeros(3, 5, 5), torch.float32)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33])

@@ -76,7 +76,10 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linea
     Only for bfloat16, where two passes over the result take as long as the product; not for float32, where the
     products of other libraries are as fast.
     """
-    if not is_linear(module) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    # The dtype first: the overhead of checks counts in a decoding step, which is mostly in float32.
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    if not is_linear(module):
         return False
     if x.dim() == 0 or x.shape[-1] != module.weight.shape[1]:  # the error of `nn.Linear` names the shapes
         return False
@@ -101,8 +104,9 @@ def _is_gelu(module: nn.Module) -> bool:
 
 def has_no_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs only the `forward` of its class, without hooks or a replaced `forward`."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return not any(hooks) and "forward" not in vars(module) and not module_hooks._has_any_global_hook()
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return "forward" not in vars(module) and not module_hooks._has_any_global_hook()
 
 
 # Cheap functions, each with its backward function, which takes the gradient of the result and the arguments.

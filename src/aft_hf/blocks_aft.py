@@ -118,16 +118,22 @@ class AFTLayer(GradientCheckpointingLayer):
             output_attentions=output_attentions,
         )
         branch = branch[0] if output_attentions else branch
-        hidden_states = self._add(hidden_states, branch)
+        regularizers = self._regularizers()
+        hidden_states = _add(hidden_states, branch, regularizers)
         del branch  # frees its memory before the MLP, where memory use peaks
-        return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
+        return _add(hidden_states, self.mlp(self.layernorm_after(hidden_states)), regularizers)
 
-    def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        """Add a branch to the residual stream, after dropout and stochastic depth.
+    def _regularizers(self) -> list[nn.Module]:
+        """Return dropout and stochastic depth if they have an effect.
 
         Modules without effect are not called, because the time of a decoding step is mostly the overhead of calls.
         """
-        for module, kind in ((self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)):
-            if module.training or type(module) is not kind or not has_no_hooks(module):
-                branch = module(branch)
-        return hidden_states + branch
+        modules = (self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)
+        return [x for x, kind in modules if x.training or type(x) is not kind or not has_no_hooks(x)]
+
+
+def _add(hidden_states: torch.Tensor, branch: torch.Tensor, regularizers: list[nn.Module]) -> torch.Tensor:
+    """Add a branch to the residual stream, after its regularizers."""
+    for module in regularizers:
+        branch = module(branch)
+    return hidden_states + branch

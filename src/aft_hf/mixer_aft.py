@@ -196,8 +196,9 @@ class AFTMixer(nn.Module):
             if self.max_positions is not None:
                 self._check_size(state.tokens_after(query.shape[1], self.max_positions), None)
         biases = self.biases(query, grid_size)
-        masked = any(x is not None for x in (attention_mask, position_ids, documents, shard))
-        if not (masked or output_attentions) and state is None and key is query and value is query:
+        alone = state is None and key is query and value is query and not output_attentions
+        in_order = attention_mask is None and position_ids is None and documents is None and shard is None
+        if alone and in_order:
             options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
             output = mix_layer(query, self._projections(), biases, **options)
             if output is not None:
@@ -247,7 +248,7 @@ class AFTMixer(nn.Module):
         """Whether the backend that computes a problem also applies the gate."""
         if output_attentions or type(self.query_activation) is not nn.Sigmoid:
             return False
-        return has_no_hooks(self.query_activation) and fuses_gate(problem, self.implementation)
+        return fuses_gate(problem, self.implementation) and has_no_hooks(self.query_activation)
 
     def _projections(self) -> Projections:
         return Projections(self.q_proj, self.query_activation, self.k_proj, self.v_proj, self.o_proj, self.num_heads)

@@ -256,10 +256,11 @@ class AFTConv(AFTMixer):
     def _kernels(self) -> torch.Tensor:
         """Return the kernels times the multiplier, after Eq. 8 if they are re-parameterized."""
         multiplier = self.position_bias_multiplier
-        if self.kernel_scale is None or self.kernel_shift is None:
-            return widen(self.kernel) if multiplier == 1.0 else widen(self.kernel) * multiplier
-        parameters = self.kernel, self.kernel_scale, self.kernel_shift
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.kernel.is_cpu:
+        kernel, scale, shift = self.kernel, self.kernel_scale, self.kernel_shift
+        if scale is None or shift is None:
+            return widen(kernel) if multiplier == 1.0 else widen(kernel) * multiplier
+        parameters = kernel, scale, shift
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not kernel.is_cpu:
             return _reparameterized(*parameters, multiplier)
         # Comparing the parameters is faster than computing the same kernels for every generated token.
         if self._last_kernels is None or not all(map(_equal, parameters, self._last_kernels[0])):

@@ -232,7 +232,7 @@ def _backends(device: torch.device, implementation: str) -> list[Any]:
         return []
     backends = BACKENDS.get(device.type, BACKENDS[None])
     asked = [backend for backend in backends if backend.name == implementation or not backend.only_by_name]
-    return sorted(asked, key=lambda backend: backend.name != implementation)
+    return asked if implementation == "auto" else sorted(asked, key=lambda backend: backend.name != implementation)
 
 
 def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:

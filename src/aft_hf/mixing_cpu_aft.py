@@ -2,8 +2,8 @@
 
 This module chooses between two algorithms. Causal problems whose position biases reach a fixed distance, or decay with
 the distance, run chunk by chunk in linear time (`mixing_cpu_causal_aft.py`). Problems with a table of exp(w) that is
-not too large run as products with it (`mixing_cpu_table_aft.py`); this algorithm can also compute the projections of a
-mixer. The portable backend computes all other problems.
+not too large run as products with it, or as a convolution (`mixing_cpu_table_aft.py`); this algorithm can also compute
+the projections of a mixer. The portable backend computes all other problems.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 
 from .activations_aft import are_plain_tensors
 from .mixing_backend_aft import Backend
-from .mixing_cpu_bias_aft import BandTables, DenseTables, GridTables, Tables, choose_tables
+from .mixing_cpu_bias_aft import BandTables, ConvolutionTables, DenseTables, GridTables, Tables, choose_tables
 from .mixing_cpu_causal_aft import causal_mixing
 from .mixing_cpu_table_aft import Differentiable, table_layer, table_mixing
 from .mixing_portable_aft import (
@@ -53,14 +53,14 @@ class CpuBackend(Backend):
         if problem.causal and problem.biases.reach is not None:
             # Without tables, all features of a chunk are computed in one product, which needs a key for each feature.
             return isinstance(problem.biases, WITHIN_A_WINDOW) or problem.key.shape == problem.value.shape
-        return _tables(problem.biases, problem.causal, *problem.value.shape) is not None
+        return _tables(problem.biases, problem.causal, problem.value) is not None
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
         """Compute Eq. 2: (B, T, d) in the dtype of the values."""
         if problem.causal and problem.biases.reach is not None:
             return _mix_causal(problem)
-        tables = _tables(problem.biases, problem.causal, *problem.value.shape)
+        tables = _tables(problem.biases, problem.causal, problem.value)
         assert tables is not None  # `supports` has checked it
         bias, heads = _bias(problem.biases, tables, problem.length), problem.num_heads
         differentiable = _differentiable(tables, heads)
@@ -73,10 +73,10 @@ class CpuBackend(Backend):
             return None
         if not (_is_plain(x, *biases.tensors()) and projections.can_be_replaced(x)):
             return None
-        tables = _tables(biases, causal, *x.shape)
+        x = x.to(projections.dtype(x))
+        tables = _tables(biases, causal, x)
         if tables is None:
             return None
-        x = x.to(projections.dtype(x))
         with torch.autocast("cpu", enabled=False):
             bias, heads = _bias(biases, tables, x.shape[1]), projections.num_heads
             differentiable = _differentiable(tables, heads)
@@ -119,14 +119,24 @@ def _mix_causal(problem: "Mixing") -> torch.Tensor:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _tables(biases: PositionBias, causal: bool, batch: int, length: int, width: int) -> Tables | None:
-    """Choose the tables for these biases; None if another algorithm computes them, or if no table fits."""
+def _tables(biases: PositionBias, causal: bool, x: torch.Tensor) -> Tables | None:
+    """Choose the tables for these biases and x, values or inputs (B, T, d). None if no table fits, or if another
+    algorithm computes these biases.
+    """
+    batch, length, width = x.shape
     if biases.hides_outside:  # values that are hidden from some queries only may be NaN
         return None
     if isinstance(biases, GridKernel):
         heads, window = len(biases.kernels), biases.kernels.shape[-1]
-        features, with_gradients = batch * (width // heads + 1), torch.is_grad_enabled()
-        return choose_tables(biases.grid_size, window, heads, features, with_gradients=with_gradients)
+        with_gradients = torch.is_grad_enabled()
+        return choose_tables(
+            biases.grid_size,
+            window,
+            heads,
+            batch * (width // heads + 1),
+            with_gradients=with_gradients,
+            convolution=not with_gradients and ConvolutionTables.can_convolve(biases.kernels, x.dtype),
+        )
     if isinstance(biases, (Window, LagKernel)):
         return DenseTables() if is_short(biases.reach, length) else None
     return DenseTables(causal) if isinstance(biases, Dense) else None

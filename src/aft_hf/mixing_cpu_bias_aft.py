@@ -3,7 +3,8 @@
 Both sums of Eq. 2 are products of exp(K) V and exp(K) with a table of exp(w). Three classes make such tables from the
 position biases of a layer: `DenseTables` from one bias per pair of positions, `GridTables` from one bias per offset on
 a grid, and `BandTables` from the kernels of an AFT-conv, for the rows of the grid that a kernel reaches.
-`choose_tables` chooses the class for kernels on a grid.
+`ConvolutionTables` replace the product with a table by a convolution with these kernels. `choose_tables` chooses the
+class for kernels on a grid.
 
 A factor exp(-r) that is common to all terms of a query cancels in Eq. 2. Moderate exponents therefore need no shift,
 and larger ones are shifted by their maximum (`relative_exp`).
@@ -46,6 +47,21 @@ QUERY_ROWS = 4
 # of a product. Measured on CPUs.
 TABLE_COST = 200
 COPY_COST = 600
+
+# The cost of a convolution for one feature, in multiplications of a product: for each entry of the kernel, and for the
+# other passes. Measured on CPUs. Beyond LARGEST_PLANAR_WINDOW, oneDNN has a fast convolution only for images whose
+# channels are the last dimension in memory, so features are transposed twice; in the usual layout it takes 25 times as
+# long.
+LARGEST_PLANAR_WINDOW = 13
+PLANAR_COST = (1, 100)
+TRANSPOSED_COST = (2, 200)
+
+# Instruction sets for which oneDNN has a fast convolution.
+FAST_CONVOLUTIONS = ("AVX2", "AVX512")
+
+# The smallest position bias of a convolution, in which exp(w) - 1 of the kernel and the 1 of all positions may cancel:
+# rounding errors grow by up to exp(2).
+LOWEST_CONVOLVED = -2.0
 
 
 def is_moderate(x: torch.Tensor) -> bool:
@@ -250,8 +266,49 @@ class BandTables:
         return -(-self.grid_size[0] // QUERY_ROWS)
 
 
+@dataclass(frozen=True)
+class ConvolutionTables(BandTables):
+    """Kernels (h, s, s), s odd, for a convolution (Eq. 6): O(T d s^2) time, without gradients, in float32.
+
+    Sums are a depthwise convolution with exp(w) - 1, plus the sum over all positions. A query sees all positions with
+    weights of at least exp(LOWEST_CONVOLVED), so no query is lost, however large the keys are.
+    """
+
+    def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
+        return Table(torch.expm1(bias).to(dtype).unsqueeze(1), _top(bias))
+
+    def product(self, summands: torch.Tensor, table: Table) -> torch.Tensor:
+        features = summands.flatten(0, 1)  # (h W, B, T)
+        images = features.unflatten(2, self.grid_size).transpose(0, 1)
+        if self.window > LARGEST_PLANAR_WINDOW:
+            images = images.contiguous(memory_format=torch.channels_last)
+        kernels = table.entries.repeat_interleave(summands.shape[1], 0)
+        convolved = nn.functional.conv2d(images, kernels, padding=self._reach, groups=len(kernels))
+        sums = torch.empty_like(features)
+        torch.add(convolved.transpose(0, 1).flatten(2), features.sum(-1, keepdim=True), out=sums)
+        return sums.view_as(summands)
+
+    @staticmethod
+    def can_convolve(kernels: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether a convolution of features in this dtype with these kernels is fast and precise."""
+        fast = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in FAST_CONVOLUTIONS
+        if not fast or dtype not in (torch.float16, torch.float32):  # float16 is computed in float32
+            return False
+        lowest, highest = kernels.aminmax()
+        return float(lowest) >= LOWEST_CONVOLVED and float(highest) <= MODERATE
+
+    def size(self, features: int, length: int) -> int:
+        return 4 * features * length  # summands, transposed images, convolved images and sums
+
+
 def choose_tables(
-    grid_size: tuple[int, int], window: int, num_heads: int, features: int, *, with_gradients: bool
+    grid_size: tuple[int, int],
+    window: int,
+    num_heads: int,
+    features: int,
+    *,
+    with_gradients: bool,
+    convolution: bool = False,
 ) -> GridTables | BandTables | None:
     """Choose the faster tables for kernels (h, s, s) on a grid; None if no table fits.
 
@@ -262,7 +319,8 @@ def choose_tables(
         window: s, the size of the kernels.
         num_heads: h.
         features: the number of values and keys of one head in all rows of a batch, B (c + 1).
-        with_gradients: whether gradients are needed, which `BandTables` does not support.
+        with_gradients: whether gradients are needed, which only `GridTables` supports.
+        convolution: whether `ConvolutionTables.can_convolve` the kernels.
     """
     (rows, columns), length = grid_size, grid_size[0] * grid_size[1]
     grid, band = GridTables(grid_size=grid_size), BandTables(grid_size, window)
@@ -271,7 +329,13 @@ def choose_tables(
         return grid if fits else None
     reached, copies = QUERY_ROWS + window - 1, (window - 1) / QUERY_ROWS
     band_time = reached * columns * (features + TABLE_COST * QUERY_ROWS / rows) + copies * COPY_COST * features
-    return grid if fits and length * (features + TABLE_COST) <= band_time else band
+    times: dict[GridTables | BandTables, float] = {band: band_time}
+    if fits:
+        times[grid] = length * (features + TABLE_COST)
+    if convolution:
+        of_entry, of_passes = PLANAR_COST if window <= LARGEST_PLANAR_WINDOW else TRANSPOSED_COST
+        times[ConvolutionTables(grid_size, window)] = features * (of_entry * window**2 + of_passes)
+    return min(times, key=lambda tables: times[tables])
 
 
 def _top(bias: torch.Tensor) -> float:

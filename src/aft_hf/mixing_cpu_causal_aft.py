@@ -22,6 +22,7 @@ from .mixing_cpu_chunks_aft import (
     Rows,
     Segment,
     add_products,
+    pairs_of,
     products,
     scaled,
     tokens_of,
@@ -195,13 +196,12 @@ class CausalSums(Chunks):
             # Without tables, all queries of a chunk see its first token, so the running sum is added to that token.
             features[..., 0, :] += far
             return products(self.biases.own, features)
-        own = self.features_in_sums(rows, segment, 0) if features is None else features[:, :, :, 1:]
-        sums = products(segment.of(self.biases.own), own)
         if features is None or rows.reference_changes(segment):
-            previous = self.features_in_sums(rows, segment, 1)
+            own = self.features_in_sums(rows, segment, 0) if features is None else features[:, :, :, 1:]
+            sums = products(segment.of(self.biases.own), own)
+            products(segment.of(self.biases.previous), self.features_in_sums(rows, segment, 1), sums)
         else:
-            previous = features[:, :, :, :-1]
-        products(segment.of(self.biases.previous), previous, sums)
+            sums = products(segment.of(self.biases.tables), pairs_of(features))
         if far is not None:
             weight = self.biases.far_weight
             far = far.unsqueeze(-2)
@@ -227,7 +227,9 @@ class CausalSums(Chunks):
         key_gradient, value_gradient = (
             torch.empty_like(x, dtype=self.dtype if wide else x.dtype) for x in (self.key, self.value)
         )
-        of_tables = self.biases.zeros() if tables_needed else None
+        of_tables = None
+        if tables_needed:
+            of_tables = torch.zeros_like(self.biases.tables.mT, memory_format=torch.contiguous_format)
         of_far = None
         if any_lost and self.global_connectivity:
             of_far = self.lost.gradient_of_far(result.lost, result.context, gradient)
@@ -261,7 +263,7 @@ class CausalSums(Chunks):
         key_gradient: torch.Tensor,
         value_gradient: torch.Tensor,
         *,
-        of_tables: list[torch.Tensor] | None,
+        of_tables: torch.Tensor | None,
         of_far: torch.Tensor | None,
     ) -> None:
         """Compute the gradients of some rows from right to left, since a key contributes to the queries after it."""
@@ -303,7 +305,7 @@ class CausalSums(Chunks):
         of_sums: torch.Tensor,
         later: torch.Tensor | None,
         features: torch.Tensor,
-        of_tables: list[torch.Tensor] | None,
+        of_tables: torch.Tensor | None,
     ) -> torch.Tensor:
         """Apply the transpose of `_sums`, and add to the gradients of the tables. `of_sums` is overwritten."""
         start, chunks = segment.start, segment.chunks
@@ -311,15 +313,23 @@ class CausalSums(Chunks):
             assert later is not None
             of_sums[..., -1, :] += later
             return products(self.biases.own.mT, of_sums)
-        table, table_of_next = self.biases.of_keys
-        own = scaled(of_sums[:, :, :, :-1], rows.difference(start, start, chunks))
-        of_features = products(segment.of(table), own)
-        if of_tables is not None:
-            add_products(segment.of(of_tables[0]), features[:, :, :, 1:], own)
-        previous = scaled(of_sums, rows.difference(start - 1, start, chunks + 1), out=of_sums)
-        products(segment.of(table_of_next), previous[:, :, :, 1:], of_features)
-        if of_tables is not None:
-            add_products(segment.of(of_tables[1]), features[:, :, :, :-1], previous[:, :, :, :-1])
+        tables = segment.of(self.biases.of_keys)
+        exponents = rows.difference(start, start, chunks), rows.difference(start - 1, start, chunks + 1)
+        if all(x is None or not x.any() for x in exponents):
+            of_features = products(tables, pairs_of(of_sums))
+            if of_tables is not None:
+                add_products(segment.of(of_tables), pairs_of(features), of_sums[:, :, :, :-1])
+        else:
+            table, table_of_next = tables.split(segment.size, -1)
+            own = scaled(of_sums[:, :, :, :-1], exponents[0])
+            of_features = products(table, own)
+            if of_tables is not None:
+                add_products(segment.of(of_tables)[..., segment.size :, :], features[:, :, :, 1:], own)
+            previous = scaled(of_sums, exponents[1], out=of_sums)  # `own` may be a view of `of_sums`
+            products(table_of_next, previous[:, :, :, 1:], of_features)
+            if of_tables is not None:
+                of_table = segment.of(of_tables)[..., : segment.size, :]
+                add_products(of_table, features[:, :, :, :-1], previous[:, :, :, :-1])
         return of_features if later is None else of_features.add_(later.unsqueeze(-2))
 
     def _later_sums(

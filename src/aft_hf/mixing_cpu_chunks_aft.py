@@ -367,9 +367,9 @@ class Chunks:
 
 
 class Biases:
-    """exp(w) from a chunk to itself (`own`) and to the chunk before it (`previous`), 0 for later keys.
+    """exp(w) of the keys in a chunk (`own`) and in the chunk before it (`previous`), 0 for later keys.
 
-    Each is (h, n or 1, C, C).
+    Each is (h, n or 1, C, C); `tables` holds both, (h, n or 1, C, 2 C), the chunk before first.
     """
 
     def __init__(self, sums: Chunks):
@@ -393,7 +393,8 @@ class Biases:
             self.far_weight = self._exp(-largest) if sums.global_connectivity else None
         else:
             self.top = max(0.0, float(largest.amax()))
-        self.previous, self.own = (x.contiguous() for x in self._exp(bias).split(size, -1))
+        self.tables = self._exp(bias)
+        self.previous, self.own = self.tables.split(size, -1)
 
     def _exp(self, bias: torch.Tensor) -> torch.Tensor:
         negligible = (bias < self.smallest) & (bias > -math.inf)
@@ -403,22 +404,19 @@ class Biases:
         return torch.exp(bias).masked_fill_(negligible, 0)
 
     @cached_property
-    def of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The transposed tables, for the backward pass: from each chunk of keys to itself and to the next chunk."""
+    def of_keys(self) -> torch.Tensor:
+        """The tables for the backward pass, (h, n or 1, C, 2 C): exp(w) of the queries in a chunk of keys and in the
+        next chunk.
+        """
         following = self.previous
         if following.shape[1] > 1:
             following = torch.cat([following[:, 1:], torch.zeros_like(following[:, :1])], 1)
-        return self.own.mT.contiguous(), following.mT.contiguous()
+        return torch.cat([self.own.mT, following.mT], -1)
 
-    def zeros(self) -> list[torch.Tensor]:
-        """Return zeros for the gradients of exp(w), a pair of (h, n or 1, C', C)."""
-        return [x.new_zeros(*x.shape[:2], *x.shape[:1:-1]) for x in (self.own, self.previous)]
-
-    def gradient(self, of_tables: list[torch.Tensor]) -> torch.Tensor:
-        """Return the gradient of w from the gradients of exp(w), which have the layout of `zeros`."""
+    def gradient(self, of_tables: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of w from the gradient of exp(w), which is transposed: (h, n or 1, 2 C, C)."""
         # The gradient for a pair of tokens that do not see each other may have overflowed.
-        own, previous = (torch.where(x > 0, x * of_x.mT, 0.0) for x, of_x in zip((self.own, self.previous), of_tables))
-        return torch.cat([previous, own], -1)
+        return torch.where(self.tables > 0, self.tables * of_tables.mT, 0.0)
 
     def lost_exponent(self, moderate: bool) -> float:
         """Return the exponent of the smallest denominator that is precise, for averages and gradients."""
@@ -481,15 +479,23 @@ def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor 
     return flush_subnormals(torch.mul(x, root, out=out).mul_(root))
 
 
+def pairs_of(features: torch.Tensor) -> torch.Tensor:
+    """View n + 1 chunks, (G, h, R, n + 1, C, w), as n pairs of successive chunks, (G, h, R, n, 2 C, w)."""
+    size = features.shape[-2]
+    return tokens_of(features).unfold(3, 2 * size, size).mT
+
+
 def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the products of tables (h or 1, n or 1, C, C) with the features of chunks (G, h, R, n, C, w)."""
-    rows, chunks, size = features.shape[2:5]
-    out = features.new_empty(features.shape) if add_to is None else add_to
+    """Return the products of tables (h or 1, n or 1, C, C') with features (G, h, R, n, C', w)."""
+    rows, chunks = features.shape[2:4]
+    out = add_to
+    if out is None:
+        out = features.new_empty(*features.shape[:4], tables.shape[-2], features.shape[-1])
     # Rows may not be contiguous, so there is a batch of products for each row, or for each chunk if these are fewer.
     dim, others = (0, chunks) if rows <= chunks else (1, rows)
-    tables = tables.expand(features.shape[1], chunks, size, size)
+    tables = tables.expand(features.shape[1], chunks, -1, -1)
     for head, of_chunks in enumerate(tables):
-        batches = [of_chunks] * rows if dim == 0 else [table.expand(others, size, size) for table in of_chunks]
+        batches = [of_chunks] * rows if dim == 0 else [table.expand(others, -1, -1) for table in of_chunks]
         for x, y in zip(features[:, head], out[:, head]):
             for table, here, product in zip(batches, x.unbind(dim), y.unbind(dim)):
                 torch.baddbmm(product, table, here, beta=0 if add_to is None else 1, out=product)
@@ -497,10 +503,13 @@ def products(tables: torch.Tensor, features: torch.Tensor, add_to: torch.Tensor 
 
 
 def add_products(of_tables: torch.Tensor, features: torch.Tensor, of_sums: torch.Tensor) -> None:
-    """Add the gradient of each chunk's table, summed over rows, to `of_tables` (h, n or 1, C', C)."""
-    chunks, size = features.shape[3:5]
+    """Add the gradient of each chunk's table, summed over rows, to `of_tables` (h, n or 1, C', C).
+
+    Features are (G, h, R, n, C', w), and gradients of the sums (G, h, R, n, C, w).
+    """
     for head, of_table in enumerate(of_tables):
-        products = features.new_zeros(chunks, size, size)
-        for x, of_x in zip(features[:, head].flatten(0, 1), of_sums[:, head].flatten(0, 1)):
-            products.baddbmm_(x, of_x.mT)
+        products = features.new_zeros(features.shape[3], *of_table.shape[-2:])
+        for x, of_x in zip(features[:, head], of_sums[:, head]):
+            for of_row, of_sums_row in zip(x, of_x):
+                products.baddbmm_(of_row, of_sums_row.mT)
         of_table += products if len(of_table) > 1 else products.sum(0)
