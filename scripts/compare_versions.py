@@ -131,7 +131,7 @@ def compare(before: Version, now: Version, name: str, repeats: int) -> dict[str,
 def main(
     source: Annotated[Path | None, typer.Argument(help="Source directory of the version to compare with.")] = None,
     only: Annotated[str, typer.Option(help="Measure only cases whose name contains this.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each case.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, max=40, help="Turns of each case.")] = 5,
     path: Annotated[Path, typer.Option("--json", help="File of the results.")] = Path("outputs", "versions.json"),
     smoke: Annotated[bool, typer.Option("--smoke", help="Measure tiny models, as a test.")] = False,
     serving: Annotated[str, typer.Option("--serve", hidden=True)] = "",

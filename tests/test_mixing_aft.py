@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from aft_hf import AFTSimple, mixer_aft, mixing_aft, mixing_triton_aft
+from aft_hf import AFTConv, AFTSimple, mixer_aft, mixing_aft, mixing_cpu_aft, mixing_triton_aft
 from aft_hf.documents_aft import Documents
 from aft_hf.mixing_aft import (
     BACKENDS,
@@ -194,6 +194,14 @@ def test_a_backend_may_be_taken_by_name_only(implementation, calls, table):
     table[1].only_by_name = True
     mix(problem(), implementation)
     assert table[1].calls == calls and table[2].calls == 1 - calls
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_costs_measured_on_cpus_choose_the_form_of_an_aft_conv_on_a_cpu_only(device, monkeypatch):
+    asked = []
+    monkeypatch.setattr(mixing_cpu_aft, "choose_tables", lambda *args, **options: asked.append(args))
+    assert AFTConv(12, 3, 3).to(device)(torch.zeros(1, 16, 12, device=device)).shape == (1, 16, 12)
+    assert bool(asked) is (device == "cpu")
 
 
 @pytest.mark.parametrize("implementation", ["auto", "triton"])

@@ -94,6 +94,17 @@ def test_it_is_eq_2_for_keys_and_biases_of_any_size(name, heads, key_features, b
     compare(*inputs, TABLES[name], heads, tolerance(torch.float32, 5 * (key_size + bias_size)))
 
 
+@pytest.mark.parametrize("growth", [0, 100])
+@pytest.mark.parametrize("name", TABLES)
+def test_biases_count_next_to_keys_with_a_large_offset(name, growth):
+    """float32 has only integers at 1e7, so K + w would lose w."""
+    for heads, key_features in SIZES:
+        key, value, bias = draw(TABLES[name], heads, key_features)
+        # With a growth, only one or two weights of a query are not negligible.
+        key = 1e7 + torch.randint(4, key.shape) + growth * (torch.arange(LENGTH) // 2)[:, None]
+        compare(key, value, bias, TABLES[name], heads, tolerance(torch.float32, 20))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("key_size", [1, 90])
 @pytest.mark.parametrize("name", TABLES)

@@ -70,6 +70,11 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return plain and module.weight.layout == torch.strided
 
 
+def onednn_is_enabled() -> bool:
+    """Whether PyTorch has oneDNN (formerly MKL-DNN), and uses it."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
 def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linear]:
     """Whether oneDNN can compute the product, the bias and an activation in one pass, without gradients.
 
@@ -86,7 +91,7 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linea
     tensors = [y for y in (x, module.weight, module.bias) if y is not None]
     if any(y.dtype != torch.bfloat16 or not y.is_contiguous() for y in tensors) or not are_plain_tensors(*tensors):
         return False
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+    if not onednn_is_enabled():
         return False
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

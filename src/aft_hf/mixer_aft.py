@@ -196,9 +196,9 @@ class AFTMixer(nn.Module):
             if self.max_positions is not None:
                 self._check_size(state.tokens_after(query.shape[1], self.max_positions), None)
         biases = self.biases(query, grid_size)
-        alone = state is None and key is query and value is query and not output_attentions
-        in_order = attention_mask is None and position_ids is None and documents is None and shard is None
-        if alone and in_order:
+        one_input = state is None and key is query and value is query and not output_attentions
+        unmasked = attention_mask is None and position_ids is None and documents is None and shard is None
+        if one_input and unmasked:
             options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
             output = mix_layer(query, self._projections(), biases, **options)
             if output is not None:

@@ -53,14 +53,14 @@ class CpuBackend(Backend):
         if problem.causal and problem.biases.reach is not None:
             # Without tables, all features of a chunk are computed in one product, which needs a key for each feature.
             return isinstance(problem.biases, WITHIN_A_WINDOW) or problem.key.shape == problem.value.shape
-        return _tables(problem.biases, problem.causal, problem.value) is not None
+        return _tables(problem.biases, problem.causal, problem.value.shape, problem.value.dtype) is not None
 
     @staticmethod
     def mix(problem: "Mixing") -> torch.Tensor:
         """Compute Eq. 2: (B, T, d) in the dtype of the values."""
         if problem.causal and problem.biases.reach is not None:
             return _mix_causal(problem)
-        tables = _tables(problem.biases, problem.causal, problem.value)
+        tables = _tables(problem.biases, problem.causal, problem.value.shape, problem.value.dtype)
         assert tables is not None  # `supports` has checked it
         bias, heads = _bias(problem.biases, tables, problem.length), problem.num_heads
         differentiable = _differentiable(tables, heads)
@@ -68,15 +68,15 @@ class CpuBackend(Backend):
 
     @staticmethod
     def layer(x: torch.Tensor, projections: Projections, biases: PositionBias, causal: bool) -> torch.Tensor | None:
-        """Compute a mixer with its projections for x (B, T, d) by products with tables; None for any other mixer."""
+        """Compute a mixer with its projections for x (B, T, d) by `table_layer`; None for any other mixer."""
         if causal and biases.reach is not None:
             return None
         if not (_is_plain(x, *biases.tensors()) and projections.can_be_replaced(x)):
             return None
-        x = x.to(projections.dtype(x))
-        tables = _tables(biases, causal, x)
+        tables = _tables(biases, causal, x.shape, projections.dtype(x))
         if tables is None:
             return None
+        x = x.to(projections.dtype(x))
         with torch.autocast("cpu", enabled=False):
             bias, heads = _bias(biases, tables, x.shape[1]), projections.num_heads
             differentiable = _differentiable(tables, heads)
@@ -119,11 +119,11 @@ def _mix_causal(problem: "Mixing") -> torch.Tensor:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _tables(biases: PositionBias, causal: bool, x: torch.Tensor) -> Tables | None:
-    """Choose the tables for these biases and x, values or inputs (B, T, d). None if no table fits, or if another
-    algorithm computes these biases.
+def _tables(biases: PositionBias, causal: bool, shape: torch.Size, dtype: torch.dtype) -> Tables | None:
+    """Choose the tables for these biases and for values of a shape (B, T, d) and dtype. None if no table fits, or if
+    another algorithm computes these biases.
     """
-    batch, length, width = x.shape
+    batch, length, width = shape
     if biases.hides_outside:  # values that are hidden from some queries only may be NaN
         return None
     if isinstance(biases, GridKernel):
@@ -135,7 +135,7 @@ def _tables(biases: PositionBias, causal: bool, x: torch.Tensor) -> Tables | Non
             heads,
             batch * (width // heads + 1),
             with_gradients=with_gradients,
-            convolution=not with_gradients and ConvolutionTables.can_convolve(biases.kernels, x.dtype),
+            convolution=not with_gradients and ConvolutionTables.can_convolve(biases.kernels, dtype),
         )
     if isinstance(biases, (Window, LagKernel)):
         return DenseTables() if is_short(biases.reach, length) else None

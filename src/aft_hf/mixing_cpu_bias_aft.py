@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from .activations_aft import onednn_is_enabled
 from .position_biases_aft import collect_grid_table, grid_table
 from .scaled_sums_aft import EMPTY, largest_size
 
@@ -49,12 +50,12 @@ TABLE_COST = 200
 COPY_COST = 600
 
 # The cost of a convolution for one feature, in multiplications of a product: for each entry of the kernel, and for the
-# other passes. Measured on CPUs. Beyond LARGEST_PLANAR_WINDOW, oneDNN has a fast convolution only for images whose
-# channels are the last dimension in memory, so features are transposed twice; in the usual layout it takes 25 times as
-# long.
-LARGEST_PLANAR_WINDOW = 13
-PLANAR_COST = (1, 100)
-TRANSPOSED_COST = (2, 200)
+# other passes. Measured on CPUs. Beyond LARGEST_CONTIGUOUS_WINDOW, oneDNN has a fast convolution only for images whose
+# channels are the last dimension in memory (channels_last), so features are transposed twice; in the contiguous layout
+# it takes 25 times as long.
+LARGEST_CONTIGUOUS_WINDOW = 13
+CONTIGUOUS_COST = (1, 100)
+CHANNELS_LAST_COST = (2, 200)
 
 # Instruction sets for which oneDNN has a fast convolution.
 FAST_CONVOLUTIONS = ("AVX2", "AVX512")
@@ -271,7 +272,7 @@ class ConvolutionTables(BandTables):
     """Kernels (h, s, s), s odd, for a convolution (Eq. 6): O(T d s^2) time, without gradients, in float32.
 
     Sums are a depthwise convolution with exp(w) - 1, plus the sum over all positions. A query sees all positions with
-    weights of at least exp(LOWEST_CONVOLVED), so no query is lost, however large the keys are.
+    weights of at least exp(LOWEST_CONVOLVED), so no query is lost to underflow.
     """
 
     def table(self, bias: torch.Tensor, dtype: torch.dtype) -> Table:
@@ -280,7 +281,7 @@ class ConvolutionTables(BandTables):
     def product(self, summands: torch.Tensor, table: Table) -> torch.Tensor:
         features = summands.flatten(0, 1)  # (h W, B, T)
         images = features.unflatten(2, self.grid_size).transpose(0, 1)
-        if self.window > LARGEST_PLANAR_WINDOW:
+        if self.window > LARGEST_CONTIGUOUS_WINDOW:
             images = images.contiguous(memory_format=torch.channels_last)
         kernels = table.entries.repeat_interleave(summands.shape[1], 0)
         convolved = nn.functional.conv2d(images, kernels, padding=self._reach, groups=len(kernels))
@@ -291,7 +292,7 @@ class ConvolutionTables(BandTables):
     @staticmethod
     def can_convolve(kernels: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether a convolution of features in this dtype with these kernels is fast and precise."""
-        fast = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in FAST_CONVOLUTIONS
+        fast = onednn_is_enabled() and torch.backends.cpu.get_cpu_capability() in FAST_CONVOLUTIONS
         if not fast or dtype not in (torch.float16, torch.float32):  # float16 is computed in float32
             return False
         lowest, highest = kernels.aminmax()
@@ -310,7 +311,7 @@ def choose_tables(
     with_gradients: bool,
     convolution: bool = False,
 ) -> GridTables | BandTables | None:
-    """Choose the faster tables for kernels (h, s, s) on a grid; None if no table fits.
+    """Choose the fastest tables for kernels (h, s, s) on a grid; None if no table fits.
 
     Times are estimated in multiplications per query and head; the constants were measured on CPUs.
 
@@ -320,7 +321,7 @@ def choose_tables(
         num_heads: h.
         features: the number of values and keys of one head in all rows of a batch, B (c + 1).
         with_gradients: whether gradients are needed, which only `GridTables` supports.
-        convolution: whether `ConvolutionTables.can_convolve` the kernels.
+        convolution: the result of `ConvolutionTables.can_convolve`.
     """
     (rows, columns), length = grid_size, grid_size[0] * grid_size[1]
     grid, band = GridTables(grid_size=grid_size), BandTables(grid_size, window)
@@ -333,7 +334,7 @@ def choose_tables(
     if fits:
         times[grid] = length * (features + TABLE_COST)
     if convolution:
-        of_entry, of_passes = PLANAR_COST if window <= LARGEST_PLANAR_WINDOW else TRANSPOSED_COST
+        of_entry, of_passes = CONTIGUOUS_COST if window <= LARGEST_CONTIGUOUS_WINDOW else CHANNELS_LAST_COST
         times[ConvolutionTables(grid_size, window)] = features * (of_entry * window**2 + of_passes)
     return min(times, key=lambda tables: times[tables])
 

@@ -201,7 +201,7 @@ class CausalSums(Chunks):
             sums = products(segment.of(self.biases.own), own)
             products(segment.of(self.biases.previous), self.features_in_sums(rows, segment, 1), sums)
         else:
-            sums = products(segment.of(self.biases.tables), pairs_of(features))
+            sums = products(segment.of(self.biases.weights), pairs_of(features))
         if far is not None:
             weight = self.biases.far_weight
             far = far.unsqueeze(-2)
@@ -229,7 +229,7 @@ class CausalSums(Chunks):
         )
         of_tables = None
         if tables_needed:
-            of_tables = torch.zeros_like(self.biases.tables.mT, memory_format=torch.contiguous_format)
+            of_tables = torch.zeros_like(self.biases.weights.mT, memory_format=torch.contiguous_format)
         of_far = None
         if any_lost and self.global_connectivity:
             of_far = self.lost.gradient_of_far(result.lost, result.context, gradient)
@@ -325,7 +325,7 @@ class CausalSums(Chunks):
             of_features = products(table, own)
             if of_tables is not None:
                 add_products(segment.of(of_tables)[..., segment.size :, :], features[:, :, :, 1:], own)
-            previous = scaled(of_sums, exponents[1], out=of_sums)  # `own` may be a view of `of_sums`
+            previous = scaled(of_sums, exponents[1], out=of_sums)  # overwrites `own`, too, if it is a view
             products(table_of_next, previous[:, :, :, 1:], of_features)
             if of_tables is not None:
                 of_table = segment.of(of_tables)[..., : segment.size, :]

@@ -369,7 +369,7 @@ class Chunks:
 class Biases:
     """exp(w) of the keys in a chunk (`own`) and in the chunk before it (`previous`), 0 for later keys.
 
-    Each is (h, n or 1, C, C); `tables` holds both, (h, n or 1, C, 2 C), the chunk before first.
+    Each is (h, n or 1, C, C); `weights` holds both, (h, n or 1, C, 2 C), the chunk before first.
     """
 
     def __init__(self, sums: Chunks):
@@ -393,8 +393,8 @@ class Biases:
             self.far_weight = self._exp(-largest) if sums.global_connectivity else None
         else:
             self.top = max(0.0, float(largest.amax()))
-        self.tables = self._exp(bias)
-        self.previous, self.own = self.tables.split(size, -1)
+        self.weights = self._exp(bias)
+        self.previous, self.own = self.weights.split(size, -1)
 
     def _exp(self, bias: torch.Tensor) -> torch.Tensor:
         negligible = (bias < self.smallest) & (bias > -math.inf)
@@ -416,7 +416,7 @@ class Biases:
     def gradient(self, of_tables: torch.Tensor) -> torch.Tensor:
         """Return the gradient of w from the gradient of exp(w), which is transposed: (h, n or 1, 2 C, C)."""
         # The gradient for a pair of tokens that do not see each other may have overflowed.
-        return torch.where(self.tables > 0, self.tables * of_tables.mT, 0.0)
+        return torch.where(self.weights > 0, self.weights * of_tables.mT, 0.0)
 
     def lost_exponent(self, moderate: bool) -> float:
         """Return the exponent of the smallest denominator that is precise, for averages and gradients."""

@@ -88,7 +88,7 @@ class Block:
             queries = slice(start, end)
             seen = self.keys[..., :end], self.values[..., :end]
             if table is None:
-                context[..., queries] = _first_average(*seen, self._visible_bias[:, :end, :end])
+                context[..., queries] = _first_average(*seen, self._bias_of_first(end))
                 inverse[..., queries] = 1.0
                 continue
             product_average(
@@ -201,7 +201,7 @@ class Block:
             start = self._start_of_piece(end)
             yield start, end, self.table.part(start, end)
             end = start
-        by_softmax = end < self.keys.shape[-1] and not self._sums_again and self._first_are_finite
+        by_softmax = end < self.keys.shape[-1] and self._first_are_finite
         if end > 0:
             yield 0, end, None if by_softmax else self.table.part(0, end)
 
@@ -214,14 +214,15 @@ class Block:
         if allowed >= 1:
             return 0
         starts, peaks = self._peaks
-        below = peaks[len([x for x in starts if x < end])] - self._reach
-        early = (x for x, peak in zip(starts, peaks) if x < latest and (peak < below).float().mean() <= allowed)
+        lowest = peaks[len([x for x in starts if x < end])] - self._reach
+        shares = (peaks < lowest).mean(1, dtype=torch.float32).tolist()
+        early = (x for x, share in zip(starts, shares) if x < latest and share <= allowed)
         return next(early, latest)
 
     @cached_property
-    def _peaks(self) -> tuple[list[int], list[torch.Tensor]]:
-        """Possible starts of pieces, multiples of `FIRST`, and the largest keys of sampled rows before each start and
-        before the end.
+    def _peaks(self) -> tuple[list[int], torch.Tensor]:
+        """Possible starts of pieces, S multiples of `FIRST`, and the largest keys of R sampled rows before each start
+        and before the end, (S + 1, R).
         """
         length, starts = self.keys.shape[-1], [FIRST]
         while 3 * starts[-1] // 2 < length:
@@ -229,20 +230,23 @@ class Block:
         starts = [x for x in starts if x < length]
         rows = self.keys.flatten(0, 2)
         pieces = rows[:: max(1, len(rows) // SAMPLED_ROWS)].tensor_split(starts, -1)
-        peaks = [pieces[0].amax(-1)]
-        for piece in pieces[1:]:
-            peaks.append(torch.maximum(peaks[-1], piece.amax(-1)))
-        return starts, peaks
+        return starts, torch.stack([piece.amax(-1) for piece in pieces]).cummax(0).values
 
     @cached_property
     def _first_are_finite(self) -> bool:
+        if self._size == Size.BOUNDED and self._range_of_keys[0] > -torch.inf:
+            return True
         return all(bool(x[..., :FIRST].isfinite().all()) for x in (self.keys, self.values))
+
+    def _bias_of_first(self, end: int) -> torch.Tensor:
+        """Return the biases of the first queries, (G or 1, end, end), with -inf for later keys."""
+        return self.tables.visible(self.bias[:, :end, :end])
 
     def _add_first_gradients(
         self, end: int, of_context: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, bias_needed: bool
     ) -> torch.Tensor | None:
         """Add the gradients from the first queries to those of keys and values, and return that of their biases."""
-        inputs = self.keys[..., :end], self.values[..., :end], self._visible_bias[:, :end, :end]
+        inputs = self.keys[..., :end], self.values[..., :end], self._bias_of_first(end)
         seen = [x.detach().to(of_keys.dtype).requires_grad_() for x in inputs]
         with torch.enable_grad():
             found = _first_average(*seen)
@@ -291,26 +295,27 @@ class Block:
 
     def _sum_again(self, start: int, end: int, table: Table, context: torch.Tensor, inverse: torch.Tensor) -> None:
         """Compute the lost queries from start to end again, and write their averages into `context`."""
-        left = []
+        left: list[torch.Tensor] = []
         for rows in self._rows_with_lost(start, end, table, inverse):
             found = self._of_keys(context)[rows.queries]
             for again in self._rounds(rows):
                 found = torch.where(again.here.unsqueeze(1), again.context, found)
             self._of_keys(context)[rows.queries] = found
-            left.append(rows)
-        lost = self._left(left, inverse)
-        if lost is not None:
-            self._restore(lost, None, context)
+            left += rows.indices_of_lost()
+        if left:
+            self._restore(torch.cat(left), None, context)
 
     def _add_gradients_again(
         self, upstream: Upstream, of_keys: torch.Tensor, of_values: torch.Tensor, of_table: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Add the gradients from lost queries to those of keys, values and table, and return the gradient of the
-        biases from the queries that are computed by a softmax.
+        biases from the lost queries that are computed by a softmax each.
         """
-        left, of_context_by_key = [], self._of_keys(upstream.of_context)
+        left: list[torch.Tensor] = []
+        of_context_by_key = self._of_keys(upstream.of_context)
         for start, end, table in self._pieces():
-            assert table is not None  # if rows are summed again, no piece is computed by a softmax
+            if table is None:  # computed by a softmax, so no query is lost
+                continue
             for rows in self._rows_with_lost(start, end, table, upstream.inverse):
                 of_queries = of_context_by_key[rows.queries].to(upstream.context.dtype).transpose(0, 1).unsqueeze(0)
                 for again in self._rounds(rows):
@@ -335,11 +340,10 @@ class Block:
                     self._of_keys(of_values)[..., :end][rows.place] += of_rows[0].transpose(0, 1)
                     if of_table is not None and of_part is not None:
                         of_table[rows.group, start:end, :end] += of_part[0]
-                left.append(rows)
-        lost = self._left(left, upstream.inverse)
-        if lost is None:
+                left += rows.indices_of_lost()
+        if not left:
             return None
-        return self._add_lost_gradients(lost, upstream.of_context, of_keys, of_values, of_table is not None)
+        return self._add_lost_gradients(torch.cat(left), upstream.of_context, of_keys, of_values, of_table is not None)
 
     def _rows_with_lost(self, start: int, end: int, table: Table, inverse: torch.Tensor) -> Iterator["_Rows"]:
         """Yield the rows in which queries from start to end are lost, one group at a time."""
@@ -387,17 +391,8 @@ class Block:
 
     # ----------------------------------------------------------------------------------------------- lost queries
 
-    def _left(self, summed: list["_Rows"], inverse: torch.Tensor) -> torch.Tensor | None:
-        """Return which queries are still lost, (G, k, B, T); None if no query is."""
-        if not any(rows.any_lost for rows in summed):
-            return None
-        lost = torch.zeros_like(inverse, dtype=torch.bool)
-        for rows in summed:  # the queries of different pieces do not overlap
-            lost[..., rows.start : rows.start + rows.lost.shape[-1]][rows.place] = rows.lost
-        return lost
-
     def _restore(self, lost: torch.Tensor, undefined: torch.Tensor | None, context: torch.Tensor) -> None:
-        """Write the averages of lost queries into `context`, and NaN where they are undefined."""
+        """Write the averages of lost queries (N, 4) into `context`, and NaN where they are undefined, (G, k, B, T)."""
         if undefined is not None:
             context.masked_fill_(undefined, torch.nan)
         for place, query in self._few_at_once(lost):
@@ -413,7 +408,7 @@ class Block:
         of_values: torch.Tensor,
         bias_needed: bool,
     ) -> torch.Tensor | None:
-        """Add the gradients from lost queries to those of keys and values, and return that of the biases."""
+        """Add the gradients from lost queries (N, 4) to those of keys and values, and return that of the biases."""
         of_bias = torch.zeros_like(self.bias) if bias_needed else None
         for place, query in self._few_at_once(lost):
             seen = [x.detach().requires_grad_() for x in self._seen(place, query)]
@@ -431,24 +426,24 @@ class Block:
         return of_bias
 
     def _lost(self, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return which queries have to be computed again, (G, k, B, T), and which lost queries see NaN or infinity, so
-        that their average is undefined; None if none does. Queries that see no key are neither.
+        """Return the indices of the queries that have to be computed again, (N, 4), and which lost queries see NaN or
+        infinity, so that their average is undefined, (G, k, B, T); None if none does. Queries that see no key are
+        neither.
         """
         lost, keys, values = inverse == 0, self.keys, self.values
         if self._size == Size.BOUNDED and self._range_of_keys[0] > -torch.inf:
-            return lost, None
+            return lost.nonzero(), None
         finite = values.isfinite().unflatten(1, (keys.shape[1], -1)).all(2) & (keys < torch.inf)
         visible = keys > -torch.inf
         if self.tables.causal:
             defined, sighted = (~finite).cumsum(-1) == 0, visible.cumsum(-1) > 0
         else:
             defined, sighted = finite.all(-1, keepdim=True), visible.any(-1, keepdim=True)
-        return lost & defined & sighted, lost & ~defined
+        return (lost & defined & sighted).nonzero(), lost & ~defined
 
-    def _few_at_once(self, lost: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
+    def _few_at_once(self, indices: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
         """Yield the indices of a few lost queries at a time: (group, feature of the keys, row), and query."""
-        size = (self.values.shape[1] // self.keys.shape[1] + 2) * lost.shape[-1]
-        indices = lost.nonzero()
+        size = (self.values.shape[1] // self.keys.shape[1] + 2) * self.keys.shape[-1]
         indices = indices[indices[:, -1].argsort()]  # queries that see few keys are computed together
         for few in indices.split(max(1, LOST_BLOCK // size)) if len(indices) else ():
             *place, query = few.unbind(1)
@@ -495,6 +490,13 @@ class _Rows:
     lost: torch.Tensor
     any_lost: bool = True
 
+    def indices_of_lost(self) -> list[torch.Tensor]:
+        """Return the indices of the queries that are still lost, (N, 4); an empty list if no query is."""
+        if not self.any_lost:
+            return []
+        row, query = self.lost.nonzero().unbind(1)
+        return [torch.stack([*(x[row] for x in self.place), query + self.start], 1)]
+
 
 class _Again(NamedTuple):
     """The result of a round: the keys (N, T') that it sums, the averages (N, c / k, C) and reciprocals of the
@@ -509,17 +511,23 @@ class _Again(NamedTuple):
 
 def _softmax_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Eq. 2 for N queries from keys (N, T), values (N, c, T) and biases (N, T), which are -inf for hidden keys."""
-    logits = keys + bias
-    if not math.isfinite(float(values.detach().sum() + keys.detach().sum())):
-        hidden = bias == -torch.inf
-        logits, values = logits.masked_fill(hidden, -torch.inf), values.masked_fill(hidden.unsqueeze(1), 0.0)
+    hidden = bias == -torch.inf
+    if not math.isfinite(float(values.detach().sum())):
+        values = values.masked_fill(hidden.unsqueeze(1), 0.0)
+    # Biases are added to differences of keys, so that they are not rounded away next to large keys.
+    keys = keys.masked_fill(hidden, -torch.inf)
+    logits = (keys - keys.detach().amax(-1, keepdim=True)) + bias
     return (values @ torch.softmax(logits, -1).unsqueeze(-1)).squeeze(-1)
 
 
 def _first_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Eq. 2 for a few queries from keys (G, k, B, T), values (G, c, B, T) and biases (G or 1, T, T)."""
+    """Eq. 2 for a few queries from finite keys (G, k, B, T), values (G, c, B, T) and biases (G or 1, T, T), which are
+    -inf for later keys.
+    """
     dtype = working_dtype(keys)
     keys, values, bias = keys.to(dtype), values.to(dtype), bias.to(dtype)
-    weights = torch.softmax(keys.unsqueeze(-2) + bias[:, None, None], -1)  # (G, k, B, T, T)
-    weights = weights.unsqueeze(2)  # (G, k, 1, B, T, T)
+    # As above; later keys may exceed the largest key that a query sees.
+    differences = keys.unsqueeze(-2) - keys.detach().cummax(-1).values.unsqueeze(-1)
+    logits = differences.clamp_max(0.0) + bias[:, None, None]
+    weights = torch.softmax(logits, -1).unsqueeze(2)  # (G, k, 1, B, T, T)
     return (weights @ values.unflatten(1, (keys.shape[1], -1)).unsqueeze(-1)).squeeze(-1).flatten(1, 2)

@@ -1,5 +1,5 @@
-"""Eq. 2 on a CPU by products with a table of exp(w): `table_mixing` for keys and values, and `table_layer` for a whole
-mixer with its projections.
+"""Eq. 2 on a CPU by products with a table of exp(w), or by a convolution (`ConvolutionTables`): `table_mixing` for
+keys and values, and `table_layer` for a whole mixer with its projections.
 
 Both use a layout with the positions last in memory. A linear layer usually writes (B, T, d), but the sums over
 positions are products of rows of positions. So the projections are computed as W X^T: one product writes key, value
