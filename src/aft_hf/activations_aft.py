@@ -81,7 +81,7 @@ def _takes_activations(module: nn.Module, x: torch.Tensor) -> TypeGuard[nn.Linea
     Only for bfloat16, where two passes over the result take as long as the product; not for float32, where the
     products of other libraries are as fast.
     """
-    # The dtype first: the overhead of checks counts in a decoding step, which is mostly in float32.
+    # The cheap checks come first, since a decoding step consists of many small calls.
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
     if not is_linear(module):
