@@ -6,7 +6,7 @@ shift of a chunk and feature: 0 for moderate keys, otherwise a fixed distance be
 (`mixing_cpu_chunks_aft.py`). The backward pass raises it towards the smallest denominator of the chunk, so that hardly
 any product is subnormal. Queries that see only keys far below their reference are detected by their denominators and
 computed again, all queries of a window at once or each by a softmax (`mixing_cpu_lost_aft.py`), so no query depends on
-later tokens.
+later tokens. With large keys, the first queries are always computed by a softmax (`mixing_cpu_first_aft.py`).
 """
 
 import math
@@ -27,6 +27,7 @@ from .mixing_cpu_chunks_aft import (
     scaled,
     tokens_of,
 )
+from .mixing_cpu_first_aft import FIRST, first_averages, first_gradients
 from .mixing_cpu_lost_aft import Far, Lost, LostQueries
 from .scaled_sums_aft import flush_subnormals, largest_size
 
@@ -124,7 +125,8 @@ class _Result(NamedTuple):
     """The context, and the results of the forward pass that the backward pass needs."""
 
     context: torch.Tensor  # (B, T, d), in float32 at least if there is a backward pass
-    inverse: torch.Tensor | None  # (B, T, h k), reciprocals of the denominators, 0 for lost queries
+    # (B, T, h k), reciprocals of the denominators, 0 for lost queries and first queries that are computed by a softmax
+    inverse: torch.Tensor | None
     lost: Lost
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -141,6 +143,7 @@ class CausalSums(Chunks):
     def __init__(self, key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor | None, options: Options):
         super().__init__(key, value, tables, options)
         self.lost = LostQueries(self)
+        self.first = self._count_first()  # number of first queries that are computed by a softmax
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -152,6 +155,8 @@ class CausalSums(Chunks):
         for rows, segments in self.blocks():
             inverse_of_rows = None if inverse is None else self.by_head(inverse)[:, rows.slice]
             found += self._forward_rows(rows, segments, self.by_head(context)[:, rows.slice], inverse_of_rows)
+        if self.first:
+            context[:, : self.first] = self._from_groups(first_averages(*self._first_inputs()))
         return _Result(context, inverse, self.lost.restore(found, context))
 
     def _forward_rows(
@@ -161,11 +166,9 @@ class CausalSums(Chunks):
         carry = None  # the running sum over all chunks that the tables of a segment do not reach
         for segment in segments:
             here = segment.positions
-            # With references of their own, sums need other features.
-            features = self.features(rows, segment) if rows.own is rows.seen else None
+            features = self.features(rows, segment)
             far = None
             if self.global_connectivity:
-                assert features is not None
                 far = self.running_sums(rows, segment, features, carry)  # (G, h, R, n + 1, W / G)
                 carry = far[:, :, :, -1]
             sums = self._sums(rows, segment, features, far)
@@ -174,34 +177,36 @@ class CausalSums(Chunks):
             torch.reciprocal(denominator, out=reciprocal)
             exact = context[:, :, here] if context.dtype == self.dtype else numerator
             torch.mul(numerator, reciprocal, out=exact)
+            if segment.start == 0 and self.first:
+                exact[:, :, : self.first], reciprocal[:, :, : self.first] = 0, 0
             lost = self.lost.find(rows, segment, reciprocal, exact, far, for_backward=inverse is not None)
             if lost is not None:
                 yield lost
             if exact is numerator:
                 context[:, :, here] = exact
 
-    def _sums(
-        self, rows: Rows, segment: Segment, features: torch.Tensor | None, far: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _sums(self, rows: Rows, segment: Segment, features: torch.Tensor, far: torch.Tensor | None) -> torch.Tensor:
         """Return the sums of each query of a segment, relative to `rows.seen`: (G, h, R, n, C, W / G).
 
-        The features are None if sums have references of their own, and overwritten if there are no tables.
+        The features are overwritten if there are no tables.
         """
+        start, chunks = segment.start, segment.chunks
         if far is not None:
             far = far[:, :, :, :-1]
-            start = segment.start - 1 - self.before
-            far = scaled(far, self.decay(rows.seen, start, segment.start, segment.chunks))
+            far = scaled(far, self.decay(rows.seen, start - 1 - self.before, start, chunks))
         if self.tables is None:
-            assert features is not None and far is not None  # a window has tables
+            assert far is not None  # a window has tables
             # Without tables, all queries of a chunk see its first token, so the running sum is added to that token.
             features[..., 0, :] += far
             return products(self.biases.own, features)
-        if features is None or rows.reference_changes(segment):
-            own = self.features_in_sums(rows, segment, 0) if features is None else features[:, :, :, 1:]
-            sums = products(segment.of(self.biases.own), own)
-            products(segment.of(self.biases.previous), self.features_in_sums(rows, segment, 1), sums)
-        else:
+        exponents = rows.difference(start, start, chunks), rows.difference(start - 1, start, chunks)
+        if all(x is None or not x.any() for x in exponents):
             sums = products(segment.of(self.biases.weights), pairs_of(features))
+        else:
+            sums = products(segment.of(self.biases.own), features[:, :, :, 1:])
+            sums = scaled(sums, exponents[0], out=sums)
+            previous = products(segment.of(self.biases.previous), features[:, :, :, :-1])
+            sums += scaled(previous, exponents[1], out=previous)
         if far is not None:
             weight = self.biases.far_weight
             far = far.unsqueeze(-2)
@@ -223,7 +228,7 @@ class CausalSums(Chunks):
             exponent = 9 + exponent_of_inverse(gradient)
             gradient = gradient.to(self.dtype) * 2.0**exponent
         # Gradients of several parts are added in the dtype of the sums, and rounded once.
-        wide = any_lost or exponent != 0
+        wide = any_lost or not self.moderate
         key_gradient, value_gradient = (
             torch.empty_like(x, dtype=self.dtype if wide else x.dtype) for x in (self.key, self.value)
         )
@@ -242,6 +247,8 @@ class CausalSums(Chunks):
             self.lost.add_gradients(
                 result.lost, result.context, gradient, key_gradient, value_gradient, tables_gradient
             )
+        if self.first:
+            self._add_first_gradients(gradient, key_gradient, value_gradient, tables_gradient)
         if exponent != 0:
             for x in (key_gradient, value_gradient, tables_gradient):
                 if x is not None:
@@ -385,3 +392,46 @@ class CausalSums(Chunks):
         if self.groups == 1:
             from_values = from_values.sum(-1, keepdim=True)
         torch.addcmul(from_values, of_weights, weights, out=key_gradient)
+
+    # --------------------------------------------------------------------------------------------- first queries
+
+    def _count_first(self) -> int:
+        """Return the number of first queries that are computed by a softmax."""
+        if self.moderate:
+            return 0
+        chunk = self.key[:, : self.chunk_size].to(self.dtype)  # a maximum is computed faster in this dtype
+        if not float((chunk.amax(1) - chunk[:, 0]).amax()) > self.lost.near:  # no query of the first chunk is lost
+            return 0
+        count = min(FIRST, self.chunk_size, self.length)
+        return count if all(bool(x[:, :count].isfinite().all()) for x in (self.key, self.value)) else 0
+
+    def _first_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the first keys (G, k, B, F) and values (G, c, B, F), and their biases (G, F, F); G is h, or 1 if all
+        heads share the biases.
+        """
+        bias = self.lost.biases[:, 0, : self.first, -self.chunk_size :][..., : self.first]
+        return self._to_groups(self.key, len(bias)), self._to_groups(self.value, len(bias)), bias
+
+    def _add_first_gradients(
+        self,
+        gradient: torch.Tensor,
+        key_gradient: torch.Tensor,
+        value_gradient: torch.Tensor,
+        tables_gradient: torch.Tensor | None,
+    ) -> None:
+        """Add the gradients from the first queries to those of keys, values and tables."""
+        key, value, bias = self._first_inputs()
+        of_key, of_value, of_bias = first_gradients(key, value, bias, self._to_groups(gradient, len(bias)))
+        key_gradient[:, : self.first] += self._from_groups(of_key)
+        value_gradient[:, : self.first] += self._from_groups(of_value)
+        if tables_gradient is not None:
+            tables_gradient[:, 0, : self.first, -self.chunk_size :][..., : self.first] += of_bias
+
+    def _to_groups(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """View the first positions of (B, T, G w) as (G, w, B, F)."""
+        return x[:, : self.first].unflatten(-1, (groups, -1)).permute(2, 3, 0, 1)
+
+    @staticmethod
+    def _from_groups(x: torch.Tensor) -> torch.Tensor:
+        """View (G, w, B, F) as (B, F, G w)."""
+        return x.flatten(0, 1).permute(1, 2, 0)

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from .mixing_cpu_bias_aft import FLOOR, INCREASE_MARGIN, LARGEST_INCREASE, MODERATE, is_moderate
 from .scaled_sums_aft import EMPTY, flush_subnormals, largest_size, working_dtype
@@ -50,6 +51,9 @@ LARGEST_SUM = {torch.float32: 84.0, torch.float64: 700.0}
 # The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 8.0
 
+# Running sums over chunks are relative to the first chunk, in float64, if they fall by less than exp(LARGEST_FALL).
+LARGEST_FALL = 600.0
+
 # exp(w) is set to 0 for biases that are less than this margin above the smallest exponent, relative to the largest
 # bias of the query. The bound on denominators is then higher.
 BIAS_MARGIN = 7.0
@@ -87,13 +91,6 @@ class Rows(NamedTuple):
         if self.own is None or self.seen is None or (self.own is self.seen and start == seen_start):
             return None
         return difference(self.own, start, self.seen, seen_start, count).unsqueeze(-2)
-
-    def reference_changes(self, segment: "Segment") -> bool:
-        """Whether the reference of the sums of a chunk of a segment differs from that of the chunk before it."""
-        if self.own is None or self.seen is None:
-            return False
-        exponents = difference(self.own, segment.start - 1, self.seen, segment.start, segment.chunks)
-        return bool(exponents.any())
 
     def references_of_far(self, segment: "Segment", before: int) -> torch.Tensor | None:
         """Return the references of the running sums that the chunks of a segment see: (h, R, n, k), None for 0."""
@@ -211,31 +208,12 @@ class Chunks:
     def features(self, rows: Rows, segment: Segment) -> torch.Tensor:
         """Return exp(K) V and exp(K) of a segment, and of the chunk before it if tables reach it: (G, h, R, chunks, C,
         W / G). They are relative to the references of their chunks, and 0 outside the sequence.
+
+        With an increase, exponentials are computed relative to the references of the forward pass, and then multiplied
+        by exp(-increase): they are rounded as in the forward pass.
         """
         start, count = segment.start - self.before, segment.chunks + self.before
-        own, increase = (None if x is None else at_chunks(x, start, count) for x in (rows.own, rows.increase))
-        return self._features(rows, start, count, own, increase)
-
-    def features_in_sums(self, rows: Rows, segment: Segment, before: int) -> torch.Tensor:
-        """Return the features of each chunk of a segment, or of the chunk before it if `before` is 1, relative to the
-        reference of the sums of the chunk.
-        """
-        seen = None if rows.seen is None else at_chunks(rows.seen, segment.start, segment.chunks)
-        return self._features(rows, segment.start - before, segment.chunks, seen)
-
-    def _features(
-        self,
-        rows: Rows,
-        start: int,
-        count: int,
-        references: torch.Tensor | None,
-        increase: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the features of `count` chunks from `start` on, relative to references (h, R, count, k).
-
-        With an increase, exponentials are computed relative to the references of the forward pass, reference -
-        increase, and then multiplied by exp(-increase): they are rounded as in the forward pass.
-        """
+        references, increase = (None if x is None else at_chunks(x, start, count) for x in (rows.own, rows.increase))
         size, first = self.chunk_size, start * self.chunk_size
         tokens = slice(max(first, 0), max(min(first + count * size, self.length), 0))
         filled = slice(tokens.start - first, tokens.stop - first)
@@ -307,6 +285,14 @@ class Chunks:
                 totals.cumsum_(3)
             return
         if count == 0:
+            return
+        fallen = nn.functional.pad(decay.double().expand(-1, -1, count, -1).cumsum(2), (0, 0, 1, 0))
+        if float(fallen.amin()) >= -LARGEST_FALL:
+            weights = torch.exp(fallen if reverse else -fallen)
+            sums = totals.double().mul_(weights)
+            sums = sums.flip(3).cumsum(3).flip(3) if reverse else sums.cumsum_(3)
+            totals.copy_(sums.div_(weights))
+            flush_subnormals(totals)
             return
         decays = torch.exp(decay.double()).expand(-1, -1, count, -1).unbind(2)
         sums = totals.double()

@@ -8,7 +8,8 @@ is lost.
 
 - A causal table is computed in pieces, so that few queries are lost: the last queries with all keys, the last of the
   remaining queries with the keys before the first piece, and so on. A piece holds at least the last third of the
-  queries, and more if few of them would be lost. The first few queries may be computed by a softmax.
+  queries, and more if few of them would be lost. The first queries are computed by a softmax, unless there is NaN or
+  infinity (`mixing_cpu_first_aft.py`).
 - Lost queries are detected by their denominators. In a causal table with moderate biases they see none of the largest
   keys, so their rows are summed again without these keys. Queries that are still lost are computed by a softmax each.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from .mixing_cpu_bias_aft import FLOOR, INCREASE_MARGIN, DenseTables, Table, Tables, is_moderate
+from .mixing_cpu_first_aft import FIRST, first_averages, first_gradients
 from .mixing_cpu_product_aft import (
     LARGEST_EXPONENT,
     LARGEST_VALUE,
@@ -41,10 +43,6 @@ Index = tuple[torch.Tensor | slice, ...]
 
 # The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 12.0
-
-# This many first queries of a causal table, where the running maximum of the keys grows fastest, may be computed by a
-# softmax. All pieces begin at multiples of this number.
-FIRST = 16
 
 # The share of all keys that may be summed again after a piece, because the first queries of their rows are lost.
 SUMMED_AGAIN = 1 / 32
@@ -88,7 +86,7 @@ class Block:
             queries = slice(start, end)
             seen = self.keys[..., :end], self.values[..., :end]
             if table is None:
-                context[..., queries] = _first_average(*seen, self._bias_of_first(end))
+                context[..., queries] = first_averages(*seen, self._bias_of_first(end))
                 inverse[..., queries] = 1.0
                 continue
             product_average(
@@ -112,7 +110,7 @@ class Block:
         downstream = of_keys, of_values
         for start, end, table in self._pieces():
             if table is None:
-                of_first = self._add_first_gradients(end, upstream.of_context, *downstream, bias_needed)
+                of_first = self._add_first_gradients(end, upstream.of_context, *downstream)
             elif end == self.keys.shape[-1]:
                 of_table = self._gradients_of_part(upstream, start, end, table, *downstream, bias_needed)
                 if of_table is not None and start > 0:
@@ -229,7 +227,8 @@ class Block:
             starts.append(-(-3 * starts[-1] // 2 // FIRST) * FIRST)
         starts = [x for x in starts if x < length]
         rows = self.keys.flatten(0, 2)
-        pieces = rows[:: max(1, len(rows) // SAMPLED_ROWS)].tensor_split(starts, -1)
+        sampled = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
+        pieces = sampled.to(working_dtype(rows)).tensor_split(starts, -1)  # a maximum is computed faster in this dtype
         return starts, torch.stack([piece.amax(-1) for piece in pieces]).cummax(0).values
 
     @cached_property
@@ -243,17 +242,14 @@ class Block:
         return self.tables.visible(self.bias[:, :end, :end])
 
     def _add_first_gradients(
-        self, end: int, of_context: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, bias_needed: bool
-    ) -> torch.Tensor | None:
+        self, end: int, of_context: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor
+    ) -> torch.Tensor:
         """Add the gradients from the first queries to those of keys and values, and return that of their biases."""
         inputs = self.keys[..., :end], self.values[..., :end], self._bias_of_first(end)
-        seen = [x.detach().to(of_keys.dtype).requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            found = _first_average(*seen)
-        of_seen_keys, of_seen_values, of_bias = torch.autograd.grad(found, seen, of_context[..., :end].to(found.dtype))
+        of_seen_keys, of_seen_values, of_bias = first_gradients(*inputs, of_context[..., :end])
         of_keys[..., :end] += of_seen_keys
         of_values[..., :end] += of_seen_values
-        return of_bias if bias_needed else None
+        return of_bias
 
     def _gradients_of_part(
         self,
@@ -518,16 +514,3 @@ def _softmax_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tenso
     keys = keys.masked_fill(hidden, -torch.inf)
     logits = (keys - keys.detach().amax(-1, keepdim=True)) + bias
     return (values @ torch.softmax(logits, -1).unsqueeze(-1)).squeeze(-1)
-
-
-def _first_average(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Eq. 2 for a few queries from finite keys (G, k, B, T), values (G, c, B, T) and biases (G or 1, T, T), which are
-    -inf for later keys.
-    """
-    dtype = working_dtype(keys)
-    keys, values, bias = keys.to(dtype), values.to(dtype), bias.to(dtype)
-    # As above; later keys may exceed the largest key that a query sees.
-    differences = keys.unsqueeze(-2) - keys.detach().cummax(-1).values.unsqueeze(-1)
-    logits = differences.clamp_max(0.0) + bias[:, None, None]
-    weights = torch.softmax(logits, -1).unsqueeze(2)  # (G, k, 1, B, T, T)
-    return (weights @ values.unflatten(1, (keys.shape[1], -1)).unsqueeze(-1)).squeeze(-1).flatten(1, 2)
