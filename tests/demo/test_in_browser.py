@@ -87,7 +87,11 @@ def open_page(browser):
         if address.scheme not in ("data", "blob") and address.hostname != "127.0.0.1":
             complaints.append(f"request to {request.url}")
 
-    def visit(url, width="desktop"):
+    def visit(url, width="desktop", loaded="#map-weights img"):
+        """Open a page, and wait until an element shows that it is loaded: by default the maps of the first example.
+
+        Until then, Gradio may reset fields to their initial values and ignore clicks.
+        """
         size = dict(zip(("width", "height"), WIDTHS[width]))
         contexts.append(browser.new_context(viewport=size))
         page = contexts[-1].new_page()
@@ -96,7 +100,7 @@ def open_page(browser):
         page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
         page.on("request", stay)
         page.goto(url)
-        page.wait_for_selector("[role=tab]")
+        page.wait_for_selector(loaded)
         return page
 
     yield visit
@@ -129,14 +133,24 @@ def open_tab(page, name):
 
 
 def set_count(page, tokens):
-    """Set the number of new tokens in the settings, which are closed at first."""
-    page.locator(".aft-settings:visible button.label-wrap").click()
+    """Set the number of new tokens in the settings, which are closed at first; repeat it until it takes effect."""
+    settings = page.locator(".aft-settings:visible button.label-wrap")
     field = page.locator("#count input[type=number]")
-    field.fill(str(tokens))
-    field.press("Tab")  # the value counts once the field has lost the focus
-    page.wait_for_function(
-        "tokens => document.querySelector('#count input[type=range]').value === tokens", arg=str(tokens)
-    )
+    each = 5  # seconds
+    for _ in range(TIMEOUT // each):
+        try:
+            if not field.is_visible():
+                settings.click(timeout=each * 1000)
+            field.fill(str(tokens), timeout=each * 1000)
+            field.press("Tab", timeout=each * 1000)  # the value counts once the field has lost the focus
+            return page.wait_for_function(
+                "tokens => document.querySelector('#count input[type=range]').value === tokens",
+                arg=str(tokens),
+                timeout=each * 1000,
+            )
+        except playwright.TimeoutError:
+            continue
+    raise AssertionError(f"{tokens} new tokens had no effect on the page: {page.inner_text('body')}")
 
 
 def press(page, button, result):
@@ -177,7 +191,6 @@ def upload(page, selector, path):
 
 def test_an_uploaded_image_is_classified_and_its_maps_follow_layer_and_patch(app, open_page, picture):
     page = open_page(app)
-    page.wait_for_selector("#map-weights img")  # of the first example
     example = page.inner_html("#map-keys")
     upload(page, "#image-upload", picture)  # which first replaces the maps by a hint and empties the label
     changed(page, "#map-keys", example, "img")
@@ -194,21 +207,14 @@ def test_an_uploaded_image_is_classified_and_its_maps_follow_layer_and_patch(app
 
 
 def test_a_text_is_completed_and_repeats(app, open_page):
-    page = open_page(app)
-    open_tab(page, "Write")
-    page.fill("#prompt textarea", "Hello")
-    set_count(page, 24)
     texts = []
     for _ in range(2):
-        hint = page.inner_html("#text")
-        page.click("#write")
-        changed(page, "#text", hint)
-        page.wait_for_selector(".aft-text:not(:has(.aft-cursor))")
-        texts.append(page.inner_text(".aft-text"))
-        page.reload()
+        page = open_page(app)
         open_tab(page, "Write")
-        page.fill("#prompt textarea", "Hello")
         set_count(page, 24)
+        page.fill("#prompt textarea", "Hello")
+        press(page, "#write", page.locator(".aft-text:not(:has(.aft-cursor))"))
+        texts.append(page.inner_text(".aft-text"))
     assert texts[0] == texts[1] and texts[0].startswith("Hello") and len(texts[0]) > len("Hello")
 
 
@@ -229,7 +235,6 @@ def test_what_a_visitor_gets_wrong_is_said_on_the_page(app, open_page):
 
 def test_a_file_that_is_no_image_is_refused(app, open_page, tmp_path):
     page = open_page(app)
-    page.wait_for_selector("#map-weights img")
     path = tmp_path / "broken.png"
     path.write_bytes(b"no image at all")
     upload(page, "#image-upload", path)
@@ -249,11 +254,10 @@ def test_the_lower_half_of_an_image_is_completed(app, open_page, picture):
 
 def test_a_phone_shows_every_tab_without_scrolling_sideways(app, open_page, picture):
     page = open_page(app, "phone")
-    page.wait_for_selector("#map-weights img")
     assert no_wider_than(page)
     open_tab(page, "Write")
-    page.fill("#prompt textarea", "a" * 30)  # one long word
     set_count(page, 20)
+    page.fill("#prompt textarea", "a" * 30)  # one long word
     press(page, "#write", page.locator(".aft-text"))
     assert no_wider_than(page)
     open_tab(page, "Draw")
@@ -265,7 +269,6 @@ def test_a_phone_shows_every_tab_without_scrolling_sideways(app, open_page, pict
 
 def test_on_a_phone_the_results_are_on_the_first_screen(app, open_page):
     page = open_page(app, "phone")
-    page.wait_for_selector("#map-weights img")
     assert ends_above_the_fold(page, "#image-label")
     open_tab(page, "Write")
     press(page, "#write", page.locator(".aft-text"))
@@ -277,7 +280,6 @@ def test_on_a_phone_the_results_are_on_the_first_screen(app, open_page):
 
 def test_images_and_files_that_are_too_large_are_refused(app, open_page, tmp_path):
     page = open_page(app)
-    page.wait_for_selector("#map-weights img")
     many = tmp_path / "many.png"  # few bytes, many pixels
     Image.new("1", (9000, 9000)).save(many)
     upload(page, "#image-upload", many)
@@ -303,7 +305,7 @@ def test_a_visitor_is_told_what_a_small_model_can_do(app, open_page):
 def test_tabs_without_models_name_the_commands_that_make_them(open_page, tmp_path):
     process, url = serve(tmp_path)
     try:
-        page = open_page(url, "phone")
+        page = open_page(url, "phone", loaded="[role=tab]")
         for tab, command in (
             ("Classify", "make quickstart"),
             ("Write", "make quickstart-text"),
