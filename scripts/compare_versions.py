@@ -71,9 +71,7 @@ class Version:
             sys.modules.update(others)
 
     def build(self, name: str) -> None:
-        """Make the model of a case, in place of the model before."""
-        self.call = None
-        gc.collect()
+        """Make the model of a case."""
         with self.imported():
             self.call = self.cases[name].builders["ours"](torch.device("cpu"))
 
@@ -93,6 +91,8 @@ def take_modules() -> dict[str, ModuleType]:
 
 def compare(before: Version, now: Version, name: str, repeats: int) -> dict[str, float]:
     """Seconds of a call of each version, medians over the turns, and the ratio."""
+    before.call = now.call = None  # frees the models of the case before
+    gc.collect()
     for version in (before, now):
         version.build(name)
     first = max(version.seconds() for version in (before, now))

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+import aft_hf.mixing_cpu_causal_aft as mixing_cpu_causal_aft
 import aft_hf.mixing_cpu_chunks_aft as mixing_cpu_chunks_aft
 import aft_hf.mixing_cpu_lost_aft as mixing_cpu_lost_aft
 from aft_hf.mixing_cpu_causal_aft import causal_mixing
@@ -122,6 +123,14 @@ def structure(request):
     return request.param
 
 
+@pytest.fixture(params=["first by a softmax", "first as all"])
+def first_queries(request, monkeypatch):
+    """How the first queries of the short sequences of a test are computed, if their keys are large."""
+    if request.param == "first by a softmax":
+        monkeypatch.setattr(mixing_cpu_causal_aft, "SHORTEST_SEQUENCE", 0)
+
+
+@pytest.mark.usefixtures("first_queries")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("keys", KEYS)
 def test_values_and_gradients_are_exact_for_keys_of_any_size(structure, keys, dtype):
@@ -133,6 +142,7 @@ def test_values_and_gradients_are_exact_for_keys_of_any_size(structure, keys, dt
         assert_near(results(actual, inputs), results(expected, exact), dtype, terms=2**12)
 
 
+@pytest.mark.usefixtures("first_queries")
 @pytest.mark.parametrize("length", [1, 5, 8, 9, 16, 33])
 @pytest.mark.parametrize("size", [1.0, 90.0])
 def test_any_length_in_any_number_of_blocks(structure, length, size, monkeypatch):
@@ -168,6 +178,7 @@ def test_hidden_tokens_do_not_count_and_queries_that_see_nothing_give_0(structur
     assert_near(results(actual, inputs), results(expected, exact), torch.float32)
 
 
+@pytest.mark.usefixtures("first_queries")
 @pytest.mark.parametrize("bias", [60.0, -60.0, 300.0, -300.0, 5000.0])
 @pytest.mark.parametrize("structure", ["local, heads", "local, window only", "conv"])
 def test_biases_of_any_span(structure, bias):
@@ -257,6 +268,7 @@ def test_gradients_of_huge_values_are_finite_and_exact(structure, key, value):
     assert_near(results(actual, inputs), results(expected, exact), torch.float32, values=4 * value)
 
 
+@pytest.mark.usefixtures("first_queries")
 @pytest.mark.parametrize(("gradient", "value"), [(1e-6, 1.0), (1e-12, 1.0), (1e6, 1.0), (1.0, 1e-6), (1e-9, 1e-9)])
 def test_gradients_of_any_size_are_exact(structure, gradient, value):
     """Gradients of a mean over a million numbers are about 1e-6."""
@@ -332,3 +344,42 @@ def test_errors_do_not_grow_with_the_length(key, slope):
     actual, expected = results(mix, inputs), results(mix, exact)
     torch.testing.assert_close(expected[0], exact[1])
     assert_near(actual, expected, torch.float32)
+
+
+@pytest.mark.usefixtures("first_queries")
+@pytest.mark.parametrize("structure", ["local", "local, window only"])
+@pytest.mark.parametrize("size", [100.0, 1e4])
+def test_large_biases_that_cancel_large_keys_keep_all_digits(structure, size):
+    """K + w is of size 1, and the digits of w count in each query, the first ones included."""
+    inputs, actual, expected = make(structure, 33)
+    key = size * torch.randn(33, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs[0] = key[None, :, None].expand_as(inputs[0]).clone()
+    before_and_own = torch.cat([torch.zeros(CHUNK), key, torch.zeros(CHUNK)])
+    for chunk in range(inputs[2].shape[1]):
+        seen = before_and_own[chunk * CHUNK : (chunk + 2) * CHUNK]
+        inputs[2][:, chunk, :, : len(seen)] -= seen
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs), results(expected, exact), torch.float32)
+
+
+@pytest.mark.usefixtures("first_queries")
+@pytest.mark.parametrize("value", [1e-12, 1e-13])
+def test_small_values_count_next_to_large_keys(structure, value):
+    inputs, actual, expected = make(structure, 65)
+    inputs[0] *= 90.0
+    inputs[1] *= value
+    inputs, exact = to(inputs, torch.float32)
+    assert_near(results(actual, inputs)[:1], results(expected, exact)[:1], torch.float32, values=value)
+
+
+@pytest.mark.parametrize("slope", [None, 1e-5])
+@pytest.mark.parametrize("value", [1.0, 1e30, 1e60])
+def test_running_sums_in_float64_have_room_for_large_values(slope, value):
+    key = torch.zeros(1, 96, 2, dtype=torch.float64)
+    key[:, 32:] = 599.0
+    values = value * (1 + torch.rand(1, 96, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    slopes = None if slope is None else torch.tensor([slope])
+    mix = partial(causal_mixing, slopes=slopes, num_heads=1, chunk_size=32, differentiable=None)
+    expected = partial(reference, slopes=slopes, heads=1, size=32, window_only=False)
+    inputs = [key, values, None]
+    assert_near(results(mix, inputs), results(expected, inputs), torch.float64, terms=2**12, values=value)

@@ -6,7 +6,8 @@ shift of a chunk and feature: 0 for moderate keys, otherwise a fixed distance be
 (`mixing_cpu_chunks_aft.py`). The backward pass raises it towards the smallest denominator of the chunk, so that hardly
 any product is subnormal. Queries that see only keys far below their reference are detected by their denominators and
 computed again, all queries of a window at once or each by a softmax (`mixing_cpu_lost_aft.py`), so no query depends on
-later tokens. With large keys, the first queries are always computed by a softmax (`mixing_cpu_first_aft.py`).
+later tokens. In long sequences whose largest key grows much within the first chunk, the first queries are computed
+by a softmax (`mixing_cpu_first_aft.py`).
 """
 
 import math
@@ -35,6 +36,9 @@ from .scaled_sums_aft import flush_subnormals, largest_size
 # Values below 2^-SMALL_VALUES are multiplied by a power of two in the backward pass, in which their products with
 # small gradients would underflow.
 SMALL_VALUES = 7
+
+# In shorter sequences, a softmax of the first queries takes longer than the computation of those that are lost.
+SHORTEST_SEQUENCE = 32 * FIRST
 
 # The same function of key, value and tables, composed of differentiable operations.
 Differentiable = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -204,9 +208,10 @@ class CausalSums(Chunks):
             sums = products(segment.of(self.biases.weights), pairs_of(features))
         else:
             sums = products(segment.of(self.biases.own), features[:, :, :, 1:])
-            sums = scaled(sums, exponents[0], out=sums)
+            # Sums of small values may be subnormal next to normal denominators.
+            sums = scaled(sums, exponents[0], out=sums, flush=False)
             previous = products(segment.of(self.biases.previous), features[:, :, :, :-1])
-            sums += scaled(previous, exponents[1], out=previous)
+            sums += scaled(previous, exponents[1], out=previous, flush=False)
         if far is not None:
             weight = self.biases.far_weight
             far = far.unsqueeze(-2)
@@ -396,11 +401,11 @@ class CausalSums(Chunks):
     # --------------------------------------------------------------------------------------------- first queries
 
     def _count_first(self) -> int:
-        """Return the number of first queries that are computed by a softmax."""
-        if self.moderate:
+        """Return the number of first queries that are computed by a softmax: as many as are often lost, or none."""
+        if self.moderate or self.length < SHORTEST_SEQUENCE:
             return 0
         chunk = self.key[:, : self.chunk_size].to(self.dtype)  # a maximum is computed faster in this dtype
-        if not float((chunk.amax(1) - chunk[:, 0]).amax()) > self.lost.near:  # no query of the first chunk is lost
+        if not float((chunk.amax(1) - chunk[:, 0]).amax()) > self.lost.near:
             return 0
         count = min(FIRST, self.chunk_size, self.length)
         return count if all(bool(x[:, :count].isfinite().all()) for x in (self.key, self.value)) else 0

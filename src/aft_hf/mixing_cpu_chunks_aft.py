@@ -51,8 +51,9 @@ LARGEST_SUM = {torch.float32: 84.0, torch.float64: 700.0}
 # The log of the largest upstream gradient whose products with the values do not overflow.
 GRADIENT_MARGIN = 8.0
 
-# Running sums over chunks are relative to the first chunk, in float64, if they fall by less than exp(LARGEST_FALL).
-LARGEST_FALL = 600.0
+# Running sums over chunks are relative to the first chunk, in float64, if they fall by at most exp(LARGEST_FALL). If
+# the sums themselves are float64, they may be as large as float64 permits, which leaves no room for a fall.
+LARGEST_FALL = {torch.float32: 600.0, torch.float64: 0.0}
 
 # exp(w) is set to 0 for biases that are less than this margin above the smallest exponent, relative to the largest
 # bias of the query. The bound on denominators is then higher.
@@ -287,7 +288,7 @@ class Chunks:
         if count == 0:
             return
         fallen = nn.functional.pad(decay.double().expand(-1, -1, count, -1).cumsum(2), (0, 0, 1, 0))
-        if float(fallen.amin()) >= -LARGEST_FALL:
+        if float(fallen.amin()) >= -LARGEST_FALL[self.dtype]:
             weights = torch.exp(fallen if reverse else -fallen)
             sums = totals.double().mul_(weights)
             sums = sums.flip(3).cumsum(3).flip(3) if reverse else sums.cumsum_(3)
@@ -451,18 +452,26 @@ def difference(own: torch.Tensor, start: int, seen: torch.Tensor, seen_start: in
     return at_chunks(own, start, count) - at_chunks(seen, seen_start, count)
 
 
-def scaled(x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def scaled(
+    x: torch.Tensor, exponent: torch.Tensor | None, *, out: torch.Tensor | None = None, flush: bool = True
+) -> torch.Tensor:
     """Return x exp(exponent), precise also where the exponential alone underflows but the product does not; x itself
-    if there is no exponent or all are 0. `out` may be x.
+    if there is no exponent or all are 0.
+
+    Args:
+        out: the tensor to write to; may be x.
+        flush: whether subnormal results are set to 0.
     """
     if exponent is None:
         return x
     if not exponent.any():
         return x if out is None else out.copy_(x)
     if float(exponent.amin()) >= SMALLEST_EXPONENT[x.dtype]:
-        return flush_subnormals(torch.mul(x, torch.exp(exponent), out=out))
-    root = torch.exp(exponent / 2)
-    return flush_subnormals(torch.mul(x, root, out=out).mul_(root))
+        product = torch.mul(x, torch.exp(exponent), out=out)
+    else:
+        root = torch.exp(exponent / 2)
+        product = torch.mul(x, root, out=out).mul_(root)
+    return flush_subnormals(product) if flush else product
 
 
 def pairs_of(features: torch.Tensor) -> torch.Tensor:

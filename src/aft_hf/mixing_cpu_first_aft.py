@@ -14,7 +14,8 @@ from .scaled_sums_aft import EMPTY, FLOOR, working_dtype
 # Number of first queries. Their time and memory grow with its square.
 FIRST = 16
 
-# Biases up to this absolute value are precise and finite next to the largest key that a query sees.
+# If no bias exceeds this in absolute value, exponentials relative to the largest visible key do not overflow, and one
+# term is at least exp(-MODERATE_BIAS). Otherwise they are relative to the largest K + w.
 MODERATE_BIAS = 20.0
 
 
@@ -24,7 +25,8 @@ def first_averages(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor)
     Args:
         keys: (G, k, B, F), finite.
         values: (G, c, B, F), finite, with k = c or k = 1.
-        bias: (G or 1, F, F), -inf for hidden keys, which include the later ones.
+        bias: (G or 1, F, F), -inf for hidden keys, which include the later ones; in float64 if K + w would lose digits
+            in float32.
 
     Returns:
         (G, c, B, F), in float32 at least; 0 for a query that sees no key.
@@ -49,7 +51,8 @@ def first_gradients(
 
 def _weights(keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return the softmax weight of each key for each query, (G, k, B, F, F); 0 for a query that sees no key."""
-    dtype = working_dtype(keys)
+    working = working_dtype(keys)
+    floor, dtype = FLOOR[working], torch.promote_types(working, bias.dtype)
     keys, bias, hidden = keys.to(dtype).contiguous(), bias.to(dtype)[:, None, None], bias[:, None, None] == -math.inf
     if torch.equal(hidden, torch.ones_like(hidden).triu(1)):
         largest = keys.cummax(-1).values.unsqueeze(-1)  # several times faster
@@ -60,8 +63,8 @@ def _weights(keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     logits = (keys.unsqueeze(-2) - largest).clamp_max_(0.0).add_(bias)
     if not float(bias.masked_fill(hidden, 0.0).abs().amax()) <= MODERATE_BIAS:
         logits -= logits.amax(-1, keepdim=True).clamp_min_(EMPTY)
-    weights = torch.threshold_(logits.clamp_min_(FLOOR[dtype]).exp_(), math.exp(FLOOR[dtype] + 0.01), 0.0)
-    return weights.div_(weights.sum(-1, keepdim=True).clamp_min_(math.exp(FLOOR[dtype])))
+    weights = torch.threshold_(logits.clamp_min_(floor).exp_(), math.exp(floor + 0.01), 0.0)
+    return weights.div_(weights.sum(-1, keepdim=True).clamp_min_(math.exp(floor))).to(working)
 
 
 def _averages(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Eq. 2 for a block of features on a CPU, by products with a table of exp(w): averages and gradients, for keys and
-values of any size.
+"""Eq. 2 for a block of features on a CPU, by products with a table of exp(w): averages and gradients, for keys of
+any size.
 
 Keys are (G, k, B, T) and values (G, c, B, T) for G groups of features, with k = c or 1. If all of them are moderate,
 exp(K) is summed without a shift. Otherwise it is relative to the maximum over the positions of a row (b, feature). A
@@ -8,8 +8,8 @@ is lost.
 
 - A causal table is computed in pieces, so that few queries are lost: the last queries with all keys, the last of the
   remaining queries with the keys before the first piece, and so on. A piece holds at least the last third of the
-  queries, and more if few of them would be lost. The first queries are computed by a softmax, unless there is NaN or
-  infinity (`mixing_cpu_first_aft.py`).
+  queries, and more if few of them would be lost. The first queries may be a piece of their own, which is computed by a
+  softmax (`mixing_cpu_first_aft.py`).
 - Lost queries are detected by their denominators. In a causal table with moderate biases they see none of the largest
   keys, so their rows are summed again without these keys. Queries that are still lost are computed by a softmax each.
 """
