@@ -26,7 +26,7 @@ import typer
 
 PACKAGE = "aft_hf"
 LONG_CALL = 5.0  # seconds; longer calls are not warmed up a second time
-SHORTEST = 4.0  # seconds of each version in a case; short calls take more turns
+LEAST_SECONDS = 4.0  # of each version in a case, as far as MOST_TURNS allows: short calls take more turns
 MOST_TURNS = 40  # each call of a decoding case takes a position, of which its model has 100
 
 
@@ -99,7 +99,7 @@ def compare(before: Version, now: Version, name: str, repeats: int) -> dict[str,
     if first < LONG_CALL:  # the first call also allocates memory
         first = max(version.seconds() for version in (before, now))
     turns = []
-    for turn in range(max(repeats, min(round(SHORTEST / first), MOST_TURNS))):
+    for turn in range(max(repeats, min(round(LEAST_SECONDS / first), MOST_TURNS))):
         order = (before, now) if turn % 2 == 0 else (now, before)
         taken = {version: version.seconds() for version in order}
         turns.append((taken[before], taken[now]))

@@ -132,41 +132,47 @@ def open_tab(page, name):
     page.get_by_role("tab", name=name).click()
 
 
-def set_count(page, tokens):
-    """Set the number of new tokens in the settings, which are closed at first; repeat it until it takes effect."""
-    settings = page.locator(".aft-settings:visible button.label-wrap")
-    field = page.locator("#count input[type=number]")
-    each = 5  # seconds
-    for _ in range(TIMEOUT // each):
+def until_it_works(page, attempt, seconds, failure):
+    """Repeat an attempt, which gets a timeout in milliseconds; on failure, the error contains the text of the page."""
+    for _ in range(TIMEOUT // seconds):
         try:
-            if not field.is_visible():
-                settings.click(timeout=each * 1000)
-            field.fill(str(tokens), timeout=each * 1000)
-            field.press("Tab", timeout=each * 1000)  # the value counts once the field has lost the focus
-            return page.wait_for_function(
-                "tokens => document.querySelector('#count input[type=range]').value === tokens",
-                arg=str(tokens),
-                timeout=each * 1000,
-            )
+            return attempt(1000 * seconds)
         except playwright.TimeoutError:
             continue
-    raise AssertionError(f"{tokens} new tokens had no effect on the page: {page.inner_text('body')}")
+    raise AssertionError(f"{failure} on the page: {page.inner_text('body')}")
+
+
+def set_count(page, tokens):
+    """Set the number of new tokens in the settings, which are closed at first, until it takes effect."""
+    settings = page.locator(".aft-settings:visible button.label-wrap")
+    field = page.locator("#count input[type=number]")
+
+    def attempt(timeout):
+        if not field.is_visible():
+            settings.click(timeout=timeout)
+        field.fill(str(tokens), timeout=timeout)
+        field.press("Tab", timeout=timeout)  # the value counts once the field has lost the focus
+        page.wait_for_function(
+            "tokens => document.querySelector('#count input[type=range]').value === tokens",
+            arg=str(tokens),
+            timeout=timeout,
+        )
+
+    until_it_works(page, attempt, 5, f"{tokens} new tokens had no effect")
 
 
 def press(page, button, result):
-    """Click until the result appears, as a visitor would; on failure, the error contains the text of the page.
+    """Click until the result appears, as a visitor would.
 
     A click has no effect while the layout moves below it, while Gradio's client closes its stream of events, and while
     an earlier click is processed.
     """
-    each = 20  # seconds
-    for _ in range(TIMEOUT // each):
-        page.click(button)
-        try:
-            return result.first.wait_for(timeout=each * 1000)
-        except playwright.TimeoutError:
-            continue
-    raise AssertionError(f"no result of {button} on the page: {page.inner_text('body')}")
+
+    def attempt(timeout):
+        page.click(button, timeout=timeout)
+        result.first.wait_for(timeout=timeout)
+
+    until_it_works(page, attempt, 20, f"no result of {button}")
 
 
 def ends_above_the_fold(page, selector):
