@@ -404,9 +404,14 @@ def test_a_trained_selection_is_w_times_its_one_hot(options, reparameterized):
     assert chosen.ne(0).float().argmax(-1).equal(w.argmax(-1))
 
 
-@pytest.mark.parametrize("options", ({}, {"spatial_dims": 1}, {"spatial_dims": 1, "causal": True}), ids=str)
-def test_a_trained_selection_builds_no_table(options, monkeypatch):
+@pytest.mark.parametrize(
+    "implementation, options",
+    (("portable", {}), ("auto", {"spatial_dims": 1}), ("auto", {"spatial_dims": 1, "causal": True})),
+    ids=str,
+)
+def test_a_trained_selection_builds_no_table(implementation, options, monkeypatch):
     mixer = AFTConv(WIDTH, 2, 5, selection="gumbel", reparameterized=False, **options).eval()
+    mixer.implementation = implementation
     expected = eq_2(mixer, position_bias(mixer, 36), x := torch.randn(2, 36, WIDTH))
     monkeypatch.setattr("aft_hf.position_biases_aft.PositionBias.dense", None)
     monkeypatch.setattr("aft_hf.position_biases_aft.GridKernel.dense", None)

@@ -124,6 +124,7 @@ def _tables(biases: PositionBias, causal: bool, shape: torch.Size, dtype: torch.
     another algorithm computes these biases.
     """
     batch, length, width = shape
+    biases = _whole_kernel(biases)
     if biases.hides_outside:  # values that are hidden from some queries only may be NaN
         return None
     if isinstance(biases, GridKernel):
@@ -142,8 +143,20 @@ def _tables(biases: PositionBias, causal: bool, shape: torch.Size, dtype: torch.
     return DenseTables(causal) if isinstance(biases, Dense) else None
 
 
+def _whole_kernel(biases: PositionBias) -> PositionBias:
+    """Return the kernel on a grid, w at its selected position and 0 elsewhere, in place of a `SelectedPosition`.
+
+    A product or a convolution with the whole kernel takes a third of the time of sums before, at and after the
+    selected position.
+    """
+    if isinstance(biases, SelectedPosition) and isinstance(biases.kernel, GridKernel):
+        return biases.kernel
+    return biases
+
+
 def _bias(biases: PositionBias, tables: Tables, length: int) -> torch.Tensor:
     """Return the position biases in the form that `tables` requires."""
+    biases = _whole_kernel(biases)
     if isinstance(biases, GridKernel):
         return biases.kernels if isinstance(tables, BandTables) else biases.by_offset()
     return biases.dense(length)
