@@ -12,7 +12,15 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from typer.testing import CliRunner
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
-from aft_hf.analysis import bias_maps, complete_images, implicit_attention, key_features, on_patches, pictures
+from aft_hf.analysis import (
+    bias_maps,
+    complete_images,
+    draw_losses,
+    implicit_attention,
+    key_features,
+    on_patches,
+    pictures,
+)
 from aft_hf.cli import app
 
 
@@ -233,6 +241,15 @@ def test_every_kind_of_picture_is_drawn(checkpoints, tmp_path, name, kind, optio
     assert done.exit_code == 0, done.exception
     colours = np.unique(np.asarray(Image.open(tmp_path / "p.png").convert("RGBA")).reshape(-1, 4), axis=0)
     assert len(colours) > 20  # the picture is not empty
+
+
+@pytest.mark.parametrize("evaluations", ([], [{"step": 10, "accuracy": 0.2}, {"step": 20, "accuracy": 0.5}]), ids=len)
+def test_every_run_has_a_validation_score_in_the_picture_of_its_losses(evaluations):
+    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
+    metrics = {"validation": {"accuracy": 0.5}, "test": {"accuracy": 0.25}}
+    figure = draw_losses([("run", {"metrics": metrics, "losses": losses, "evaluations": evaluations})])
+    drawn = [list(zip(*axis.lines[0].get_data())) for axis in figure.axes]
+    assert drawn == [[(10, 5.0), (20, 4.0)], [(10, 0.2), (20, 0.5)] if evaluations else [(20, 0.5)]]
 
 
 def test_one_command_draws_in_both_formats(checkpoints, tmp_path):

@@ -5,7 +5,7 @@ Functions of this package compute arrays, and `pictures` draws them; `aft-hf vis
 
 from .completions import complete_images
 from .implicit_attention import implicit_attention, key_features, on_patches
-from .losses import metric_of
+from .losses import metric_of, scores_of
 from .patch_maps import PatchMaps, patch_maps
 from .pictures import draw_images, draw_losses, draw_maps, plot_position_biases, save
 from .position_bias import bias_maps
@@ -28,4 +28,5 @@ __all__ = [
     "plot_position_biases",
     "relative_attention",
     "save",
+    "scores_of",
 ]

@@ -19,3 +19,10 @@ def metric_of(results: Mapping[str, Any]) -> str:
         if name in measured:
             return name
     raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
+
+
+def scores_of(results: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Return the validation scores of a run, each with its step; the final score if no step was followed by one."""
+    name, last = metric_of(results), results["losses"][-1:]
+    evaluations = results["evaluations"] or [{**row, **next(iter(results["metrics"].values()))} for row in last]
+    return [(row["step"], row[name]) for row in evaluations]

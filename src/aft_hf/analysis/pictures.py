@@ -18,7 +18,7 @@ import torch
 
 from ..data.atomic_files import write_atomic
 from ..modeling_aft import AFTPreTrainedModel
-from .losses import metric_of
+from .losses import metric_of, scores_of
 from .position_bias import bias_maps
 
 
@@ -166,17 +166,18 @@ def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
 
 @styled
 def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
-    """Draw the training losses and the validation scores of runs over the steps.
+    """Draw the training losses and the validation scores of runs over the steps; without evaluations, the final score.
 
     Args:
         runs: the name of each run, and the content of its results.json.
     """
     figure, axes = new_figure(1, 2, (9, 3.4))
     losses, scores = axes[0]
+    scores.sharex(losses)
     for colour, (name, results) in zip(itertools.cycle(CURVES), runs):
-        curve, points, metric = results["losses"], results["evaluations"], metric_of(results)
+        curve, points = results["losses"], scores_of(results)
         losses.plot([row["step"] for row in curve], [row["loss"] for row in curve], color=colour, label=name)
-        scores.plot([row["step"] for row in points], [row[metric] for row in points], ".-", color=colour, label=name)
+        scores.plot([step for step, _ in points], [score for _, score in points], ".-", color=colour, label=name)
     metrics = sorted({metric_of(results) for _, results in runs})
     losses.set(xlabel="step", ylabel="training loss (nats)")
     scores.set(xlabel="step", ylabel=f"validation {', '.join(metrics)}".replace("_", " "))
