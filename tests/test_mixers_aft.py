@@ -404,6 +404,20 @@ def test_a_trained_selection_is_w_times_its_one_hot(options, reparameterized):
     assert chosen.ne(0).float().argmax(-1).equal(w.argmax(-1))
 
 
+@pytest.mark.parametrize("implementation", ("auto", "portable", "reference"))
+@pytest.mark.parametrize("options", ({}, {"spatial_dims": 1}, {"spatial_dims": 1, "causal": True}), ids=str)
+def test_an_entry_of_minus_infinity_is_never_selected(options, implementation):
+    mixer = AFTConv(WIDTH, 2, 5, selection="gumbel", reparameterized=False, **options).eval()
+    torch.nn.init.normal_(mixer.kernel)
+    x = torch.randn(2, 36, WIDTH)
+    expected = mixer(x)
+    w = mixer.kernel.detach().flatten(1)
+    w.scatter_(1, w.argmin(-1, keepdim=True), -math.inf)
+    mixer.implementation = implementation
+    with torch.no_grad():
+        torch.testing.assert_close(mixer(x), expected)
+
+
 @pytest.mark.parametrize(
     "implementation, options",
     (("portable", {}), ("auto", {"spatial_dims": 1}), ("auto", {"spatial_dims": 1, "causal": True})),

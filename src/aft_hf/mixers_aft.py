@@ -244,14 +244,15 @@ class AFTConv(AFTMixer):
     def _kernel_bias(self) -> torch.Tensor:
         """Return `kernel_bias` without a copy; the result may be the tensor that is cached for the next call."""
         kernels = self._kernels()
-        return kernels if self.selection is None else kernels * self._selection(kernels)
+        return kernels if self.selection is None else self._selected(kernels.flatten(1)).view_as(kernels)
 
-    def _selection(self, kernels: torch.Tensor) -> torch.Tensor:
-        """Return the factor of w in Eq. 10, in the shape of the kernels."""
-        flat = kernels.flatten(1)
+    def _selected(self, kernels: torch.Tensor) -> torch.Tensor:
+        """Eq. 10 for kernels (h, s^2) or (h, s)."""
         if self.training:
-            return nn.functional.gumbel_softmax(flat, tau=self.gumbel_temperature).view_as(kernels)
-        return nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(flat.dtype).view_as(kernels)
+            return kernels * nn.functional.gumbel_softmax(kernels, tau=self.gumbel_temperature)
+        index = kernels.argmax(-1, keepdim=True)
+        # A product with the one-hot vector would be NaN where an entry is infinite.
+        return torch.zeros_like(kernels).scatter(-1, index, kernels.gather(-1, index))
 
     def _kernels(self) -> torch.Tensor:
         """Return the kernels times the multiplier, after Eq. 8 if they are re-parameterized."""

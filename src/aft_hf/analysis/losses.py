@@ -22,7 +22,8 @@ def metric_of(results: Mapping[str, Any]) -> str:
 
 
 def scores_of(results: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the validation scores of a run, each with its step; the final score if no step was followed by one."""
-    name, last = metric_of(results), results["losses"][-1:]
-    evaluations = results["evaluations"] or [{**row, **next(iter(results["metrics"].values()))} for row in last]
+    """Return (step, score) of each evaluation during a run; without evaluations, the final score at the last step."""
+    name, evaluations = metric_of(results), results["evaluations"]
+    if not evaluations:
+        evaluations = [{**last, **next(iter(results["metrics"].values()))} for last in results["losses"][-1:]]
     return [(row["step"], row[name]) for row in evaluations]
