@@ -68,7 +68,8 @@ def test_the_recipe_of_an_arm_is_valid_at_every_size(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name.startswith("characters")])
 def test_models_of_characters_have_equal_budgets(name, tmp_path):
     recipe = recipe_of(name, 0, Settings(tmp_path, **GENERATED))
-    steps = 250 if name in ("characters-alibi", "characters-bloom") else 500  # compared only with each other
+    # The first two are compared only with each other; the third is twice as wide and has half the steps.
+    steps = 250 if name in ("characters-alibi", "characters-bloom", "characters-wide-short") else 500
     assert (recipe.steps, recipe.data.seq_len * recipe.global_batch_size) == (steps, 256 * 32)
 
 

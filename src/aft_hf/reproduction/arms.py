@@ -80,6 +80,7 @@ CHARACTERS: dict[str, Training] = {
     "characters-transformer": Training("characters_gpt2"),
     "characters-simple": Training("characters_aft", ("model.aft_type=simple",)),
     "characters-wide": Training("characters_aft", WIDE),
+    "characters-wide-short": Training("characters_aft", (*WIDE, "steps=250")),
     "characters-transformer-wide": Training("characters_gpt2", (*WIDE, "model.num_attention_heads=4")),
     "characters-linear": Training("characters_baseline", ("model.mixer=linear",)),
     "characters-performer": Training("characters_baseline", ("model.mixer=performer",)),
@@ -102,6 +103,7 @@ PIXELS: dict[str, Training] = {
     "pixels-transformer": Training("pixels_gpt2"),
     "pixels-simple": Training("pixels_aft", ("model.aft_type=simple",)),
     "pixels-wide": Training("pixels_aft", WIDE),
+    "pixels-wide-short": Training("pixels_aft", (*WIDE, "steps=200")),
     "pixels-transformer-wide": Training("pixels_gpt2", (*WIDE, "model.num_attention_heads=4")),
     "pixels-unfactorized": Training("pixels_aft", ("model.position_bias_dim=null",), ("position_biases",)),
 }
