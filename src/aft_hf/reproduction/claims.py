@@ -236,10 +236,10 @@ CLAIMS = {
                 _beats("Transformer on pixels", "pixels-transformer", "pixels-transformer-wide", LOWER, judged=False),
             ),
             "Shallow and wide means half the depth and twice the width, as in the paper: about twice the parameters "
-            "and twice the operations. In the paper, a step of the wide models takes at most 1.1 times as long; on our "
-            "CPUs it takes 1.4 to 1.6 times as long at the paper's sizes (claim 16). In the control, which was added "
-            "after the other runs, wide models are trained for half the steps, that is, for about as many operations "
-            "as the deep ones.",
+            "and twice the operations. In the paper, a step of the wide models takes at most 1.1 times as long; on "
+            "our CPUs it takes 1.4 to 1.6 times as long at the paper's sizes (claim 16). In the control, which was "
+            "added after the other runs, wide models are trained for half the steps, that is, for about as many "
+            "operations as the deep ones.",
         ),
         Claim(
             7,
