@@ -247,7 +247,7 @@ class AFTConv(AFTMixer):
         return kernels if self.selection is None else self._selected(kernels.flatten(1)).view_as(kernels)
 
     def _selected(self, kernels: torch.Tensor) -> torch.Tensor:
-        """Eq. 10 for kernels (h, s^2) or (h, s)."""
+        """Return w after Eq. 10, for kernels (h, s^2) or (h, s) and in their shape."""
         if self.training:
             return kernels * nn.functional.gumbel_softmax(kernels, tau=self.gumbel_temperature)
         index = kernels.argmax(-1, keepdim=True)

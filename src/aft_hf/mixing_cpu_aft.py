@@ -133,8 +133,8 @@ def _tables(biases: PositionBias, causal: bool, shape: torch.Size, dtype: torch.
     """
     batch, length, width = shape
     if isinstance(biases, SelectedPosition):
-        # Without gradients and for moderate w, a kernel on a grid takes 0.2 to 0.6 times as long as indexing, which
-        # the portable backend does. In other cases it can take many times as long.
+        # A kernel that is 0 at all other positions usually takes less time than indexing, which the portable backend
+        # does. In sequences, with gradients, or with a large w, it often takes more.
         on_grid = isinstance(biases.kernel, GridKernel)
         if not on_grid or torch.is_grad_enabled() or not is_moderate(biases.size):
             return None

@@ -14,7 +14,7 @@ def metric_of(results: Mapping[str, Any]) -> str:
     Raises:
         ValueError: the results contain none of `METRICS`.
     """
-    measured: Mapping[str, Any] = next(iter(results["metrics"].values()), {})
+    measured = _final_metrics(results)
     for name in METRICS:
         if name in measured:
             return name
@@ -23,7 +23,12 @@ def metric_of(results: Mapping[str, Any]) -> str:
 
 def scores_of(results: Mapping[str, Any]) -> list[tuple[int, float]]:
     """Return (step, score) of each evaluation during a run; without evaluations, the final score at the last step."""
-    name, evaluations = metric_of(results), results["evaluations"]
-    if not evaluations:
-        evaluations = [{**last, **next(iter(results["metrics"].values()))} for last in results["losses"][-1:]]
-    return [(row["step"], row[name]) for row in evaluations]
+    name = metric_of(results)
+    if results["evaluations"]:
+        return [(row["step"], row[name]) for row in results["evaluations"]]
+    return [(row["step"], _final_metrics(results)[name]) for row in results["losses"][-1:]]
+
+
+def _final_metrics(results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metrics of the trained model on the first data set that was evaluated."""
+    return next(iter(results["metrics"].values()), {})

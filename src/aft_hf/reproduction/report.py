@@ -101,7 +101,7 @@ def _conditions(records: Records) -> Iterator[str]:
     hours = sum(record["metrics"].get("seconds", 0.0) for record in records.all()) / 3600
     yield ""
     yield (
-        f"{len(records.all())} runs at scale {records.all()[0]['scale']} on {', '.join(machines)}, with PyTorch "
+        f"{len(records.all())} runs at scale {records.all()[0]['scale']} on {'; '.join(machines)}, with PyTorch "
         f"{', '.join(releases)}: {hours:.1f} hours of training."
     )
 
