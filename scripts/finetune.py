@@ -61,6 +61,13 @@ class ModelArguments:
     model_name_or_path: str = field(metadata={"help": "Directory or Hub id: an AFT, a ViT, a GPT-2 ..."})
     revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={
+            "help": "Attention of a ViT, GPT-2 ..., such as sdpa or eager. Default: that of transformers. An AFT has "
+            "no attention."
+        },
+    )
     position_bias_scale: float = field(
         default=1.0,
         metadata={
@@ -269,6 +276,7 @@ def _classification(
         label2id={name: number for number, name in enumerate(names)},
         ignore_mismatched_sizes=True,  # another number of classes gets a new classifier
         dtype="float32",
+        attn_implementation=model_args.attn_implementation,
         **hub,
     )
     processor = load(AutoImageProcessor, model_args.model_name_or_path, **hub)
@@ -328,7 +336,8 @@ def _language_modeling(
     if model_args.teacher is not None or data_args.augmentation != "none" or data_args.mixup or data_args.cutmix:
         raise ValueError("--teacher, --augmentation, --mixup and --cutmix are for image classifiers")
     require_column(splits, data_args.text_column, "--text_column")
-    model = load(AutoModelForCausalLM, model_args.model_name_or_path, dtype="float32", **hub)
+    options: dict[str, Any] = {"dtype": "float32", "attn_implementation": model_args.attn_implementation}
+    model = load(AutoModelForCausalLM, model_args.model_name_or_path, **options, **hub)
     tokenizer = load(AutoTokenizer, model_args.model_name_or_path, **hub)
     block_size = data_args.block_size
     if block_size is None:

@@ -133,7 +133,7 @@ def main(
     train: Annotated[Path, typer.Argument(help="Training images: a parquet file or a folder.")],
     validation: Annotated[Path, typer.Argument(help="Validation images: a parquet file or a folder.")],
     out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/conversion"),
-    source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT.")] = 40,
+    source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT.")] = 60,
     images: Annotated[int | None, typer.Option(help="Number of training images. Default: all.")] = None,
     minutes: Annotated[list[float], typer.Option(help="Minutes of distillation; may be repeated.")] = (2, 5, 15),
     seed: Annotated[list[int], typer.Option(help="Seeds of the students; may be repeated.")] = (0, 1, 2),
@@ -146,7 +146,8 @@ def main(
     )
     data = ["--train", train, "--validation", validation]
     data += ["--max_train_samples", images] if images else []
-    data += ["--bf16", "--use_cpu"] if bf16 else []
+    # In bfloat16 on a CPU, eager attention trains this ViT 1.6 times as fast as scaled_dot_product_attention.
+    data += ["--bf16", "--use_cpu", "--attn_implementation", "eager"] if bf16 else []
     vit, paper, attention = out / "vit", out / "paper", out / "attention"
     new_vit(out / "vit-new")
     options = ["--num_train_epochs", source_epochs, "--learning_rate", 1e-3, "--label_smoothing_factor", 0.1]

@@ -152,6 +152,20 @@ def test_a_vit_and_images_that_are_not_square_are_fine_tuned_the_same_way(vit, i
         assert np.isfinite(metrics["eval_loss"])
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_vit_is_trained_with_the_attention_that_was_asked_for(attention, vit, images, tmp_path, monkeypatch):
+    used = []
+
+    class Tuner(finetune.FineTuner):
+        def __init__(self, model, **options):
+            used.append(model.config._attn_implementation)
+            super().__init__(model=model, **options)
+
+    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    start(vit, tmp_path, *BOTH, "--train", images, "--max_steps", 1, "--attn_implementation", attention)
+    assert used == [attention]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--bf16"], ["--gradient_checkpointing"], ["--label_smoothing_factor", 0.1]])
 def test_options_of_trainer_work_with_both_heads(options, classifier, images, language_model, text, tmp_path):
@@ -264,6 +278,7 @@ def test_gpt2_is_fine_tuned_on_a_parquet_column(tmp_path):
     build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path / "gpt2")
     Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
     options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
+    options += ["--attn_implementation", "eager"]
     metrics = start(tmp_path / "gpt2", tmp_path / "out", *BOTH, *options)  # blocks of the 16 tokens that fit
     assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
 
