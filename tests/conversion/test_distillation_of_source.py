@@ -322,6 +322,7 @@ REFUSED = {
     "no rate": ({"learning_rate": float("nan")}, "learning_rate of a distillation"),
     "negative weight": ({"hidden_states": -1.0}, "hidden_states of a distillation"),
     "all alone": ({"layer_by_layer": 1.0}, "layer_by_layer must be in"),
+    "probability": ({"augmentation_probability": 1.5}, "augmentation_probability must be in"),
     "augmentation": ({"augmentation": "rotate"}, "augmentation must be one of"),
 }
 
@@ -330,6 +331,32 @@ REFUSED = {
 def test_options_that_make_no_sense_are_refused(vit, images, options, message):
     with pytest.raises(ValueError, match=message):
         run(read_source(vit), images, **options)
+
+
+@pytest.mark.parametrize(("probability", "fewest", "most"), [(0.0, 0, 0), (0.5, 20, 60), (1.0, 80, 80)])
+def test_teacher_and_student_see_the_same_share_of_augmented_images(
+    vit, images, monkeypatch, probability, fewest, most
+):
+    seen: dict[str, list[torch.Tensor]] = {"teacher": [], "student": []}
+
+    class Recorded(Objectives):
+        def forward(self, pixels, *others):
+            seen["student"].append(pixels)
+            return super().forward(pixels, *others)
+
+    teach = module._Run._teach
+
+    def recorded_teach(run, pixels):
+        seen["teacher"].append(pixels)
+        return teach(run, pixels)
+
+    monkeypatch.setattr(module._Run, "_teach", recorded_teach)
+    monkeypatch.setattr(module, "Objectives", Recorded)
+    monkeypatch.setattr(module, "build_augmentation", lambda name, size: torch.zeros_like)
+    run(read_source(vit), images, steps=10, augmentation_probability=probability)
+    pixels = torch.cat(seen["student"])
+    assert torch.equal(pixels, torch.cat(seen["teacher"])) and len(pixels) == 80
+    assert fewest <= (pixels == 0).all((1, 2, 3)).sum() <= most
 
 
 def test_a_source_without_a_classifier_and_no_images_are_refused(vit, images, tmp_path):

@@ -8,8 +8,8 @@ A run optimizes two objectives, one after the other:
 2. End to end. The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its
    hidden states. This objective alone measured best (docs/conversion.md).
 
-Teacher and student see the same augmented images. Only the hidden states of one batch are held in memory, so memory
-does not depend on the number of images.
+Teacher and student see the same images, of which a part is augmented. Only the hidden states of one batch are held in
+memory, so memory does not depend on the number of images.
 """
 
 import math
@@ -64,6 +64,8 @@ class DistillationOptions:
         hidden_states: initial weight of the hidden states in the end-to-end objective, where the logits have weight
             1. It decays linearly to 0, since an AFT cannot reproduce all hidden states of its source, and need not.
         augmentation: name of the augmentation, as for `build_augmentation`.
+        augmentation_probability: probability that an image is augmented, in [0, 1]. The other images are unchanged,
+            as in use: a teacher that was trained without this augmentation is less accurate on augmented images.
         seed: seed of the order of the images and of their augmentation.
     """
 
@@ -75,6 +77,7 @@ class DistillationOptions:
     layer_by_layer: float = 0.0
     hidden_states: float = 1.0
     augmentation: str = "shift"
+    augmentation_probability: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class DistillationOptions:
                 )
         if not 0 <= self.layer_by_layer < 1:
             raise ValueError(f"layer_by_layer must be in [0, 1), a share of the budget, got {self.layer_by_layer}")
+        if not 0 <= self.augmentation_probability <= 1:
+            raise ValueError(f"augmentation_probability must be in [0, 1], got {self.augmentation_probability}")
 
 
 def distill(
@@ -299,7 +304,8 @@ class _Run:
             group["lr"] = settings.learning_rate * rate(progress)
         pixels = pixels.to(self.accelerator.device)
         if self.augment is not None:
-            pixels = self.augment(pixels)
+            chosen = torch.rand(len(pixels), 1, 1, 1, device=pixels.device) < settings.augmentation_probability
+            pixels = torch.where(chosen, self.augment(pixels), pixels)
         with self.accelerator.autocast():
             states, logits = self._teach(pixels)
             divergence, errors, agreement = self.objectives(pixels, states, logits, layer_by_layer)
