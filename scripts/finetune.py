@@ -64,8 +64,8 @@ class ModelArguments:
     attn_implementation: str | None = field(
         default=None,
         metadata={
-            "help": "Attention of a ViT, GPT-2 ..., such as sdpa or eager. Default: that of transformers. An AFT has "
-            "no attention."
+            "help": "Attention of a ViT, GPT-2 ..., such as sdpa or eager. Default: that of transformers. An AFT "
+            "accepts only eager."
         },
     )
     position_bias_scale: float = field(

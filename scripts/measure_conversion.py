@@ -163,7 +163,8 @@ def main(
         for budget in minutes:
             name = f"distilled for {budget:g} minutes"
             starts[name] = out / f"distilled-{budget:g}-{number}"
-            options = ["--distill", "--images", train, "--minutes", budget, "--augmentation", "crop", "--seed", number]
+            options = ["--distill", "--images", train, "--minutes", budget, "--seed", number]
+            options += ["--augmentation", "crop", "--augmentation-probability", 1]  # as the ViT was trained
             convert(vit, starts[name], *options, bf16=bf16)
         for name, start in (starts | {"the ViT": vit}).items():
             tuned = out / "fine-tuned" / f"{start.name.removesuffix(f'-{number}')}-{number}"

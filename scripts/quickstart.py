@@ -120,7 +120,7 @@ def image(
         pictures = {"images": [image for image, _ in train], "steps": steps, "learning_rate": DISTILLATION_RATE}
         distilled, report = save_converted(source, distilled_path, distillation=pictures, **conversion)
         done = report.options["distillation"]
-        console.print(f"agrees with the ViT on {done['agreement']:.1%} of the last images, which were shifted")
+        console.print(f"agrees with the ViT on {done['agreement']:.1%} of the images of the last steps")
         training[distilled_path] = {f"distillation_{name}": done[name] for name in ("steps", "minutes", "divergence")}
         rows = [("ViT, the source", teacher, Path(source)), ("AFT-conv, distilled", distilled, distilled_path), *rows]
     picture = out / "position_biases.png"

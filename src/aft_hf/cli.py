@@ -150,6 +150,13 @@ def convert(
             "also flip."
         ),
     ] = "shift",
+    augmentation_probability: Annotated[
+        float,
+        typer.Option(
+            help="Probability that --distill augments an image. 1 is for a source that was trained with this "
+            "augmentation."
+        ),
+    ] = 0.5,
     seed: Annotated[
         int, typer.Option(help="Seed of --distill: of new weights, and of the order and augmentation of the images.")
     ] = 0,
@@ -179,6 +186,7 @@ def convert(
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "augmentation": augmentation,
+        "augmentation_probability": augmentation_probability,
         "seed": seed,
     }
     if distill:
@@ -242,7 +250,7 @@ def _proof(report: ConversionReport) -> str:
     done = report.options["distillation"]
     return (
         f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
-        f"source agree on {done['agreement']:.1%} of the augmented images of the last steps "
+        f"source agree on {done['agreement']:.1%} of the images of the last steps "
         f"(KL {done['divergence']:.3f} nats)"
     )
 

@@ -20,6 +20,7 @@ from aft_hf.cli import main
 from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import DistillationOptions, Objectives, distill, rate, weight_of_hidden_states
+from aft_hf.data.image_size import resized_processor
 from aft_hf.publishing import write_card
 from aft_hf.training.ownership import owned
 from aft_hf.training.stopping import StopSignal
@@ -333,9 +334,16 @@ def test_options_that_make_no_sense_are_refused(vit, images, options, message):
         run(read_source(vit), images, **options)
 
 
-@pytest.mark.parametrize(("probability", "fewest", "most"), [(0.0, 0, 0), (0.5, 20, 60), (1.0, 80, 80)])
-def test_teacher_and_student_see_the_same_share_of_augmented_images(
-    vit, images, monkeypatch, probability, fewest, most
+@pytest.mark.parametrize(
+    ("options", "fewest", "most"),
+    [
+        pytest.param({"augmentation_probability": 0.0}, 0, 0, id="none"),
+        pytest.param({}, 20, 60, id="by default, half"),
+        pytest.param({"augmentation_probability": 1.0}, 80, 80, id="all"),
+    ],
+)
+def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
+    vit, images, monkeypatch, options, fewest, most
 ):
     seen: dict[str, list[torch.Tensor]] = {"teacher": [], "student": []}
 
@@ -353,10 +361,19 @@ def test_teacher_and_student_see_the_same_share_of_augmented_images(
     monkeypatch.setattr(module._Run, "_teach", recorded_teach)
     monkeypatch.setattr(module, "Objectives", Recorded)
     monkeypatch.setattr(module, "build_augmentation", lambda name, size: torch.zeros_like)
-    run(read_source(vit), images, steps=10, augmentation_probability=probability)
-    pixels = torch.cat(seen["student"])
-    assert torch.equal(pixels, torch.cat(seen["teacher"])) and len(pixels) == 80
-    assert fewest <= (pixels == 0).all((1, 2, 3)).sum() <= most
+    run(read_source(vit), images, steps=10, **options)
+    pixels = torch.stack(seen["student"])
+    assert torch.equal(pixels, torch.stack(seen["teacher"])) and pixels.shape[:2] == (10, 8)
+    augmented = (pixels == 0).all((2, 3, 4)).sum(1)  # images of each batch
+    assert fewest <= augmented.sum() <= most
+    assert ((augmented > 0) & (augmented < 8)).any() == (fewest < most)
+
+
+def test_images_have_the_size_of_the_model_if_the_processor_makes_another(vit, images):
+    source = read_source(vit)
+    larger = replace(source, image_processor=resized_processor(source.image_processor, (40, 48)))
+    results = [run(each, images, steps=2)[1] for each in (source, larger)]
+    assert results[0]["divergence"] == results[1]["divergence"]
 
 
 def test_a_source_without_a_classifier_and_no_images_are_refused(vit, images, tmp_path):

@@ -152,20 +152,6 @@ def test_a_vit_and_images_that_are_not_square_are_fine_tuned_the_same_way(vit, i
         assert np.isfinite(metrics["eval_loss"])
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_vit_is_trained_with_the_attention_that_was_asked_for(attention, vit, images, tmp_path, monkeypatch):
-    used = []
-
-    class Tuner(finetune.FineTuner):
-        def __init__(self, model, **options):
-            used.append(model.config._attn_implementation)
-            super().__init__(model=model, **options)
-
-    monkeypatch.setattr(finetune, "FineTuner", Tuner)
-    start(vit, tmp_path, *BOTH, "--train", images, "--max_steps", 1, "--attn_implementation", attention)
-    assert used == [attention]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--bf16"], ["--gradient_checkpointing"], ["--label_smoothing_factor", 0.1]])
 def test_options_of_trainer_work_with_both_heads(options, classifier, images, language_model, text, tmp_path):
@@ -278,7 +264,6 @@ def test_gpt2_is_fine_tuned_on_a_parquet_column(tmp_path):
     build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path / "gpt2")
     Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
     options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
-    options += ["--attn_implementation", "eager"]
     metrics = start(tmp_path / "gpt2", tmp_path / "out", *BOTH, *options)  # blocks of the 16 tokens that fit
     assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
 
@@ -288,6 +273,23 @@ def test_label_smoothing_predicts_the_next_token(language_model, text, tmp_path)
     options = ["--train", text, "--block_size", 64, "--num_train_epochs", 20, "--learning_rate", 2e-2]
     metrics = start(language_model, tmp_path, *BOTH, *options, "--label_smoothing_factor", 0.01)
     assert metrics["eval_bits_per_token"] < 3
+
+
+def test_images_and_text_are_trained_with_the_attention_that_was_asked_for(vit, images, text, tmp_path, monkeypatch):
+    config = GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    used = []
+
+    class Tuner(finetune.FineTuner):
+        def __init__(self, model, **options):
+            used.append(model.config._attn_implementation)
+            super().__init__(model=model, **options)
+
+    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    for model, data in ((vit, images), (tmp_path, text)):
+        start(model, tmp_path / "out", *BOTH, "--train", data, "--max_steps", 1, "--attn_implementation", "eager")
+    assert used == ["eager", "eager"]  # transformers' default is sdpa for both
 
 
 # Resuming

@@ -8,8 +8,8 @@ A run optimizes two objectives, one after the other:
 2. End to end. The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its
    hidden states. This objective alone measured best (docs/conversion.md).
 
-Teacher and student see the same images, of which a part is augmented. Only the hidden states of one batch are held in
-memory, so memory does not depend on the number of images.
+Teacher and student see the same images, a random subset of which is augmented. Only the hidden states of one batch are
+held in memory, so memory does not depend on the number of images.
 """
 
 import math
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
-from ..data.image_size import resized_processor
+from ..data.image_size import produces_size, resized_processor
 from ..data.images import build_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
@@ -65,7 +65,7 @@ class DistillationOptions:
             1. It decays linearly to 0, since an AFT cannot reproduce all hidden states of its source, and need not.
         augmentation: name of the augmentation, as for `build_augmentation`.
         augmentation_probability: probability that an image is augmented, in [0, 1]. The other images are unchanged,
-            as in use: a teacher that was trained without this augmentation is less accurate on augmented images.
+            as at inference: a teacher that was trained without this augmentation is less accurate with it.
         seed: seed of the order of the images and of their augmentation.
     """
 
@@ -304,8 +304,8 @@ class _Run:
             group["lr"] = settings.learning_rate * rate(progress)
         pixels = pixels.to(self.accelerator.device)
         if self.augment is not None:
-            chosen = torch.rand(len(pixels), 1, 1, 1, device=pixels.device) < settings.augmentation_probability
-            pixels = torch.where(chosen, self.augment(pixels), pixels)
+            chosen = torch.rand(len(pixels), 1, 1, 1) < settings.augmentation_probability  # the same on any device
+            pixels = torch.where(chosen.to(pixels.device), self.augment(pixels), pixels)
         with self.accelerator.autocast():
             states, logits = self._teach(pixels)
             divergence, errors, agreement = self.objectives(pixels, states, logits, layer_by_layer)
@@ -437,9 +437,8 @@ def weight_of_hidden_states(settings: DistillationOptions, progress: float) -> f
 
 
 def _processor(source: VisionTransformerSource, size: tuple[int, int]) -> BaseImageProcessor:
-    if size == pair(source.config.image_size):
-        return source.image_processor
-    return resized_processor(source.image_processor, size)
+    processor = source.image_processor
+    return processor if produces_size(processor, size) else resized_processor(processor, size)
 
 
 __all__ = ["DistillationOptions", "Objectives", "distill"]

@@ -305,6 +305,6 @@ def _distillation(done: Any) -> str | None:
         return None
     return (
         f"It was then distilled from its source on {done['images']} unlabeled images in {done['steps']} steps. On "
-        f"{done['agreement']:.1%} of the last augmented images, both models predicted the same class (KL divergence "
-        f"{done['divergence']:.3f} nats)."
+        f"{done['agreement']:.1%} of the images of the last steps, both models predicted the same class (KL "
+        f"divergence {done['divergence']:.3f} nats)."
     )
