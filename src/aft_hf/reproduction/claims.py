@@ -489,6 +489,7 @@ CLAIMS = {
                 Row("Performer", "characters-performer", "test", 1.199),
                 Row("Synthesizer (dense)", "characters-synthesizer", "test", 1.298),
                 Row("AFT-conv (small 11/384)", "conv", "test", 0.808),
+                Row("AFT-conv, faster position biases", "conv-fast", "test"),
                 Row("lambda layers (small)", "lambda", "test", 0.800),
             ),
             (
@@ -496,8 +497,10 @@ CLAIMS = {
                 _beats("the Performer", "characters-wide", "characters-performer", LOWER),
                 _beats("the Synthesizer", "characters-wide", "characters-synthesizer", LOWER),
                 _beats("lambda layers", "conv", "lambda", HIGHER),
+                _beats("lambda layers, with faster position biases", "conv-fast", "lambda", HIGHER, judged=False),
             ),
-            "The other layers take the place of AFT in the same blocks, with the same MLPs, norms and training.",
+            "The other layers take the place of AFT in the same blocks, with the same MLPs, norms and training. "
+            + ADDED_CONTROLS,
         ),
     )
 }
