@@ -16,6 +16,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -295,9 +296,9 @@ def test_images_and_text_are_trained_with_the_attention_that_was_asked_for(vit, 
 # Resuming
 
 
-@pytest.mark.parametrize("every", [2, 3])  # steps; an epoch has 3
-def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path):
-    model = save_classifier(tmp_path / "model", num_labels=2, hidden_dropout_prob=0.2)
+@pytest.mark.parametrize(("kind", "every"), [("aft", 2), ("aft", 3), ("vit", 2)])  # steps; an epoch has 3
+def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images, tmp_path):
+    model = vit if kind == "vit" else save_classifier(tmp_path / "model", num_labels=2, hidden_dropout_prob=0.2)
     options = [*BOTH, "--train", images, "--validation_share", 0.4, "--num_train_epochs", 3, "--logging_steps", 1]
     options += ["--augmentation", "crop", "--save_strategy", "steps", "--save_steps", every]
     options += ["--eval_strategy", "epoch", "--resume_from_checkpoint", "true"]
@@ -320,6 +321,17 @@ def test_a_resumed_training_equals_an_uninterrupted_one(every, images, tmp_path)
     assert len(losses(tmp_path / "whole")) == 9
     parts = AutoModelForImageClassification.from_pretrained(tmp_path / "parts").state_dict()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path):
+    options = [*BOTH, "--train", images, "--num_train_epochs", 3, "--eval_strategy", "epoch"]
+    options += ["--save_strategy", "epoch"]
+    options += ["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss", "--learning_rate", 1e-3]
+    start(vit, tmp_path, *options, "--greater_is_better", "true")  # the first checkpoint, before the model has learned
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert state["best_global_step"] < state["global_step"]
+    found, best = (load_file(path / "model.safetensors") for path in (tmp_path, Path(state["best_model_checkpoint"])))
+    assert found.keys() == best.keys() and all(torch.equal(found[name], best[name]) for name in best)
 
 
 def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):

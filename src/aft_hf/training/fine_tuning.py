@@ -20,6 +20,7 @@ from transformers.utils import logging
 from ..configuration_aft import AFTConfig, pair
 from ..data.classes import are_names, shortened
 from ..data.classification import mix_batch
+from ..loading import load_trained
 from ..publishing import write_card
 from ..reading import Document, UnreadableError, explained, first_line
 from .averaging import averaged, keep_average, swap_average
@@ -191,7 +192,26 @@ class FineTuner(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with explained(f"{resume_from_checkpoint}: its model cannot be loaded; give an earlier checkpoint"):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        checkpoint = self.state.best_model_checkpoint
+        with explained(f"{checkpoint}: the best model cannot be loaded"):
+            if checkpoint is None or not self._load_weights(checkpoint, self.model):
+                super()._load_best_model()
+
+    def _load_weights(self, checkpoint: str, model: nn.Module) -> bool:
+        """Load the weights of a checkpoint by `from_pretrained`, and return whether that is possible.
+
+        `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
+        file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
+        """
+        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False  # adapters, and formats of their own
+        saved = load_trained(type(model), checkpoint, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+        return True
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as Trainer does, during training with the averaged weights if there are any.
