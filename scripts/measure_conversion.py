@@ -3,8 +3,9 @@
     python scripts/measure_conversion.py cifar10/train.parquet cifar10/validation.parquet --out outputs/conversion
 
 A ViT is trained once. The following models are then fine-tuned with labels, each with three seeds: AFT-convs converted
-from it as in the paper, with position biases from its attention, and by distillation without labels for 2, 5 and 15
-minutes; an AFT-conv with random weights; and the ViT itself. Distillations and random weights also differ by seed.
+from it as in the paper, with position biases and keys from its attention, and by distillation without labels for 2, 5
+and 15 minutes; an AFT-conv with random weights; and the ViT itself. Distillations and random weights also differ by
+seed.
 
 Every step is a separate command, which is printed before it runs. Finished steps are not repeated, so the command
 resumes after an interruption. Once the first seed has begun, others can run in parallel (`--seed`); the command

@@ -117,8 +117,10 @@ def image(
     if teacher is not None:  # another source has other classes
         console.rule("4. Distilling the ViT without labels")
         distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
-        pictures = {"images": [image for image, _ in train], "steps": steps, "learning_rate": DISTILLATION_RATE}
-        distilled, report = save_converted(source, distilled_path, distillation=pictures, **conversion)
+        pictures = [image for image, _ in train]
+        distillation = {"images": pictures, "steps": steps, "learning_rate": DISTILLATION_RATE}
+        conversion |= {"init": "attention", "images": pictures[:: len(pictures) // 256], "distillation": distillation}
+        distilled, report = save_converted(source, distilled_path, **conversion)
         done = report.options["distillation"]
         console.print(f"agrees with the ViT on {done['agreement']:.1%} of the images of the last steps")
         training[distilled_path] = {f"distillation_{name}": done[name] for name in ("steps", "minutes", "divergence")}

@@ -57,7 +57,7 @@ def test_convert_takes_another_type_another_size_and_pictures_to_look_at(vit, tm
     fit = ["--init", "attention", "--images", tmp_path / "pictures", "--num-images", 2]
     done = aft_hf("convert", vit, tmp_path / "aft", *sizes, *fit)
     assert done.returncode == 0, done.stderr
-    assert "3 tensors (0.00 M) fitted" in done.stdout
+    assert "5 tensors (0.00 M) fitted" in done.stdout
     assert "on 2 images" in (tmp_path / "aft" / REPORT_NAME).read_text()
     assert AFTConfig.from_pretrained(tmp_path / "aft").grid_size == (4, 6)
 

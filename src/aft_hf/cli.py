@@ -119,12 +119,13 @@ def convert(
         typer.Option(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
     ] = None,
     init: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Initial position biases: paper (those of a new model) or attention (fitted to the attention of the "
-            "source on --images)."
+            help="Initial position biases, and keys of conv: paper (those of a new model) or attention (fitted to the "
+            "attention of the source on --images). Default: attention with --distill if all layers are conv; "
+            "otherwise paper."
         ),
-    ] = "paper",
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Option(help="Images for --init attention and --distill: a folder of images, or parquet files."),
@@ -196,6 +197,8 @@ def convert(
     elif minutes is not None or steps is not None:
         raise ValueError("--minutes and --steps set the budget of --distill: give --distill too")
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
+    if init is None:
+        init = "attention" if distill and set(types) == {"conv"} else "paper"
     model, report = save_converted(
         source,
         out,

@@ -1,4 +1,4 @@
-"""Tests of position biases that are fitted to the attention of the source: formulas and errors."""
+"""Tests of position biases and keys that are fitted to the attention of the source: formulas and errors."""
 
 import copy
 
@@ -18,7 +18,7 @@ from aft_hf.conversion.attention import (
     band,
     conv_bias,
     factorize,
-    fit_position_biases,
+    fit_to_attention,
     full_bias,
     head_weights,
     local_bias,
@@ -196,8 +196,70 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
         uniform = torch.full_like(attention, 1 / 16)
         assert divergence(attention, implied_attention(layer.mixer, GRID)) < divergence(attention, uniform)
     fitted = {record.target for record in report.with_status("fitted")}
-    names = ("kernel", "kernel_scale", "kernel_shift")
+    names = ("kernel", "kernel_scale", "kernel_shift", "k_proj.weight", "k_proj.bias")
     assert fitted == {f"aft.layers.{i}.mixer.{name}" for i in (0, 1) for name in names}
+
+
+def scores_by_hand(path, pixels):
+    """Return the normalized input of every layer of the source, (B, T, d), and mean(q) . k_t' / sqrt(d_head)."""
+    model, inputs, scores = read_source(path, **TIMM).to_transformers(), [], []
+    hidden_states = model(pixels, output_hidden_states=True).hidden_states
+    for layer, states in zip(model.base_model.layers, hidden_states):
+        patches = layer.layernorm_before(states)[:, -16:]
+        query, key = layer.attention.q_proj(patches), layer.attention.k_proj(patches)
+        query = query.mean((0, 1)).unflatten(0, (HEADS, -1))
+        inputs.append(patches.detach())
+        scores.append((key.unflatten(-1, (HEADS, -1)) * query).sum(-1).detach() / query.shape[1] ** 0.5)
+    return inputs, scores
+
+
+@pytest.mark.parametrize("num_heads", [3, 4, 1])
+def test_the_keys_of_conv_are_the_scores_of_the_mean_query(deit, pixels, num_heads):
+    options = {"kernel_size": 3, "num_heads": num_heads, "init": "attention", **TIMM}
+    model, _ = convert_deit(deit, images=pixels.split(4), **options)
+    for layer, patches, scores in zip(model.aft.layers, *scores_by_hand(deit, pixels)):
+        expected = scores @ head_weights(num_heads, HEADS, WIDTH).T
+        found = layer.mixer.k_proj(patches)
+        # A score that is the same for all keys does not change the weights of Eq. 2.
+        torch.testing.assert_close(
+            found - found.mean(1, keepdim=True), expected - expected.mean(1, keepdim=True), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_keys_take_over_the_attention_of_a_teacher_whose_queries_are_equal(tmp_path, qkv_bias):
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=32,
+        patch_size=8,
+        num_labels=2,
+        qkv_bias=qkv_bias,
+    )
+    teacher, pixels = ViTForImageClassification(config), torch.randn(3, 3, 32, 32)
+    layer = teacher.vit.layers[0]
+    with torch.no_grad():
+        layer.attention.k_proj.weight.normal_()
+        layer.attention.q_proj.weight.zero_()
+        # Without a bias, queries are equal if they depend only on a feature that is constant after the layer norm.
+        if qkv_bias:
+            layer.attention.q_proj.bias.normal_()
+        else:
+            layer.layernorm_before.weight[0], layer.layernorm_before.bias[0] = 0.0, 1.0
+            layer.attention.q_proj.weight[:, 0].normal_()
+    teacher.save_pretrained(tmp_path)
+    model, _ = convert_deit(tmp_path, kernel_size=3, num_heads=2, init="attention", images=pixels)
+    source = read_source(tmp_path).to_transformers()
+    source.set_attn_implementation("eager")
+    outputs = source(pixels, output_attentions=True, output_hidden_states=True)
+    expected = outputs.attentions[0][:, :, 1:, 1:]
+    expected = expected / expected.sum(-1, keepdim=True)
+    keys = model.aft.layers[0].mixer.k_proj(source.vit.layers[0].layernorm_before(outputs.hidden_states[0][:, 1:]))
+    found = keys.mT.softmax(-1)[:, :, None].expand_as(expected)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert expected.amax() > 2 / 16
 
 
 def save_relative_teacher(path, grid, shift, scale, angle=0.7):
@@ -301,7 +363,7 @@ def test_the_biases_are_those_of_the_attention_whatever_multiplies_them(deit, pi
         config.position_bias_multiplier = multiplier
         torch.manual_seed(0)
         fitted = AFTForImageClassification(config)
-        fit_position_biases(fitted, read_source(deit, **TIMM), [pixels])
+        fit_to_attention(fitted, read_source(deit, **TIMM), [pixels])
         mixer = fitted.aft.layers[0].mixer
         biases.append(mixer.position_bias(None, GRID) if aft_type == "conv" else mixer.position_bias())
     torch.testing.assert_close(*biases, atol=1e-5, rtol=1e-5)
@@ -336,6 +398,7 @@ def test_types_with_a_class_token_are_fitted_with_it(deit, pixels, aft_type):
     fitted = {record.target for record in report.with_status("fitted")}
     assert "aft.layers.1.mixer.position_bias_query" in fitted
     assert ("aft.layers.0.mixer.position_bias_query" in fitted) == isinstance(aft_type, str)
+    assert not any("k_proj" in name for name in fitted)  # the biases contain the mean score of each pair
 
 
 def test_conv_may_be_fitted_for_another_image_size(deit, pixels):

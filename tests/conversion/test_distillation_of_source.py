@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from checkpoints import OPTIONS, TIMM, save_pth
 from PIL import Image
 from transformers import ViTConfig, ViTModel
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
 from aft_hf.cli import main
@@ -122,9 +124,9 @@ def test_layer_by_layer_no_block_depends_on_another(vit, images):
 
 def test_hidden_states_count_less_and_less():
     settings = DistillationOptions(steps=10, hidden_states=3.0)
-    assert [weight_of_hidden_states(settings, x) for x in (0.0, 0.5, 1.0)] == [3.0, 1.5, 0.0]
-    settings = DistillationOptions(steps=10, layer_by_layer=0.5)
-    assert [weight_of_hidden_states(settings, x) for x in (0.5, 0.75, 1.0)] == [1.0, 0.5, 0.0]
+    assert [weight_of_hidden_states(settings, x) for x in (0.0, 0.5, 1.0)] == [3.0, 0.75, 0.0]
+    settings = DistillationOptions(steps=10, layer_by_layer=0.5, hidden_states=1.0)
+    assert [weight_of_hidden_states(settings, x) for x in (0.5, 0.75, 1.0)] == [1.0, 0.25, 0.0]
 
 
 @pytest.mark.parametrize("aft_type", ("conv", "full"))
@@ -440,6 +442,49 @@ def test_the_command_distills_from_a_folder_of_images(vit, images, tmp_path, mon
     assert f"--model_name_or_path {tmp_path / 'out'} --train DATA" in printed.out
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     assert report["options"]["distillation"]["augmentation"] == "shift"
+
+
+def test_a_processor_of_another_size_is_resized_for_the_attention_too(vit, images, tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(vit, copy)
+    ViTImageProcessorPil(size={"height": 48, "width": 48}).save_pretrained(copy)
+    folder, out = save_images(images, tmp_path / "images"), tmp_path / "out"
+    options = ["--kernel-size", 3, "--num-heads", 4, "--distill", "--images", folder, "--steps", 1, "--batch-size", 8]
+    code, printed = convert_by_command(monkeypatch, capsys, copy, out, *options)
+    assert code == 0, printed.err
+    assert json.loads((out / REPORT_NAME).read_text())["options"]["init"] == "attention"
+
+
+def test_a_distillation_that_cannot_begin_is_refused_before_the_fit_to_the_attention(vit, images, tmp_path):
+    def untouched():
+        raise AssertionError("the images were read")
+        yield
+
+    fit = {**OPTIONS, "init": "attention", "images": untouched()}
+    for wrong, message in (({"batch_size": 0}, "batch_size"), ({"images": []}, "no images to distill")):
+        distillation = {"images": images, "steps": 1, **wrong}
+        with pytest.raises(ValueError, match=message):
+            save_converted(vit, tmp_path / "out", distillation=distillation, **fit)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--distill"], "attention"),
+        (["--distill", "--init", "paper"], "paper"),
+        (["--distill", "--aft-type", "conv,full"], "paper"),
+        ([], "paper"),
+    ],
+)
+def test_a_distillation_of_conv_starts_from_the_attention_by_default(
+    vit, images, tmp_path, monkeypatch, capsys, options, expected
+):
+    budget = ["--steps", 1, "--batch-size", 8] if options else []
+    folder, sizes = save_images(images, tmp_path / "images"), ["--kernel-size", 3, "--num-heads", 4]
+    given = [*sizes, *options, *budget, *(["--images", folder] if options else [])]
+    code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *given)
+    assert code == 0, printed.err
+    assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["options"]["init"] == expected
 
 
 def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, monkeypatch, capsys):

@@ -1,20 +1,32 @@
-"""Initialization of position biases from a teacher: w of each AFT layer is fitted to the attention of the ViT.
+"""Initialization from the attention of a teacher: position biases of every layer, and keys of AFT-conv.
 
 In Eq. 2, exp(w_tt') is the unnormalized weight of position t' in an AFT layer whose keys are all equal. So w is the
-logarithm of the teacher's mean attention, up to a constant for each row, which the normalization of Eq. 2 cancels. AFT
-head i owns the features [i d/h, (i+1) d/h), and each teacher head owns its features likewise. AFT head i is fitted to
-the mean of the teacher's attention maps, weighted by the number of features that the two heads share.
+logarithm of the teacher's mean attention, up to a constant for each row, which the normalization of Eq. 2 cancels.
+
+The keys of AFT-conv are fitted to the dependence of the attention on the content. A head of the teacher has the scores
+q_t . k_t' / sqrt(d_head). AFT has the same score K_t' for all queries, so q_t is replaced by its mean over patches and
+images: K_t' = mean(q) . k_t' / sqrt(d_head), a linear function of the hidden state. w and K are fitted independently,
+so a dependence of K on the position counts in both; for AFT-conv, where w is a mean over all pairs with an offset, the
+effect is small. Keys of AFT-full and AFT-local are not fitted: the biases of AFT-full contain the mean score of each
+pair of positions, and those of AFT-local within the window.
+
+AFT head i owns the features [i d/h, (i+1) d/h), and each teacher head owns its features likewise. AFT head i is fitted
+to the mean over the teacher's heads, weighted by the number of features that the two heads share.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..analysis.relative_attention import mean_attention, num_offsets, relative_attention
+from ..configuration_aft import pair
+from ..data.image_size import processor_for
 from ..mixers_aft import AFTConv, AFTFull, AFTLocal, AFTMixer
 from ..modeling_aft import AFTForImageClassification
 from .images import pixel_batches
@@ -31,10 +43,10 @@ ALTERNATIONS, RIDGE = 5, 1e-2
 
 
 @torch.no_grad()
-def fit_position_biases(
+def fit_to_attention(
     model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[torch.Tensor | Image.Image]
 ) -> dict[str, str]:
-    """Fit the position biases of every layer to the mean attention of the teacher over images, in place.
+    """Fit the position biases of every layer, and the keys of AFT-conv, to the attention of the teacher, in place.
 
     Args:
         model: the model converted from `source`, at the image size of the source unless all biases are relative.
@@ -48,17 +60,65 @@ def fit_position_biases(
         ValueError: there are no images.
     """
     teacher = source.to_transformers().float()
-    batches = pixel_batches(images, source.image_processor)
-    maps, num_images = mean_attention(teacher, batches, keep_class_token=bool(model.config.use_cls_token))
+    batches = pixel_batches(images, processor_for(source.image_processor, pair(source.config.image_size)))
+    with _mean_inputs(teacher, math.prod(source.grid_size)) as inputs:
+        maps, num_images = mean_attention(teacher, batches, keep_class_token=bool(model.config.use_cls_token))
     fitted = {}
     for i, (layer, attention) in enumerate(zip(model.aft.layers, maps)):
         mixer: Any = layer.mixer
-        weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size)
-        attention = torch.einsum("ij,jts->its", weights.double(), attention.double())
-        for name, value in _fit(mixer, attention, source.grid_size).items():
-            getattr(mixer, name).copy_(value)
+        weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size).double()
+        values = _fit(mixer, torch.einsum("ij,jts->its", weights, attention.double()), source.grid_size)
+        if isinstance(mixer, AFTConv):
+            keys = weights @ mean_query_keys(source, i, inputs[i] / num_images)
+            values["k_proj.weight"] = keys
+            if mixer.k_proj.bias is not None:
+                values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
+        for name, value in values.items():
+            mixer.get_parameter(name).copy_(value)
             fitted[f"aft.layers.{i}.mixer.{name}"] = f"to the attention of the source on {num_images} images"
     return fitted
+
+
+@contextmanager
+def _mean_inputs(teacher: PreTrainedModel, num_patches: int) -> Iterator[dict[int, torch.Tensor]]:
+    """Yield a dictionary that collects the input of each attention layer: mean over patches, sum over images, (d,)."""
+    layers: Any = teacher.base_model.layers
+    totals: dict[int, torch.Tensor] = {}
+
+    def add(index: int, hidden_states: torch.Tensor) -> None:
+        totals[index] = totals.get(index, 0) + hidden_states[:, -num_patches:].double().mean(1).sum(0)
+
+    hooks = [
+        layer.attention.register_forward_hook(lambda module, inputs, outputs, index=i: add(index, inputs[0]))
+        for i, layer in enumerate(layers)
+    ]
+    try:
+        yield totals
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def mean_query_keys(source: VisionTransformerSource, layer: int, mean_input: torch.Tensor) -> torch.Tensor:
+    """Return the weight that computes mean(q) . k_t' / sqrt(d_head) for each head, up to a constant.
+
+    Args:
+        source: the teacher.
+        layer: index of the layer.
+        mean_input: mean input of its query and key projections, (d,), in float64.
+
+    Returns:
+        The weight of a projection from d to the heads of the teacher, (heads, d), in float64.
+    """
+
+    def projection(name: str) -> torch.Tensor:
+        derivation = source.derivations[f"encoder.layer.{layer}.attention.attention.{name}"]
+        return derivation.compute(source.tensors).double().unflatten(0, (source.config.num_attention_heads, -1))
+
+    query = projection("query.weight") @ mean_input
+    if source.config.qkv_bias:
+        query = query + projection("query.bias")
+    return torch.einsum("hc,hcd->hd", query, projection("key.weight")) / math.sqrt(query.shape[1])
 
 
 def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Tensor:

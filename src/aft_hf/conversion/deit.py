@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .._version import __version__
 from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
-from .attention import fit_position_biases
+from .attention import fit_to_attention
 from .derivation import MEAN, Derivation, drop_position, resize_positions
 from .errors import ConversionError
 from .report import ConversionReport, TensorRecord
@@ -55,7 +55,7 @@ DROPPED = {
     r"embeddings\.distillation_token": "AFT has no distillation token",
     r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
     r"embeddings\.mask_token|decoder\..+": "for pre-training only",
-    r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "the paper does not transfer it",
+    r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "not copied, as in the paper",
     r"pooler\.dense\.(weight|bias)": "the classifier does not use it",
 }
 
@@ -79,8 +79,8 @@ def convert_deit(
 
     The patch embedding, layer norms, value and output projections, MLPs and classifier are copied. The class token is
     copied if no layer is `conv`, and the position embeddings are copied if not all layers are `conv`. The query and
-    key projections are newly initialized, and so are the position biases unless `init="attention"`, so the model has
-    to be fine-tuned.
+    key projections and the position biases are newly initialized, unless `init="attention"` fits some of them. The
+    model has to be fine-tuned or distilled.
 
     Args:
         source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.
@@ -94,8 +94,8 @@ def convert_deit(
             is the value of the paper, to be used with `position_bias_scale` of `build_optimizer`.
         image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
             Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
-        init: "paper" for new position biases, or "attention" for position biases that `fit_position_biases` fits to
-            the attention of the source on `images`.
+        init: "paper" for new position biases and keys, or "attention" to fit the position biases, and the keys of
+            `conv`, to the attention of the source on `images` (`fit_to_attention`).
         images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
         source_image_size, source_num_heads: as for `read_source`.
 
@@ -129,7 +129,7 @@ def convert_deit(
     copies = {name: _copy(source, config, canonical) for name, canonical in counterparts.items()}
     for name, copy in copies.items():
         target[name].copy_(copy.compute(source.tensors))
-    fitted = {} if images is None else fit_position_biases(model, source, images)
+    fitted = {} if images is None else fit_to_attention(model, source, images)
     _check_finite(f"{source.name}, after the conversion", target)
 
     # The report is published with the model, so it names a local source without its directory.

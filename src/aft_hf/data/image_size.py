@@ -25,6 +25,11 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
     return resized
 
 
+def processor_for(processor: BaseImageProcessor, size: tuple[int, int]) -> BaseImageProcessor:
+    """Return the image processor if its images have `size`, (height, width) in pixels, else a resized copy."""
+    return processor if produces_size(processor, size) else resized_processor(processor, size)
+
+
 def produces_size(processor: BaseImageProcessor, size: tuple[int, int]) -> bool:
     """Return whether the images of an image processor have `size`, (height, width) in pixels."""
     declared: Any = processor
