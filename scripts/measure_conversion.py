@@ -16,8 +16,9 @@ machine.
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,6 +35,7 @@ CLI = ["-m", "aft_hf.cli"]
 REPORTED = (0, 1, 2, 5)  # epochs
 EPOCHS = max(REPORTED)
 IMAGE_SIZES = (24, 32, 40, 48, 64)
+FORMATS = {"steps": ",.0f", "KL (nats)": ".3f"}  # of columns that are not in percent
 console = Console()
 
 
@@ -115,17 +117,27 @@ def accuracies_by_size(model: Path, data: Path, out: Path) -> dict[int, float]:
     return {size: metrics[f"{size} px"]["accuracy"] for size in IMAGE_SIZES}
 
 
-def mean_and_spread(values: list[float]) -> str:
-    """The mean in percent, and for several values also the smallest and the largest."""
-    text = f"{sum(values) / len(values):.1%}"
-    return text if len(values) == 1 else f"{text} ({100 * min(values):.1f}-{100 * max(values):.1f})"
+def distillation_losses(out: Path) -> dict[str, float]:
+    """Steps of a distillation, and the running means of its losses at the end, by column."""
+    record = json.loads((out / "conversion_report.json").read_text())["options"]["distillation"]
+    errors = record["hidden_state_errors"]
+    columns = ["embeddings", *(f"layer {number}" for number in range(1, len(errors)))]
+    losses = {"steps": record["steps"], "KL (nats)": record["divergence"], "agreement": record["agreement"]}
+    return losses | dict(zip(columns, errors, strict=True))
 
 
-def table(head: list[str], rows: dict[str, list[dict[int, float]]], columns: tuple[int, ...]) -> str:
+def mean_and_spread(values: list[float], spec: str = ".1%") -> str:
+    """The mean, and for several values also the smallest and the largest; percent signs only after the mean."""
+    text = f"{sum(values) / len(values):{spec}}"
+    low, high = (f"{value:{spec}}".removesuffix("%") for value in (min(values), max(values)))
+    return text if len(values) == 1 else f"{text} ({low}-{high})"
+
+
+def table(head: list[str], rows: dict[str, list[dict[Any, float]]], columns: Sequence[Any]) -> str:
     """A Markdown table with a row for each name, over its seeds."""
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * len(columns)]
     for name, runs in rows.items():
-        cells = [mean_and_spread([each[column] for each in runs]) for column in columns]
+        cells = [mean_and_spread([each[key] for each in runs], FORMATS.get(key, ".1%")) for key in columns]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
@@ -157,6 +169,7 @@ def main(
     convert(vit, attention, "--init", "attention", "--images", train, "--num-images", 256)
 
     results: dict[str, list[dict[int, float]]] = {}
+    losses: dict[str, list[dict[str, float]]] = {}
     sizes = {"the ViT": [accuracies_by_size(vit, validation, out / "sizes" / "vit.json")]}
     for number in seed:
         new_aft(paper, out / f"random-{number}", number)
@@ -167,17 +180,23 @@ def main(
             options = ["--distill", "--images", train, "--minutes", budget, "--seed", number]
             options += ["--augmentation", "crop", "--augmentation-probability", 1]  # as the ViT was trained
             convert(vit, starts[name], *options, bf16=bf16)
+            losses.setdefault(f"{budget:g} minutes", []).append(distillation_losses(starts[name]))
         for name, start in (starts | {"the ViT": vit}).items():
             tuned = out / "fine-tuned" / f"{start.name.removesuffix(f'-{number}')}-{number}"
             fine_tune(start, tuned, *data, "--num_train_epochs", EPOCHS, "--learning_rate", 5e-4, "--seed", number)
             results.setdefault(name, []).append(accuracies(tuned))
             by_size = accuracies_by_size(tuned, validation, out / "sizes" / f"{tuned.name}.json")
             sizes.setdefault(f"{name}, fine-tuned", []).append(by_size)
-    write_json(out / "results.json", {"initialization": results, "image size": sizes})
-    first = table(["start", *(f"epoch {epoch}" for epoch in REPORTED)], results, REPORTED)
-    second = table(["model", *(f"{size} px" for size in IMAGE_SIZES)], sizes, IMAGE_SIZES)
-    (out / "tables.md").write_text(f"{first}\n\n{second}\n")
-    console.print(f"{first}\n\n{second}", markup=False, highlight=False, soft_wrap=True)
+    write_json(out / "results.json", {"initialization": results, "distillation": losses, "image size": sizes})
+    columns = [*next(iter(losses.values()))[0]]
+    tables = [
+        table(["start", *(f"epoch {epoch}" for epoch in REPORTED)], results, REPORTED),
+        table(["distillation", *columns], losses, columns),
+        table(["model", *(f"{size} px" for size in IMAGE_SIZES)], sizes, IMAGE_SIZES),
+    ]
+    text = "\n\n".join(tables)
+    (out / "tables.md").write_text(f"{text}\n")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

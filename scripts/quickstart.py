@@ -43,7 +43,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
-from aft_hf.conversion import REPORT_NAME, save_converted
+from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, read_images, save_converted
 from aft_hf.progress import no_bars_in_logs
 from aft_hf.training import build_optimizer
 from aft_hf.training.loop import train as train_recipe
@@ -117,9 +117,9 @@ def image(
     if teacher is not None:  # another source has other classes
         console.rule("4. Distilling the ViT without labels")
         distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
-        pictures = [image for image, _ in train]
-        distillation = {"images": pictures, "steps": steps, "learning_rate": DISTILLATION_RATE}
-        conversion |= {"init": "attention", "images": pictures[:: len(pictures) // 256], "distillation": distillation}
+        unlabeled = out / "digits" / "train.parquet"
+        distillation = {"images": ImagesOnDisk(unlabeled), "steps": steps, "learning_rate": DISTILLATION_RATE}
+        conversion |= {"init": "attention", "images": read_images(unlabeled, 256), "distillation": distillation}
         distilled, report = save_converted(source, distilled_path, **conversion)
         done = report.options["distillation"]
         console.print(f"agrees with the ViT on {done['agreement']:.1%} of the images of the last steps")
@@ -236,12 +236,12 @@ def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple
     """Accuracy, and images per second (median over batches)."""
     model.eval()
     options, size = {}, tuple(data[0]["pixel_values"].shape[1:])
-    if size != pair(model.config.image_size):  # resize the position embeddings or kernels
+    if size != pair(model.config.image_size):  # resize the position embeddings, or kernels and patches
         if isinstance(model, ViTForImageClassification):
             options["interpolate_pos_encoding"] = True
         else:
             model = copy.deepcopy(model)
-            model.resize_position_biases(size)
+            model.adapt_to_image_size(size)
     correct, seconds = 0, []
     for start in range(0, len(data), batch_size):
         batch = data[start : start + batch_size]

@@ -24,9 +24,10 @@ def save_classifier(path, **options):
     return model
 
 
+@pytest.mark.parametrize("patches", ({}, {"patch_size": 13, "patch_stride": 8}), ids=("disjoint", "overlapping"))
 @pytest.mark.parametrize("size", ((32, 32), (24, 64)))
-def test_the_last_feature_map_gives_the_logits_of_the_classifier(tmp_path, size):
-    model = save_classifier(tmp_path)
+def test_the_last_feature_map_gives_the_logits_of_the_classifier(tmp_path, size, patches):
+    model = save_classifier(tmp_path, **patches)
     backbone = AFTBackbone.from_pretrained(tmp_path).eval()
     pixels = torch.randn(2, 3, *size)
     (feature_map,) = backbone(pixels).feature_maps

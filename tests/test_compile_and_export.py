@@ -38,7 +38,7 @@ def language_model(aft_type, layers=2, **options):
     return with_biases(AFTForCausalLM(config))
 
 
-def image_model(aft_type):
+def image_model(aft_type, **options):
     config = AFTConfig(
         modality="image",
         aft_type=aft_type,
@@ -47,9 +47,9 @@ def image_model(aft_type):
         num_heads=3,
         position_bias_dim=4,
         image_size=32,
-        patch_size=4,
         local_window_size=3,
         conv_kernel_size=5,
+        **{"patch_size": 4, **options},
     )
     return with_biases(AFTForImageClassification(config))
 
@@ -174,11 +174,16 @@ def image_inputs(aft_type):
     return [{"pixel_values": torch.randn(size)} for size in sizes]
 
 
-@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv"])
+OVERLAPPING = {"patch_size": 7, "patch_stride": 4}
+IMAGE_MODELS = [("full", {}), ("local", {}), ("simple", {}), ("conv", {}), ("conv", OVERLAPPING)]
+
+
+@pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
 @torch.no_grad()
-def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(aft_type):
+def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(aft_type, options):
     example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
-    assert_export_equals_model(image_model(aft_type), example, image_shapes(aft_type), image_inputs(aft_type))
+    model = image_model(aft_type, **options)
+    assert_export_equals_model(model, example, image_shapes(aft_type), image_inputs(aft_type))
 
 
 def assert_onnx_equals_model(model, inputs, shapes, others, path):
@@ -201,9 +206,9 @@ def test_onnxruntime_gives_the_logits_of_the_language_model(aft_type, tmp_path):
     assert_onnx_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others, path)
 
 
-@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv"])
+@pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
 @torch.no_grad()
-def test_onnxruntime_gives_the_logits_of_the_image_model(aft_type, tmp_path):
+def test_onnxruntime_gives_the_logits_of_the_image_model(aft_type, options, tmp_path):
     example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
     shapes, others = image_shapes(aft_type), image_inputs(aft_type)
-    assert_onnx_equals_model(image_model(aft_type), example, shapes, others, tmp_path / "model.onnx")
+    assert_onnx_equals_model(image_model(aft_type, **options), example, shapes, others, tmp_path / "model.onnx")

@@ -203,6 +203,15 @@ INVALID = {
     "three sides": ({**IMAGE, "image_size": [32, 32, 32]}, ("image_size", "[32, 32, 32]")),
     "no image": ({**IMAGE, "image_size": 0}, ("image_size", "0")),
     "no patch": ({**IMAGE, "patch_size": 0}, ("patch_size", "0")),
+    "no stride": ({**IMAGE, "patch_stride": 0}, ("patch_stride", "0")),
+    "gaps between patches": (
+        {**IMAGE, "patch_size": 16, "patch_stride": (16, 32)},
+        ("patch_stride=(16, 32)", "patch_size=16"),
+    ),
+    "image not in strides": (
+        {**IMAGE, "image_size": 32, "patch_size": 8, "patch_stride": 5},
+        ("image_size=32", "patch_stride=5"),
+    ),
 }
 for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "local_window_size"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
@@ -220,7 +229,7 @@ HUGE += ("local_window_size", "conv_kernel_size", "vocab_size", "max_position_em
 for name in HUGE:
     INVALID[f"{name} of a billion"] = ({name: 10**9}, (name, "1000000000", str(LARGEST[name])))
     INVALID[f"{name} of 400 digits"] = ({name: 10**400}, (name, "1000", str(LARGEST[name])))
-for name in ("image_size", "patch_size"):
+for name in ("image_size", "patch_size", "patch_stride"):
     INVALID[f"{name} of a billion"] = ({**IMAGE, name: 10**9}, (name, "1000000000", str(LARGEST[name])))
 for name in ("layer_norm_eps", "initializer_range", "position_bias_init_std", "gumbel_temperature"):
     for value in (math.nan, math.inf, -math.inf, 1e300):
@@ -314,6 +323,7 @@ ROUND_TRIPS = {
     "defaults": {},
     "multiplier": {"position_bias_multiplier": 20.0},
     "conv": {**IMAGE_CONV, "image_size": [32, 48], "patch_size": 8, "conv_kernel_size": 7, "num_labels": 5},
+    "overlapping patches": {**IMAGE, "image_size": 32, "patch_size": 10, "patch_stride": [8, 4]},
     "types": {"aft_type": ["full", "alibi"], "num_hidden_layers": 2, "position_bias_dim": None, "num_heads": 4},
     "nothing derived": {**IMAGE, "use_position_embeddings": False, "use_cls_token": False, "pooling": "mean"},
 }
@@ -346,6 +356,11 @@ def test_image_sizes_given_as_a_tuple_survive_the_way_to_disk(tmp_path):
     config.save_pretrained(tmp_path)
     loaded = AFTConfig.from_pretrained(tmp_path)
     assert loaded.grid_size == config.grid_size == (4, 3)
+
+
+def test_the_stride_of_overlapping_patches_sets_the_grid():
+    config = AFTConfig(**IMAGE, image_size=(32, 48), patch_size=10, patch_stride=(8, 4))
+    assert config.grid_stride == (8, 4) and config.grid_size == (4, 12) and config.grid_of((16, 8)) == (2, 2)
 
 
 def test_names_of_labels_set_their_number():

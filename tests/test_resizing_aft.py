@@ -1,12 +1,14 @@
-"""Resizing image models: kernels are resampled to the new grid of patches."""
+"""Adapting image models to another image size: kernels and patches are resampled."""
 
 import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from aft_hf import AFTConfig, AFTForImageClassification
-from aft_hf.resizing_aft import stretched
+from aft_hf.configuration_aft import pair
+from aft_hf.resizing_aft import resampled, stretched
 
 
 def classifier(**changes):
@@ -74,7 +76,7 @@ def test_rows_stretch_by_the_ratio_of_the_rows():
     model = classifier(num_heads=1, conv_kernel_size=3, position_bias_reparameterized=False)
     for layer in model.aft.layers:
         layer.mixer.kernel.data.copy_(kernel)
-    model.resize_position_biases((96, 32))
+    model.adapt_to_image_size((96, 32))
     torch.testing.assert_close(model.aft.layers[1].mixer.kernel_bias()[0].double(), large)
 
 
@@ -92,7 +94,7 @@ def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
     mixer = model.aft.layers[1].mixer
     expected = stretched(mixer.kernel_bias().detach(), (1.5, 1.5), longest=12, outside=0.0)
     pace = mixer.kernel.std((1, 2), correction=0).detach()
-    model.resize_position_biases(48)
+    model.adapt_to_image_size(48)
     assert model.config.image_size == 48 and model.config.conv_kernel_size == expected.shape[-1] == 9
     torch.testing.assert_close(mixer.kernel_bias(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()))
     assert mixer.kernel.requires_grad
@@ -102,7 +104,7 @@ def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
 
 def test_a_resized_model_runs_saves_and_loads(tmp_path):
     model = classifier()
-    model.resize_position_biases((40, 64))
+    model.adapt_to_image_size((40, 64))
     pixels = torch.randn(2, 3, 40, 64)
     expected = model(pixel_values=pixels).logits
     model.save_pretrained(tmp_path)
@@ -116,7 +118,7 @@ def test_a_resized_model_runs_saves_and_loads(tmp_path):
 def test_the_size_of_the_training_changes_nothing():
     model = classifier()
     before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
-    model.resize_position_biases(32)
+    model.adapt_to_image_size(32)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.state_dict().items())
 
 
@@ -125,23 +127,23 @@ def test_a_kernel_without_gamma_keeps_a_shape_to_learn():
     mixer = model.aft.layers[0].mixer
     torch.nn.init.zeros_(mixer.kernel_scale)
     torch.nn.init.zeros_(mixer.kernel_shift)
-    model.resize_position_biases(64)
+    model.adapt_to_image_size(64)
     assert mixer.kernel_bias().count_nonzero() == 0
     assert (mixer.kernel.std((1, 2)) > 0).all()
 
 
 def test_a_kernel_alone_stays_alone():
     model = classifier(global_connectivity=False)
-    model.resize_position_biases(64)
+    model.adapt_to_image_size(64)
     assert model.aft.layers[0].mixer.kernel_bias().isfinite().all()
     assert model(pixel_values=torch.randn(1, 3, 64, 64)).logits.isfinite().all()
     with pytest.raises(ValueError, match="same ratio"):
-        model.resize_position_biases((64, 96))
+        model.adapt_to_image_size((64, 96))
 
 
 def test_a_kernel_is_no_larger_than_the_grid_has_use_for():
     model = classifier(conv_kernel_size=15)
-    model.resize_position_biases(16)
+    model.adapt_to_image_size(16)
     assert model.config.conv_kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == 7
 
 
@@ -149,7 +151,7 @@ def test_a_kernel_of_one_position_gets_a_shape_to_learn():
     model = classifier(conv_kernel_size=1)
     mixer = model.aft.layers[0].mixer
     torch.nn.init.zeros_(mixer.kernel_scale)
-    model.resize_position_biases(64)
+    model.adapt_to_image_size(64)
     model(pixel_values=torch.randn(2, 3, 64, 64), labels=torch.tensor([0, 1])).loss.backward()
     assert mixer.window == 3 and mixer.kernel_scale.grad.abs().sum() > 0
 
@@ -158,7 +160,7 @@ def test_a_kernel_of_one_position_gets_a_shape_to_learn():
 def test_kernels_in_half_precision_are_stretched_as_in_float32(dtype):
     model, half = classifier(), classifier().to(dtype)
     for each in (model, half):
-        each.resize_position_biases(48)
+        each.adapt_to_image_size(48)
     for layer, other in zip(model.aft.layers, half.aft.layers):
         expected, found = layer.mixer.kernel_bias(), other.mixer.kernel_bias()
         # Kernel, gamma and beta are rounded before and after resizing.
@@ -168,7 +170,7 @@ def test_kernels_in_half_precision_are_stretched_as_in_float32(dtype):
 
 def test_what_is_frozen_stays_frozen():
     model = classifier().requires_grad_(False)
-    model.resize_position_biases(48)
+    model.adapt_to_image_size(48)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -176,7 +178,7 @@ def test_nothing_is_changed_where_one_layer_cannot_be_stretched():
     model = classifier()
     model.aft.layers[1].mixer.selection = "gumbel"
     with pytest.raises(ValueError, match="position_bias_selection"):
-        model.resize_position_biases(48)
+        model.adapt_to_image_size(48)
     assert [layer.mixer.window for layer in model.aft.layers] == [5, 5]
     assert model.config.image_size == 32 and model.config.conv_kernel_size == 5
 
@@ -184,15 +186,63 @@ def test_nothing_is_changed_where_one_layer_cannot_be_stretched():
 def test_kernels_that_are_not_those_of_the_config_are_refused():
     model = classifier()
     other = AFTForImageClassification(model.config)
-    model.resize_position_biases(48)
-    with pytest.raises(ValueError, match="conv_kernel_size=9"):
-        other.resize_position_biases(48)
+    model.adapt_to_image_size(48)
+    for size in (48, 64):  # also for the size of the shared config
+        with pytest.raises(ValueError, match="conv_kernel_size=9"):
+            other.adapt_to_image_size(size)
+
+
+def test_patches_that_are_not_those_of_the_config_are_refused():
+    model = classifier()
+    other = AFTForImageClassification(model.config)
+    model.adapt_to_image_size(64, stretch_kernels=False)
+    for size in (64, 128):
+        with pytest.raises(ValueError, match="patch_size=8"):
+            other.adapt_to_image_size(size)
+
+
+def unchanged(model, size, message, **options):
+    """Check that adapting raises a ValueError and changes neither the weights nor the config."""
+    before, config = {name: x.clone() for name, x in model.state_dict().items()}, model.config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        model.adapt_to_image_size(size, **options)
+    assert model.config.to_dict() == config
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+def test_a_size_whose_config_would_be_invalid_is_refused():
+    unchanged(classifier(conv_kernel_size=15), 16, "conv_kernel_size=15", stretch_kernels=False)
+    unchanged(classifier(patch_size=1024, image_size=2048, conv_kernel_size=3), 10240, "patch_size")
+
+
+def test_parameters_with_adapters_or_parametrizations_are_refused():
+    model = classifier()
+    torch.nn.utils.parametrizations.weight_norm(model.aft.layers[1].mixer, "kernel")
+    unchanged(model, 48, "kernel of .*adapters")
+    model = classifier()
+    config = LoraConfig(target_modules=["v_proj", "patch_embeddings"], r=2)
+    adapted = get_peft_model(model, config)
+    pixels = torch.randn(2, 3, 32, 32)
+    assert adapted(pixel_values=pixels).logits.isfinite().all()
+    unchanged(model, 48, "adapters")
+    merged = adapted.merge_and_unload()
+    merged.adapt_to_image_size(48)
+    assert merged.config.patch_size == 6
+
+
+def test_adapting_does_not_depend_on_the_default_device():
+    model, other = classifier(), classifier()
+    model.adapt_to_image_size(48)
+    with torch.device("meta"):
+        other.adapt_to_image_size(48)
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], parameter)
 
 
 def test_offloaded_kernels_are_refused():
     model = classifier().to("meta")
     with pytest.raises(ValueError, match="offloaded"):
-        model.resize_position_biases(48)
+        model.adapt_to_image_size(48)
     assert model.config.image_size == 32
 
 
@@ -207,12 +257,89 @@ def test_offloaded_kernels_are_refused():
 )
 def test_other_models_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        classifier(**changes).resize_position_biases(48)
+        classifier(**changes).adapt_to_image_size(48)
 
 
 @pytest.mark.parametrize("size", [30, 0, (32, 33)])
 def test_sizes_that_cannot_be_are_refused(size):
     model = classifier()
     with pytest.raises(ValueError, match="image_size"):
-        model.resize_position_biases(size)
+        model.adapt_to_image_size(size)
     assert model.config.image_size == 32
+
+
+@pytest.mark.parametrize(("old", "new"), [((4, 4), (5, 5)), ((16, 16), (27, 27)), ((3, 5), (8, 5)), ((1, 2), (2, 7))])
+def test_an_enlarged_patch_has_the_embedding_of_the_original(old, new):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 3, *old, generator=generator, dtype=torch.float64)
+    patches = torch.randn(9, 3, *old, generator=generator, dtype=torch.float64)
+    enlarged = torch.nn.functional.interpolate(patches, new, mode="bilinear", align_corners=False)
+    found = torch.einsum("bcij,dcij->bd", enlarged, resampled(weight, new))
+    torch.testing.assert_close(found, torch.einsum("bcij,dcij->bd", patches, weight), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [32, 40, 48, 64, 100, (40, 64), (64, 24)])
+def test_an_image_of_one_color_has_the_same_embeddings_at_every_size(size):
+    model = classifier().double()
+    color = torch.tensor([1.5, -0.5, 0.25], dtype=torch.float64).view(1, 3, 1, 1)
+    expected = model.aft.embeddings(color.expand(1, 3, 32, 32))[0][:, :1]
+    model.adapt_to_image_size(size)
+    found, grid_size = model.aft.embeddings(color.expand(1, 3, *pair(size)))
+    assert grid_size == model.config.grid_size == tuple(side // 4 for side in pair(size))
+    torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "patch"), [(40, 5), (48, 6), (64, 8), ((32, 64), (4, 8)), (24, 4), (33 * 4, 17)])
+def test_patches_grow_with_the_image_around_their_place_on_the_grid(size, patch):
+    model = classifier()
+    model.adapt_to_image_size(size)
+    assert model.config.patch_size == patch and model.config.grid_stride == (4, 4)
+    pixels = torch.zeros(1, 3, *pair(size), requires_grad=True)
+    embeddings, (_, columns) = model.aft.embeddings(pixels)
+    row, column = 2, 3
+    (gradient,) = torch.autograd.grad(embeddings[0, row * columns + column].sum(), pixels)
+    seen = gradient[0].abs().sum(0).nonzero()
+    for axis, (side, place) in enumerate(zip(pair(patch), (row, column))):
+        first = 4 * place - (side - 4) // 2
+        assert (seen[:, axis].min().item(), seen[:, axis].max().item()) == (max(first, 0), first + side - 1)
+
+
+def test_overlapping_patches_train_save_and_load(tmp_path):
+    model = classifier(patch_size=7, patch_stride=(4, 2))
+    pixels = torch.randn(2, 3, 32, 32)
+    model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss.backward()
+    assert model.aft.embeddings.patch_embeddings.weight.grad.isfinite().all()
+    expected = model(pixel_values=pixels).logits
+    model.save_pretrained(tmp_path)
+    loaded = AFTForImageClassification.from_pretrained(tmp_path).eval()
+    assert loaded.config.grid_size == (8, 16)
+    torch.testing.assert_close(loaded(pixel_values=pixels).logits, expected)
+    with pytest.raises(ValueError, match="multiples of patch_stride"):
+        loaded(pixel_values=torch.randn(2, 3, 30, 32))
+
+
+def test_a_model_adapted_to_a_smaller_size_again_has_disjoint_patches():
+    model = classifier()
+    model.adapt_to_image_size(64)
+    assert (model.config.patch_size, model.config.patch_stride) == (8, 4)
+    model.adapt_to_image_size(16)
+    assert model.config.patch_size == 4
+    assert model(pixel_values=torch.randn(1, 3, 16, 16)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kept", ["stretch_kernels", "enlarge_patches"])
+def test_kernels_or_patches_can_be_kept(kept):
+    model, original = classifier(), classifier()
+    model.adapt_to_image_size(64, **{kept: False})
+    config = model.config
+    expected = (5, 8, 4) if kept == "stretch_kernels" else (11, 4, None)
+    assert (config.conv_kernel_size, config.patch_size, config.patch_stride) == expected
+    for name, parameter in original.named_parameters():
+        if (kept == "enlarge_patches") == ("patch_embeddings" in name):
+            assert torch.equal(model.get_parameter(name), parameter)
+
+
+def test_overlapping_patches_cannot_be_shared_by_processes():
+    model = classifier(patch_size=6, patch_stride=4)
+    with pytest.raises(ValueError, match="patch_stride"):
+        model.aft.embeddings.shard(None, torch.randn(1, 3, 32, 32))

@@ -11,7 +11,6 @@ from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, m
 from PIL import Image
 
 from aft_hf.analysis import PatchMaps, patch_maps
-from aft_hf.configuration_aft import pair
 
 
 EXPLANATION = """Each patch takes an average over all patches with weights exp(K + w). The **key** K of a patch is the
@@ -43,8 +42,7 @@ class ImageDemo:
 
     def grid_size(self, pixels: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of patches."""
-        height, width = pair(self.model.config.patch_size)
-        return pixels.shape[-2] // height, pixels.shape[-1] // width
+        return self.model.config.grid_of(pixels.shape[-2:])
 
     def patch_at(self, image: Image.Image, point: tuple[int, int]) -> tuple[int, int]:
         """Row and column of the patch at (x, y) in the picture that `look` returns."""

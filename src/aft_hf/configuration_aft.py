@@ -3,6 +3,7 @@
 import math
 import operator
 import os
+from collections.abc import Sequence
 from functools import wraps
 from reprlib import repr as shown  # shortens any value to one line
 from typing import Any, cast
@@ -51,6 +52,7 @@ LARGEST = {
     "num_labels": 2**22,
     "image_size": 2**17,
     "patch_size": 2**12,
+    "patch_stride": 2**12,
     "position_bias_init_std": 1e3,
     "position_bias_entropy_weight": 1e6,
 }
@@ -158,6 +160,10 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             `"cls"` if there is a class token, else `"mean"`.
         image_size (`int` or `(int, int)`, defaults to 224): Image size in pixels, or (rows, columns).
         patch_size (`int` or `(int, int)`, defaults to 16): Patch size in pixels, or (rows, columns).
+        patch_stride (`int` or `(int, int)`, *optional*):
+            Distance between neighboring patches in pixels, or (rows, columns). Default: `patch_size`. With a smaller
+            stride, patches overlap, and those at the border of the image extend beyond it, where the pixels of the
+            border are repeated.
         num_channels (`int`, defaults to 3): Number of image channels.
         out_features (`list[str]`, *optional*):
             Names of the stages whose feature maps `AFTBackbone` returns: `"stem"`, `"stage1"`, `"stage2"`, ...
@@ -221,6 +227,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     pooling: str | None = None
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
+    patch_stride: int | list[int] | tuple[int, int] | None = None
     num_channels: int = 3
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
@@ -286,10 +293,18 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         return ["stem", *(f"stage{i}" for i in range(1, self.num_hidden_layers + 1))]
 
     @property
+    def grid_stride(self) -> tuple[int, int]:
+        """Distance between neighboring patches in pixels, for rows and columns: `patch_stride`, or `patch_size`."""
+        return pair(self.patch_size if self.patch_stride is None else self.patch_stride)
+
+    @property
     def grid_size(self) -> tuple[int, int]:
         """Number of rows and columns of patches in an image of `image_size`."""
-        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
-        return height // patch_height, width // patch_width
+        return self.grid_of(pair(self.image_size))
+
+    def grid_of(self, size: Sequence[int]) -> tuple[int, int]:
+        """Return the number of rows and columns of patches in an image of `size`, (height, width) in pixels."""
+        return size[0] // self.grid_stride[0], size[1] // self.grid_stride[1]
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """The tensor-parallel plan (`tp_plan="auto"`).
@@ -439,18 +454,25 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.modality != "image":
             return
         self.validate_sizes()
-        for name in ("image_size", "patch_size"):
+        for name in ("image_size", "patch_size", "patch_stride"):
+            if name == "patch_stride" and self.patch_stride is None:
+                continue
             sides = pair(getattr(self, name))
             if len(sides) != 2 or not 0 < min(sides) <= max(sides) <= LARGEST[name]:
                 raise ValueError(
                     f"{name} must be an integer or (rows, columns), each in 1 .. {LARGEST[name]}, got "
                     f"{shown(getattr(self, name))}"
                 )
-        for size, patch in zip(pair(self.image_size), pair(self.patch_size)):
-            if size % patch:
+        for size, patch, stride in zip(pair(self.image_size), pair(self.patch_size), self.grid_stride):
+            if stride > patch:
                 raise ValueError(
-                    f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}: "
-                    "images are cut into whole patches"
+                    f"patch_stride={self.patch_stride} is larger than patch_size={self.patch_size}: pixels between "
+                    "the patches would be left out"
+                )
+            if size % stride:
+                unit = f"patch_size={self.patch_size}" if stride == patch else f"patch_stride={self.patch_stride}"
+                raise ValueError(
+                    f"image_size={self.image_size} is not a multiple of {unit}: the grid covers the whole image"
                 )
         types = self.layer_aft_types
         if "alibi" in types:
@@ -480,6 +502,11 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
     """Return a size as (rows, columns): an integer stands for both."""
     return (size, size) if isinstance(size, int) else cast(tuple[int, int], tuple(size))
+
+
+def one_or_pair(size: tuple[int, int]) -> int | tuple[int, int]:
+    """Return (rows, columns) as one integer if they are equal: the inverse of `pair`."""
+    return size[0] if size[0] == size[1] else size
 
 
 def _require_one_of(field: str, value: Any, allowed: Any) -> None:

@@ -86,10 +86,10 @@ class AFTImageEmbeddings(nn.Module):
 
     def __init__(self, config: AFTConfig):
         super().__init__()
-        self.patch_size, self.num_channels = pair(config.patch_size), config.num_channels
-        self.image_size = pair(config.image_size)
+        self.patch_size, self.grid_stride = pair(config.patch_size), config.grid_stride
+        self.num_channels, self.image_size = config.num_channels, pair(config.image_size)
         self.patch_embeddings = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.grid_stride
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.use_cls_token else None
         self.position_embeddings = None
@@ -103,6 +103,8 @@ class AFTImageEmbeddings(nn.Module):
         self, pixel_values: torch.Tensor, shard: SequenceShard | None = None
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         self._check_size(pixel_values, shard)
+        if self.patch_size != self.grid_stride:
+            pixel_values = nn.functional.pad(pixel_values, self._margins(), mode="replicate")
         patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
         grid_size = (patches.shape[2], patches.shape[3])
         # A residual stream that is not contiguous would slow down every layer.
@@ -116,10 +118,24 @@ class AFTImageEmbeddings(nn.Module):
             embeddings = embeddings + positions
         return self.dropout(embeddings), grid_size
 
+    def _margins(self) -> list[int]:
+        """Pixels by which overlapping patches extend beyond the image: left, right, top and bottom, as `pad` does."""
+        beyond = [size - stride for size, stride in zip(self.patch_size, self.grid_stride)]
+        return [margin for pixels in reversed(beyond) for margin in (pixels // 2, pixels - pixels // 2)]
+
     def shard(self, group: "ProcessGroup", pixel_values: torch.Tensor) -> SequenceShard:
-        """Return the `SequenceShard` for `pixel_values`, this process's rows of images that a group shares."""
+        """Return the `SequenceShard` for `pixel_values`, this process's rows of images that a group shares.
+
+        Raises:
+            ValueError: the patches overlap, so that they extend to the pixels of other processes.
+        """
         self._check_patches(pixel_values)
-        rows, columns = (side // patch for side, patch in zip(pixel_values.shape[2:], self.patch_size))
+        if self.patch_size != self.grid_stride:
+            raise ValueError(
+                "within context_parallel, patches must not overlap, got patches of "
+                f"{self.patch_size[0]} x {self.patch_size[1]} pixels with patch_stride={self.grid_stride}"
+            )
+        rows, columns = (side // stride for side, stride in zip(pixel_values.shape[2:], self.grid_stride))
         return SequenceShard(group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
 
     def _check_patches(self, pixel_values: torch.Tensor) -> None:
@@ -128,17 +144,18 @@ class AFTImageEmbeddings(nn.Module):
                 f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
             )
         size = tuple(pixel_values.shape[2:])
-        if size[0] % self.patch_size[0] or size[1] % self.patch_size[1] or 0 in size:
+        if size[0] % self.grid_stride[0] or size[1] % self.grid_stride[1] or 0 in size:
+            unit = "patch_stride" if self.patch_size != self.grid_stride else "the patch size"
             raise ValueError(
-                f"images of {size[0]} x {size[1]} pixels cannot be divided into patches of {self.patch_size[0]} x "
-                f"{self.patch_size[1]}: height and width must be multiples of the patch size"
+                f"images of {size[0]} x {size[1]} pixels cannot be divided into a grid of {self.grid_stride[0]} x "
+                f"{self.grid_stride[1]} pixels: height and width must be multiples of {unit}"
             )
 
     def _check_size(self, pixel_values: torch.Tensor, shard: SequenceShard | None) -> None:
         self._check_patches(pixel_values)
         height, width = pixel_values.shape[2:]
         if shard is not None:
-            height = shard.total_length // shard.columns * self.patch_size[0]
+            height = shard.total_length // shard.columns * self.grid_stride[0]
         if self.fixed_size and (height, width) != self.image_size:
             raise ValueError(
                 f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "

@@ -34,11 +34,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .blocks_aft import AFTLayer
 from .caching_aft import AFTCache
-from .configuration_aft import AFTConfig, pair
+from .configuration_aft import AFTConfig, one_or_pair, pair
 from .documents_aft import PACKING_INPUTS, packed_documents
 from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
 from .mixers_aft import AFTConv, AFTMixer
-from .resizing_aft import resized_kernels
+from .resizing_aft import new_patch_size, resized_kernels, resized_patches
 from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
 
 
@@ -77,49 +77,71 @@ class AFTPreTrainedModel(PreTrainedModel):
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
-    def resize_position_biases(self, image_size: int | tuple[int, int]) -> None:
-        """Resize the kernels of an AFT-conv model for images of another size, in place, and update `config`.
+    @torch.no_grad()
+    def adapt_to_image_size(
+        self, image_size: int | tuple[int, int], *, stretch_kernels: bool = True, enlarge_patches: bool = True
+    ) -> None:
+        """Adapt an AFT-conv model to images of another size with the same content, in place, and update `config`.
 
-        The kernels are interpolated to the new grid of patches, as the position embeddings of a ViT are
-        (`resizing_aft.py`). Without this call, AFT-conv also accepts images of any size, but then each kernel covers
-        a different part of the image.
+        Without this call, AFT-conv also accepts images of any size, but then each kernel and each patch covers a
+        different part of the image than in training. The kernels are interpolated to the new grid of patches, as the
+        position embeddings of a ViT are. Patches become larger with the image and then overlap, since their stride is
+        unchanged; they become smaller at most until they no longer overlap (`resizing_aft.py`).
 
-        The resized kernels are new parameters: create the optimizer after the call. Set the new size in the image
-        processor too. Resizing loses information: a call with the old size does not undo it, and repeated calls
-        flatten the kernels. Resize a copy of the original model each time.
+        The resized kernels and patches are new parameters: create the optimizer after the call. Set the new size in
+        the image processor too. Resizing loses information: a call with the old size does not undo it, and repeated
+        calls flatten the kernels and round the patch size again. Adapt a copy of the original model each time.
 
         Args:
             image_size: the new image size in pixels, or (height, width).
+            stretch_kernels: False keeps the kernels as trained.
+            enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops
+                of a small part of the image (`RandomResizedCrop`), in which objects appear larger.
 
         Raises:
             ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
-                size is not a multiple of the patch size; the kernels cannot be resized (`position_bias_selection` is
-                set, the aspect ratio changes without `global_connectivity`, or parameters are offloaded); or the
-                kernels do not match the config. The model is then unchanged.
+                size is not a multiple of the stride of the patches, or too small for kernels that are kept; kernels
+                or patches cannot be resized (`position_bias_selection` is set, the aspect ratio changes without
+                `global_connectivity`, or their parameters are offloaded or have adapters); or they do not match the
+                config. The model is then unchanged.
         """
         config = self.config
         if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
             raise ValueError(
                 'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
             )
+        mixers = [module for module in self.modules() if isinstance(module, AFTConv)]
+        (embeddings,) = (module for module in self.modules() if isinstance(module, AFTImageEmbeddings))
+        own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
+        if own != ({config.conv_kernel_size}, pair(config.patch_size), config.grid_stride):
+            raise ValueError(
+                f"the model does not have the kernels and patches of its config (conv_kernel_size="
+                f"{config.conv_kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
+                "model that shares it was adapted; give each model its own config"
+            )
         target = copy.deepcopy(config)
         target.image_size, target.conv_kernel_size = image_size, 1
         target.validate_image()
         rows, columns = target.grid_size
         ratios = rows / config.grid_size[0], columns / config.grid_size[1]
-        mixers = [module for module in self.modules() if isinstance(module, AFTConv)]
-        if any(mixer.window != config.conv_kernel_size for mixer in mixers):
-            raise ValueError(
-                f"the kernels of the model do not have conv_kernel_size={config.conv_kernel_size}: the config was "
-                "changed, or another model that shares it was resized; give each model its own config"
-            )
         if ratios == (1.0, 1.0):
             return
-        resized = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers]
-        for mixer, kernels in zip(mixers, resized):
-            kernels.put_into(mixer)
-            config.conv_kernel_size = mixer.window
-        config.image_size = image_size
+        # Nothing is written before everything is computed and the new config is valid.
+        kernels, patches = [], None
+        target.conv_kernel_size = config.conv_kernel_size
+        if stretch_kernels:
+            kernels = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers]
+            target.conv_kernel_size = kernels[0].kernel.shape[-1]
+        if enlarge_patches and (patch_size := new_patch_size(embeddings, ratios)) != embeddings.patch_size:
+            patches = resized_patches(embeddings, patch_size)
+            target.patch_size, target.patch_stride = one_or_pair(patch_size), one_or_pair(config.grid_stride)
+        target.validate_image()
+        for mixer, resized in zip(mixers, kernels):
+            resized.put_into(mixer)
+        if patches is not None:
+            patches.put_into(embeddings)
+        for name in ("image_size", "conv_kernel_size", "patch_size", "patch_stride"):
+            setattr(config, name, getattr(target, name))
 
 
 class AFTModel(AFTPreTrainedModel):
@@ -183,8 +205,8 @@ class AFTModel(AFTPreTrainedModel):
                 flattened batch, starting with 0.
             pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
                 Images, the input of an image model. If all layers are `conv` and there are no position embeddings
-                (the default for `conv`), height and width may be any multiples of the patch size; otherwise they must
-                match `config.image_size`.
+                (the default for `conv`), height and width may be any multiples of the stride of the patches, which is
+                the patch size by default; otherwise they must match `config.image_size`.
             past_key_values (`AFTCache`):
                 Cache that an earlier call returned. The input continues the sequences of that call.
             use_cache (`bool`):
@@ -731,8 +753,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
             an image classifier that pools by mean.
         """
         outputs = AFTModel.forward(self, pixel_values=pixel_values, **kwargs)
-        patch_size = pair(self.config.patch_size)
-        grid_size = tuple(side // patch for side, patch in zip(pixel_values.shape[2:], patch_size))
+        grid_size = self.config.grid_of(pixel_values.shape[2:])
         feature_maps = []
         for index in sorted(self.stage_names.index(name) for name in self.out_features):
             hidden_states = outputs.hidden_states[index]

@@ -89,6 +89,7 @@ class ModelConfig(Document):
     num_channels: Width = None
     image_size: Width = None
     patch_size: Width = None
+    patch_stride: Width = None
     vocab_size: Length = None
     max_position_embeddings: Length = None
     n_positions: Length = None

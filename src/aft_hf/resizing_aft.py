@@ -1,10 +1,15 @@
-"""Resize the kernels of an AFT-conv for images of another size than the training images.
+"""Resize the kernels and the patches of an AFT-conv for images of another size than the training images.
 
 On a larger image, a kernel of s x s patches covers a smaller part of the image, and a smaller share of the positions
 that are averaged. So the weights exp(w) of a kernel are resampled to the new grid of patches, as the position
 embeddings of a ViT are: each new weight is the mean of the old weights over its area. The sum of the weights then
 grows with the number of patches, like the sum over the positions outside the kernel, each of which has weight 1
 (w = 0).
+
+A patch of p x p pixels, too, covers a smaller part of a larger image, and its pixels vary less than in training. So
+the weights of the patch embedding are resampled to a larger patch by the pseudoinverse of bilinear interpolation, as
+in FlexiViT (Beyer et al. 2023, arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
+The grid of patches is unchanged, so enlarged patches overlap.
 """
 
 import math
@@ -13,8 +18,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .embeddings_aft import AFTImageEmbeddings
 from .mixers_aft import AFTConv
 from .scaled_sums_aft import widen
+
+
+@dataclass(frozen=True)
+class ResizedPatches:
+    """The resized weight of the patch embedding of an `AFTImageEmbeddings`; `put_into` writes it."""
+
+    weight: torch.Tensor  # (d, channels, *patch size)
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        return self.weight.shape[2], self.weight.shape[3]
+
+    def put_into(self, embeddings: AFTImageEmbeddings) -> None:
+        conv = embeddings.patch_embeddings
+        conv.weight = nn.Parameter(self.weight, requires_grad=conv.weight.requires_grad)
+        conv.kernel_size = embeddings.patch_size = self.patch_size
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,60 @@ class ResizedKernels:
                 old.copy_(new)
 
 
+def _require_plain(module: nn.Module, name: str) -> None:
+    """Raise a `ValueError` if a parameter is computed from others, belongs to an adapter, or is offloaded."""
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    if parameter is None:
+        raise ValueError(f"{name} of {type(module).__name__} is not a parameter: merge or remove adapters first")
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: adapt the model before it is dispatched or offloaded")
+
+
+def new_patch_size(embeddings: AFTImageEmbeddings, ratios: tuple[float, float]) -> tuple[int, int]:
+    """Return the patch size for images that are larger by `ratios` (rows, columns).
+
+    A patch is at least as large as the stride of the grid, so that no pixels are left out.
+    """
+    sizes = zip(embeddings.patch_size, embeddings.grid_stride, ratios)
+    rows, columns = (max(stride, math.floor(size * ratio + 0.5)) for size, stride, ratio in sizes)
+    return rows, columns
+
+
+@torch.no_grad()
+def resized_patches(embeddings: AFTImageEmbeddings, patch_size: tuple[int, int]) -> ResizedPatches:
+    """Compute the weight of the patch embedding for another patch size; the stride is unchanged.
+
+    Raises:
+        ValueError: the patch embedding has adapters, or is offloaded.
+    """
+    _require_plain(embeddings.patch_embeddings, "weight")
+    return ResizedPatches(resampled(embeddings.patch_embeddings.weight, patch_size))
+
+
+def resampled(weight: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Resample the weight of a patch embedding to another patch size.
+
+    For larger patches, the embedding of a bilinearly enlarged patch is equal to that of the original patch. For
+    smaller patches, it has the least squared error.
+
+    Args:
+        weight: weight of the convolution, (d, channels, rows, columns).
+        patch_size: new patch size in pixels, (rows, columns).
+
+    Returns:
+        The new weight, (d, channels, *patch_size).
+    """
+    wide = weight.double() if weight.is_cpu else weight.cpu().double()  # not all devices have float64
+    rows, columns = (_inverse_interpolation(*sizes) for sizes in zip(weight.shape[2:], patch_size))
+    return (rows @ wide @ columns.mT).to(weight)
+
+
+def _inverse_interpolation(old: int, new: int) -> torch.Tensor:
+    """Return the pseudoinverse of the transposed matrix that interpolates `old` pixels to `new` ones, (new, old)."""
+    pixels = torch.eye(old, dtype=torch.float64, device="cpu").unsqueeze(1)
+    return torch.linalg.pinv(nn.functional.interpolate(pixels, new, mode="linear", align_corners=False).squeeze(1))
+
+
 @torch.no_grad()
 def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> ResizedKernels:
     """Compute the parameters of a mixer for another grid size.
@@ -51,8 +127,7 @@ def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -
         raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
     if not mixer.global_connectivity and ratios[0] != ratios[1]:
         raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
-    if mixer.kernel.is_meta:
-        raise ValueError("the kernels are on the meta device: resize the model before it is dispatched or offloaded")
+    _require_plain(mixer, "kernel")
     bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
     bias = bias / mixer.position_bias_multiplier
     if mixer.kernel_scale is None or mixer.kernel_shift is None:
@@ -104,11 +179,19 @@ def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
 
     The rest of a row, up to 1, is the share outside the old kernel.
     """
-    old = torch.arange(-half, half + 1, dtype=torch.float64)
-    new = torch.arange(-reach, reach + 1, dtype=torch.float64).unsqueeze(1)
+    old = torch.arange(-half, half + 1, dtype=torch.float64, device="cpu")
+    new = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu").unsqueeze(1)
     end = torch.minimum(old + 0.5, (new + 0.5) / ratio)
     start = torch.maximum(old - 0.5, (new - 0.5) / ratio)
     return ratio * (end - start).clamp_min(0.0)
 
 
-__all__ = ["ResizedKernels", "resized_kernels", "stretched"]
+__all__ = [
+    "ResizedKernels",
+    "ResizedPatches",
+    "new_patch_size",
+    "resampled",
+    "resized_kernels",
+    "resized_patches",
+    "stretched",
+]

@@ -79,7 +79,8 @@ def _image_fields(draw, used: set[str]) -> dict[str, Any]:
     cls_token = draw(st.booleans()) and "conv" not in used
     return {
         "image_size": draw(st.sampled_from([(rows * patch, columns * patch), [rows * patch, columns * patch]])),
-        "patch_size": patch,
+        "patch_size": patch + draw(st.integers(0, 3)),
+        "patch_stride": patch,
         "conv_kernel_size": draw(st.integers(1, max(rows, columns))) * 2 - 1,
         "use_cls_token": cls_token,
         "pooling": draw(st.sampled_from(["cls", "mean"] if cls_token else ["mean"])),

@@ -82,7 +82,7 @@ def test_images_of_another_size_go_through_models_that_can_take_them(images, aft
     found = evaluate_classifier(model, processor, images, image_size=(24, 32))
     if aft:  # the model itself is unchanged
         assert model.config.image_size == 16
-        model.resize_position_biases((24, 32))
+        model.adapt_to_image_size((24, 32))
     expected = metrics_by_hand(model, larger, images, **({} if aft else {"interpolate_pos_encoding": True}))
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -98,12 +98,17 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
     assert found == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
 
 
-def test_kernels_are_kept_as_trained_on_request(images):
+@pytest.mark.parametrize("stretch_kernels", [False, True])
+@pytest.mark.parametrize("enlarge_patches", [False, True])
+def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kernels, enlarge_patches):
     model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
-    kept = evaluate_classifier(model, processor, images, image_size=(24, 24), stretch_kernels=False)
+    options = {"stretch_kernels": stretch_kernels, "enlarge_patches": enlarge_patches}
+    found = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
+    model.adapt_to_image_size(24, **options)
+    kept = model.config.conv_kernel_size, model.config.patch_size
+    assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
     larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
-    assert kept == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
-    assert kept != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
+    assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 
 
 def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
@@ -118,7 +123,7 @@ def test_the_margin_that_is_cropped_keeps_its_share(images):
     processor = DeiTImageProcessorPil(size={"height": 20, "width": 20}, crop_size={"height": 16, "width": 16})
     larger = DeiTImageProcessorPil(size={"height": 40, "width": 40}, crop_size={"height": 32, "width": 32})
     found = evaluate_classifier(model, processor, images, image_size=(32, 32))
-    model.resize_position_biases(32)
+    model.adapt_to_image_size(32)
     assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 
 

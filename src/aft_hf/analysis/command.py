@@ -240,13 +240,12 @@ def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, A
 
 def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | None) -> int:
     """Return the index of the query that --position names."""
-    from .implicit_attention import grid_of
 
     if "input_ids" in inputs:
         if text is not None and not re.fullmatch(r"\d+", text):
             raise ValueError(f"--position {text!r}: give the index of a token, from 0")
         return inputs["input_ids"].shape[1] - 1 if text is None else int(text)
-    rows, columns = grid_of(model, inputs["pixel_values"])
+    rows, columns = model.config.grid_of(inputs["pixel_values"].shape[-2:])
     patch = re.fullmatch(r"(\d+),(\d+)", text or f"{rows // 2},{columns // 2}")
     if patch is None or int(patch[1]) >= rows or int(patch[2]) >= columns:
         raise ValueError(f"--position {text!r}: give ROW,COLUMN of one of the {rows} x {columns} patches, from 0")
@@ -258,12 +257,12 @@ def _maps_of_features(
 ) -> dict[str, Any]:
     """Return arguments of `draw_maps` for the features (n, T) of each layer: for an image a map over the patches for
     each feature, for a text one map of all features."""
-    from .implicit_attention import grid_of, on_patches
+    from .implicit_attention import on_patches
 
     features, names = _chosen(features, request.layers)
     if "pixel_values" not in inputs:
         return {"layers": [each[None] for each in features], "names": names, "axes_labels": ("position", "feature")}
-    grid_size = grid_of(model, inputs["pixel_values"])
+    grid_size = model.config.grid_of(inputs["pixel_values"].shape[-2:])
     per_head = all(len(each) == model.config.num_heads for each in features)
     column = "head" if per_head else "feature"
     return {"layers": [on_patches(each, grid_size) for each in features], "names": names, "column": column}

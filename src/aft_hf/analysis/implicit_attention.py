@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from ..configuration_aft import pair
 from ..mixer_aft import AFTMixer
 from ..mixing_aft import mixing_weights
 from ..modeling_aft import AFTPreTrainedModel
@@ -48,19 +47,13 @@ def implicit_attention(model: AFTPreTrainedModel, position: int, **inputs: Any) 
     length = hidden[0].shape[1]
     if not 0 <= position < length:
         raise ValueError(f"position must be 0 .. {length - 1}, got {position}")
-    grid_size = grid_of(model, inputs["pixel_values"]) if "pixel_values" in inputs else None
+    grid_size = model.config.grid_of(inputs["pixel_values"].shape[-2:]) if "pixel_values" in inputs else None
     return [_implicit(mixer, x, position, grid_size).float().cpu() for mixer, x in zip(_mixers(model), hidden)]
 
 
 def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """Reshape features (n, T) to maps (n, rows, columns); a class token before the patches is left out."""
     return features[:, -grid_size[0] * grid_size[1] :].unflatten(-1, grid_size)
-
-
-def grid_of(model: AFTPreTrainedModel, pixel_values: torch.Tensor) -> tuple[int, int]:
-    """Return the rows and columns of patches of pixel values (B, channels, height, width)."""
-    height, width = pair(model.config.patch_size)
-    return pixel_values.shape[-2] // height, pixel_values.shape[-1] // width
 
 
 def _implicit(mixer: AFTMixer, x: torch.Tensor, position: int, grid_size: tuple[int, int] | None) -> torch.Tensor:

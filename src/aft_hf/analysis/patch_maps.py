@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..configuration_aft import pair
 from ..mixing_aft import mixing_weights
 from ..modeling_aft import AFTForImageClassification
 from ..scaled_sums_aft import widen
@@ -43,8 +42,7 @@ def patch_maps(
     layers = model.aft.layers
     if not 0 <= layer < len(layers):
         raise ValueError(f"layer must be 0 .. {len(layers) - 1}, got {layer}")
-    height, width = pair(model.config.patch_size)
-    rows, columns = grid_size = (pixel_values.shape[-2] // height, pixel_values.shape[-1] // width)
+    rows, columns = grid_size = model.config.grid_of(pixel_values.shape[-2:])
     row, column = (rows // 2, columns // 2) if query is None else query
     if not (0 <= row < rows and 0 <= column < columns):
         raise ValueError(f"the patches are {rows} x {columns}: there is none at row {row}, column {column}")

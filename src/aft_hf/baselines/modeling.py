@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..configuration_aft import pair
 from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
 from .configuration import BaselineConfig
 from .lambda_layer import LambdaLayer
@@ -40,8 +39,7 @@ def build_layer(config: BaselineConfig) -> nn.Module:
         return Performer(*sizes, config.num_random_features)
     if config.mixer == "synthesizer":
         return DenseSynthesizer(*sizes, config.max_position_embeddings)
-    (height, width), (rows, columns) = pair(config.image_size), pair(config.patch_size)
-    return LambdaLayer(*sizes, config.key_dim, (height // rows, width // columns))
+    return LambdaLayer(*sizes, config.key_dim, config.grid_size)
 
 
 class _Baseline(AFTPreTrainedModel):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DeiTConfig, ViTConfig
 
-from ..configuration_aft import pair
+from ..configuration_aft import one_or_pair, pair
 from .errors import ConversionError
 
 
@@ -95,7 +95,7 @@ def infer_config(
         hidden_act=ACTIVATIONS[model_args.get("act_layer", "gelu")],
         layer_norm_eps=LAYER_NORM_EPS,
         image_size=_image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size),
-        patch_size=_one_or_two(patch_size),
+        patch_size=one_or_pair(patch_size),
         num_channels=patches.shape[1],
         qkv_bias="blocks.0.attn.qkv.bias" in tensors,
         **_labels(timm_config, tensors),
@@ -135,7 +135,7 @@ def _image_size(
     if image_size is None:
         for patches in (length - prefix, length):
             if patches > 0 and math.isqrt(patches) ** 2 == patches:
-                return _one_or_two((math.isqrt(patches) * patch_size[0], math.isqrt(patches) * patch_size[1]))
+                return one_or_pair((math.isqrt(patches) * patch_size[0], math.isqrt(patches) * patch_size[1]))
         raise ConversionError(
             f"{name}: {length} positions are no square of patches; give source_image_size, its height and width in "
             "pixels"
@@ -147,7 +147,7 @@ def _image_size(
             f"{name}: images of {size[0]} x {size[1]} pixels do not fit its {length} positions and patches of "
             f"{patch_size[0]} x {patch_size[1]}; give the source_image_size it was trained at"
         )
-    return _one_or_two(size)
+    return one_or_pair(size)
 
 
 def _timm_input_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -167,7 +167,3 @@ def _labels(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> d
     names = names if isinstance(names, list) else [names[key] for key in sorted(names, key=int)]
     id2label = {i: descriptions.get(label, label) for i, label in enumerate(names)}
     return {"id2label": id2label, "label2id": {label: i for i, label in id2label.items()}}
-
-
-def _one_or_two(size: tuple[int, int]) -> int | tuple[int, int]:
-    return size[0] if size[0] == size[1] else size

@@ -363,6 +363,7 @@ def _architecture(facts: Facts) -> dict[str, Any]:
     return rows | {
         "image size": _size(getattr(config, "image_size", None)),
         "patch size": _size(getattr(config, "patch_size", None)),
+        "patch stride": _size(getattr(config, "patch_stride", None)),
         "classes": classes,
     }
 

@@ -50,7 +50,8 @@ def image_sizes(recipe: Recipe) -> dict[str, float]:
     found = {}
     for factor in LARGER:
         side = round(data.image_size * factor)
-        metrics = evaluate_classifier(model, processor, rows, image_size=(side, side), **columns)
+        size: dict[str, Any] = {"image_size": (side, side), "enlarge_patches": False}  # as in the paper
+        metrics = evaluate_classifier(model, processor, rows, **size, **columns)
         found[f"test_at_{side}_px"] = metrics["accuracy"]
     return found
 

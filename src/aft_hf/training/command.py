@@ -42,6 +42,14 @@ def evaluate_command(
             help="With --image-size: stretch the kernels of AFT-conv with the image, or keep them as trained.",
         ),
     ] = True,
+    enlarge_patches: Annotated[
+        bool,
+        typer.Option(
+            "--enlarge-patches/--keep-patches",
+            help="With --image-size: enlarge the patches of AFT-conv with the image, so that they overlap, or keep "
+            "them as trained.",
+        ),
+    ] = True,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per block of text. Default: the maximum length of the model.")
     ] = None,
@@ -106,6 +114,7 @@ def evaluate_command(
                     dataset,
                     image_size=size,
                     stretch_kernels=stretch_kernels,
+                    enlarge_patches=enlarge_patches,
                     batch_size=batch_size,
                     **columns,
                 )

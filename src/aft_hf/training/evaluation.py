@@ -74,6 +74,7 @@ def evaluate_classifier(
     *,
     image_size: tuple[int, int] | None = None,
     stretch_kernels: bool = True,
+    enlarge_patches: bool = True,
     batch_size: int = 64,
     image_column: str = "image",
     label_column: str = "label",
@@ -86,8 +87,9 @@ def evaluate_classifier(
         dataset: rows with an image and a label. Classes are matched by name, or by number (with a warning) if the
             data or the model has no class names.
         image_size: (height, width) in pixels instead of the processor's size. The model resizes its position
-            embeddings if it can (ViT, DeiT), and an AFT-conv its kernels.
-        stretch_kernels: False keeps the kernels of an AFT-conv as trained. They then cover another part of the image.
+            embeddings if it can (ViT, DeiT), and an AFT-conv its kernels and patches.
+        stretch_kernels, enlarge_patches: False keeps the kernels or the patch size of an AFT-conv as trained. They
+            then cover another part of the image.
         batch_size: images per forward pass.
         image_column, label_column: names of the columns in the dataset.
 
@@ -95,8 +97,8 @@ def evaluate_classifier(
         ValueError: the data has classes that the model does not have.
     """
     if image_size is not None:
-        if stretch_kernels and not produces_size(processor, image_size):
-            model = _resized(model, image_size)
+        if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
+            model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
     names, numbers = [labels[number] for number in range(len(labels))], None
@@ -128,17 +130,17 @@ def evaluate_classifier(
     return metric.compute(top_k=(1, 5) if len(names) > 5 else (1,))
 
 
-def _resized(model: PreTrainedModel, image_size: tuple[int, int]) -> PreTrainedModel:
-    """Return a copy of an AFT-conv with resized kernels, or the model itself if it has none that can be resized."""
+def _adapted(model: PreTrainedModel, image_size: tuple[int, int], **options: bool) -> PreTrainedModel:
+    """Return a copy of an AFT-conv that is adapted to an image size, or the model itself if it cannot be adapted."""
     if not isinstance(model, AFTPreTrainedModel) or set(model.config.layer_aft_types) != {"conv"}:
         return model
-    resized = copy.deepcopy(model)
+    adapted = copy.deepcopy(model)
     try:
-        resized.resize_position_biases(image_size)
+        adapted.adapt_to_image_size(image_size, **options)
     except ValueError as error:
-        logger.warning(f"kernels are not resized for images of {image_size} pixels: {first_line(error)}")
+        logger.warning(f"the model is not adapted to images of {image_size} pixels: {first_line(error)}")
         return model
-    return resized
+    return adapted
 
 
 @torch.inference_mode()
