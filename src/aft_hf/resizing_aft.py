@@ -9,7 +9,7 @@ grows with the number of patches, like the sum over the positions outside the ke
 A patch of p x p pixels, too, covers a smaller part of a larger image, and its pixels vary less than in training. So
 the weights of the patch embedding are resampled to a larger patch by the pseudoinverse of bilinear interpolation, as
 in FlexiViT (Beyer et al. 2023, arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
-The grid of patches is unchanged, so enlarged patches overlap.
+The stride of the patches is unchanged, so enlarged patches overlap.
 """
 
 import math

@@ -104,6 +104,8 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
     model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
     options = {"stretch_kernels": stretch_kernels, "enlarge_patches": enlarge_patches}
     found = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
+    if not (stretch_kernels and enlarge_patches):
+        assert found != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
     model.adapt_to_image_size(24, **options)
     kept = model.config.conv_kernel_size, model.config.patch_size
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)

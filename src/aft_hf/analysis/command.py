@@ -240,7 +240,6 @@ def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, A
 
 def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | None) -> int:
     """Return the index of the query that --position names."""
-
     if "input_ids" in inputs:
         if text is not None and not re.fullmatch(r"\d+", text):
             raise ValueError(f"--position {text!r}: give the index of a token, from 0")

@@ -46,12 +46,12 @@ def image_sizes(recipe: Recipe) -> dict[str, float]:
     model = _trained(AutoModelForImageClassification, recipe)
     processor = AutoImageProcessor.from_pretrained(recipe.output_dir)
     rows = first_rows(read_rows(recipe), data)["validation"]
-    columns: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
+    options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
+    options["enlarge_patches"] = False  # as in the paper
     found = {}
     for factor in LARGER:
         side = round(data.image_size * factor)
-        size: dict[str, Any] = {"image_size": (side, side), "enlarge_patches": False}  # as in the paper
-        metrics = evaluate_classifier(model, processor, rows, **size, **columns)
+        metrics = evaluate_classifier(model, processor, rows, image_size=(side, side), **options)
         found[f"test_at_{side}_px"] = metrics["accuracy"]
     return found
 
