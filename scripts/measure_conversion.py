@@ -2,17 +2,19 @@
 
     python scripts/measure_conversion.py cifar10/train.parquet cifar10/validation.parquet --out outputs/conversion
 
-A ViT is trained once. The following models are then fine-tuned with labels, each with three seeds: AFT-convs converted
-from it as in the paper, with position biases and keys from its attention, and by distillation without labels for 2, 5
-and 15 minutes; an AFT-conv with random weights; and the ViT itself. Distillations and random weights also differ by
-seed.
+A ViT is trained once, or given (`--source`). The following models are then fine-tuned with labels, each with three
+seeds: AFT-convs converted from it as in the paper, with position biases and keys from its attention, and by
+distillation without labels for 2, 5 and 15 minutes; an AFT-conv with random weights; and the ViT itself.
+Distillations and random weights also differ by seed. With seed 0, models are also evaluated at other image sizes.
 
-Every step is a separate command, which is printed before it runs. Finished steps are not repeated, so the command
-resumes after an interruption. Once the first seed has begun, others can run in parallel (`--seed`); the command
-without that option then writes the tables. Minutes of distillation are comparable only if nothing else runs on the
-machine.
+Trainings and conversions are separate commands, which are printed before they run. Finished ones are not repeated, so
+the command resumes after an interruption. tables.md and results.json contain all results so far, and are rewritten
+after each measurement. With `--source` and `--earlier results.json`, another machine continues; it needs only the ViT.
+Once the first seed has begun, others can run in parallel (`--seed`). Minutes of distillation are comparable only if
+nothing else runs on the machine.
 """
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -21,22 +23,37 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock
 from rich.console import Console
-from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, set_seed
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification
 from aft_hf.data.json_files import write_json
+from aft_hf.data.loading import load_local
+from aft_hf.loading import load_trained
+from aft_hf.reading import read_json
+from aft_hf.training.evaluation import evaluate_classifier, usable_device
 
 
 SCRIPTS = Path(__file__).parent
 SIZES = ["--kernel-size", 7, "--num-heads", 32]  # of the AFT-convs
 CLI = ["-m", "aft_hf.cli"]
+VIT, RANDOM, PAPER, ATTENTION = "the ViT", "random weights", "`--init paper`", "`--init attention`"
 REPORTED = (0, 1, 2, 5)  # epochs
-EPOCHS = max(REPORTED)
 IMAGE_SIZES = (24, 32, 40, 48, 64)
 FORMATS = {"steps": ",.0f", "KL (nats)": ".3f"}  # of columns that are not in percent
 console = Console()
+
+# The scores of one model with one seed, before or after fine-tuning: {"model": "the ViT", "seed": 0, "fine-tuned":
+# true, "by epoch": {"epoch 0": 0.765, ...}, "by image size": {"24 px": 0.7, ...}}; "distillation" has losses.
+Record = dict[str, Any]
 
 
 def run(*command: object) -> None:
@@ -53,7 +70,6 @@ def fine_tune(model: Path, out: Path, *options: object) -> None:
     common = ["--do_train", "--do_eval", "--augmentation", "crop", "--report_to", "none", "--disable_tqdm", "true"]
     common += ["--per_device_train_batch_size", 128, "--per_device_eval_batch_size", 250, "--logging_steps", 50]
     common += ["--lr_scheduler_type", "cosine", "--warmup_steps", 0.05, "--weight_decay", 0.05]
-    common += ["--eval_strategy", "epoch", "--eval_on_start", "true"]
     common += ["--save_strategy", "epoch", "--save_total_limit", 1, "--resume_from_checkpoint", "true"]
     run(SCRIPTS / "finetune.py", "--model_name_or_path", model, "--output_dir", out, *common, *options)
 
@@ -85,36 +101,108 @@ def new_aft(like: Path, out: Path, seed: int) -> None:
     AutoImageProcessor.from_pretrained(like).save_pretrained(out)
 
 
-def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> None:
-    """Run `aft-hf convert`; Accelerate launches a distillation in bf16."""
+def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> bool:
+    """Run `aft-hf convert`, with Accelerate in bf16; return False if that has been done before."""
     if (out / "conversion_report.json").exists():
-        return
+        return False
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "--mixed_precision", "bf16"]
     words = [*CLI, "convert", vit, out, *SIZES, *options]
     run(*(launch + words if bf16 else words))
+    return True
 
 
-def keep_to_options(path: Path, options: dict[str, object]) -> None:
+def keep_to_options(path: Path, options: dict[str, Any]) -> None:
     """Raise a ValueError if the directory was begun with other options."""
-    if path.exists() and json.loads(path.read_text()) != options:
-        raise ValueError(f"{path.parent} was begun with {path.read_text().strip()}; give another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(options) + "\n")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, options)
+    elif (begun := read_json(path, dict[str, Any])) != options:
+        raise ValueError(f"{path.parent} was begun with {json.dumps(begun)}; give another --out")
 
 
-def accuracies(out: Path) -> dict[int, float]:
+def checksum(vit: Path) -> str:
+    """SHA-256 of the weights of a ViT.
+
+    Raises:
+        ValueError: the directory has no model.safetensors.
+    """
+    weights = vit / "model.safetensors"
+    if not weights.is_file():
+        raise ValueError(f"--source {vit}: contains no model.safetensors")
+    return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def distilled_name(minutes: float) -> str:
+    """Return the name of the model that is distilled for this time."""
+    return f"distilled for {minutes:g} minutes"
+
+
+def table_order(record: Record) -> tuple[bool, float, int]:
+    """Sort key: models before fine-tuning first; then the ViT, random weights, `--init paper`, `--init attention`, and
+    distillations by minutes; then by seed.
+    """
+    name, others = record["model"], [VIT, RANDOM, PAPER, ATTENTION]
+    position = others.index(name) if name in others else len(others) + float(name.split()[2])
+    return record["fine-tuned"], position, record["seed"]
+
+
+class Records:
+    """The scores that have been measured. Each record is a JSON file in `out/records`, which several processes can
+    share. Records of an earlier results.json with the same options are copied there.
+    """
+
+    def __init__(self, out: Path, options: dict[str, Any], earlier: Path | None = None):
+        self.out, self.options = out, options
+        (out / "records").mkdir(exist_ok=True)
+        if earlier is not None:
+            content = read_json(earlier, dict[str, Any])
+            if content.get("options") != options:
+                before, now = json.dumps(content.get("options")), json.dumps(options)
+                raise ValueError(f"--earlier {earlier} was measured with the options {before}, but this run has {now}")
+            for record in content["records"]:
+                if not self.has(record["model"], record["seed"], record["fine-tuned"]):
+                    write_json(self._path(record["model"], record["seed"], record["fine-tuned"]), record)
+
+    def _path(self, model: str, seed: int, fine_tuned: bool) -> Path:
+        words = model.replace("`", "").replace("--", "").split() + [str(seed)] + ["fine-tuned"] * fine_tuned
+        return self.out / "records" / f"{'-'.join(words)}.json"
+
+    def has(self, model: str, seed: int, fine_tuned: bool) -> bool:
+        return self._path(model, seed, fine_tuned).exists()
+
+    def all(self) -> list[Record]:
+        """Return all records in the order of the tables."""
+        paths = (self.out / "records").glob("*.json")
+        return sorted((json.loads(path.read_text()) for path in paths), key=table_order)
+
+    def add(self, record: Record) -> None:
+        """Write a record, or replace that of the same model and seed, and rewrite results.json and tables.md."""
+        write_json(self._path(record["model"], record["seed"], record["fine-tuned"]), record)
+        self.write_all()
+
+    def write_all(self) -> None:
+        """Write results.json and tables.md, with the records of all processes."""
+        with FileLock(self.out / "results.lock"):
+            records = self.all()
+            write_json(self.out / "results.json", {"options": self.options, "records": records})
+            (self.out / "tables.md").write_text(tables(records) + "\n")
+
+
+def by_epoch(out: Path) -> dict[str, float]:
     """Accuracy by number of finished epochs, from the log of Trainer."""
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    return {round(entry["epoch"]): entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry}
+    return {f"epoch {entry['epoch']:.0f}": entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry}
 
 
-def accuracies_by_size(model: Path, data: Path, out: Path) -> dict[int, float]:
-    """Accuracy at each of `IMAGE_SIZES`."""
-    if not out.exists():
-        sizes = [word for size in IMAGE_SIZES for word in ("--image-size", size)]
-        run(*CLI, "evaluate", model, data, *sizes, "--batch-size", 250, "--out", out)
-    metrics = json.loads(out.read_text())
-    return {size: metrics[f"{size} px"]["accuracy"] for size in IMAGE_SIZES}
+def by_image_size(directory: Path, data: Path) -> dict[str, float]:
+    """Accuracy at each of `IMAGE_SIZES`, as `aft-hf evaluate --image-size` measures it."""
+    model = load_trained(AutoModelForImageClassification, str(directory), dtype="float32").to(usable_device(None))
+    processor, rows = AutoImageProcessor.from_pretrained(directory), load_local(data)
+    scores = {}
+    for side in IMAGE_SIZES:
+        metrics = evaluate_classifier(model, processor, rows, image_size=(side, side), batch_size=250)
+        scores[f"{side} px"] = metrics["accuracy"]
+    return scores
 
 
 def distillation_losses(out: Path) -> dict[str, float]:
@@ -133,70 +221,95 @@ def mean_and_spread(values: list[float], spec: str = ".1%") -> str:
     return text if len(values) == 1 else f"{text} ({low}-{high})"
 
 
-def table(head: list[str], rows: dict[str, list[dict[Any, float]]], columns: Sequence[Any]) -> str:
-    """A Markdown table with a row for each name, over its seeds."""
-    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * len(columns)]
-    for name, runs in rows.items():
-        cells = [mean_and_spread([each[key] for each in runs], FORMATS.get(key, ".1%")) for key in columns]
+def table(records: list[Record], kind: str, columns: Sequence[str]) -> str:
+    """A Markdown table of one kind of scores, with a row for each model, over its seeds."""
+    lines = [f"| {' | '.join(['model', *columns])} |", "|---|" + "---:|" * len(columns)]
+    rows: dict[str, list[dict[str, float]]] = {}
+    for record in records:
+        if kind in record:
+            # By epoch, all models are fine-tuned, and epoch 0 is before it.
+            suffix = ", fine-tuned" if record["fine-tuned"] and kind == "by image size" else ""
+            rows.setdefault(record["model"] + suffix, []).append(record[kind])
+    for name, scores in rows.items():
+        cells = [mean_and_spread([each[key] for each in scores], FORMATS.get(key, ".1%")) for key in columns]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
+
+
+def tables(records: list[Record]) -> str:
+    """Tables of the accuracy by epoch and by image size, and of the losses of the distillations, if there are any."""
+    columns = {
+        "by epoch": [f"epoch {epoch}" for epoch in REPORTED],
+        "distillation": next((list(record["distillation"]) for record in records if "distillation" in record), []),
+        "by image size": [f"{side} px" for side in IMAGE_SIZES],
+    }
+    found = {kind: names for kind, names in columns.items() if any(kind in record for record in records)}
+    return "\n\n".join(table(records, kind, names) for kind, names in found.items())
 
 
 def main(
     train: Annotated[Path, typer.Argument(help="Training images: a parquet file or a folder.")],
     validation: Annotated[Path, typer.Argument(help="Validation images: a parquet file or a folder.")],
     out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/conversion"),
-    source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT.")] = 60,
+    source: Annotated[Path | None, typer.Option(help="Directory of a trained ViT. Default: train one.")] = None,
+    source_epochs: Annotated[int, typer.Option(help="Epochs of the ViT without --source.")] = 60,
     images: Annotated[int | None, typer.Option(help="Number of training images. Default: all.")] = None,
     minutes: Annotated[list[float], typer.Option(help="Minutes of distillation; may be repeated.")] = (2, 5, 15),
     seed: Annotated[list[int], typer.Option(help="Seeds of the students; may be repeated.")] = (0, 1, 2),
     bf16: Annotated[bool, typer.Option(help="Train in bfloat16, on machines that are fast at it.")] = False,
+    earlier: Annotated[Path | None, typer.Option(help="results.json whose measurements are not repeated.")] = None,
 ) -> None:
-    """Train a ViT, convert it in every way, fine-tune, and write the tables to OUT/tables.md."""
+    """Train a ViT, convert it in every way, fine-tune, and write OUT/tables.md and OUT/results.json."""
+    begun = {"data": [train.name, validation.name], "images": images, "bf16": bf16}
     keep_to_options(
-        out / "options.json",
-        {"data": [train.name, validation.name], "source_epochs": source_epochs, "images": images, "bf16": bf16},
+        out / "options.json", begun | {"ViT": f"{source_epochs} epochs" if source is None else str(source)}
     )
     data = ["--train", train, "--validation", validation]
     data += ["--max_train_samples", images] if images else []
     # In bfloat16 on a CPU, eager attention trains this ViT 1.6 times as fast as scaled_dot_product_attention.
     data += ["--bf16", "--use_cpu", "--attn_implementation", "eager"] if bf16 else []
-    vit, paper, attention = out / "vit", out / "paper", out / "attention"
-    new_vit(out / "vit-new")
-    options = ["--num_train_epochs", source_epochs, "--learning_rate", 1e-3, "--label_smoothing_factor", 0.1]
-    fine_tune(out / "vit-new", vit, *data, *options)
-    convert(vit, paper)
-    convert(vit, attention, "--init", "attention", "--images", train, "--num-images", 256)
+    vit, paper, attention = source or out / "vit", out / "paper", out / "attention"
+    if source is None:
+        new_vit(out / "vit-new")
+        recipe = ["--num_train_epochs", source_epochs, "--learning_rate", 1e-3, "--label_smoothing_factor", 0.1]
+        fine_tune(out / "vit-new", vit, *data, *recipe)
+    records = Records(out, begun | {"ViT": checksum(vit)}, earlier)
+    if not records.has(VIT, 0, False):
+        scores = by_image_size(vit, validation)
+        records.add({"model": VIT, "seed": 0, "fine-tuned": False, "by image size": scores})
 
-    results: dict[str, list[dict[int, float]]] = {}
-    losses: dict[str, list[dict[str, float]]] = {}
-    sizes = {"the ViT": [accuracies_by_size(vit, validation, out / "sizes" / "vit.json")]}
+    budgets = {distilled_name(budget): budget for budget in minutes}
     for number in seed:
-        new_aft(paper, out / f"random-{number}", number)
-        starts = {"random weights": out / f"random-{number}", "`--init paper`": paper, "`--init attention`": attention}
-        for budget in minutes:
-            name = f"distilled for {budget:g} minutes"
-            starts[name] = out / f"distilled-{budget:g}-{number}"
-            options = ["--distill", "--images", train, "--minutes", budget, "--seed", number]
-            options += ["--augmentation", "crop", "--augmentation-probability", 1]  # as the ViT was trained
-            convert(vit, starts[name], *options, bf16=bf16)
-            losses.setdefault(f"{budget:g} minutes", []).append(distillation_losses(starts[name]))
-        for name, start in (starts | {"the ViT": vit}).items():
-            tuned = out / "fine-tuned" / f"{start.name.removesuffix(f'-{number}')}-{number}"
-            fine_tune(start, tuned, *data, "--num_train_epochs", EPOCHS, "--learning_rate", 5e-4, "--seed", number)
-            results.setdefault(name, []).append(accuracies(tuned))
-            by_size = accuracies_by_size(tuned, validation, out / "sizes" / f"{tuned.name}.json")
-            sizes.setdefault(f"{name}, fine-tuned", []).append(by_size)
-    write_json(out / "results.json", {"initialization": results, "distillation": losses, "image size": sizes})
-    columns = [*next(iter(losses.values()))[0]]
-    tables = [
-        table(["start", *(f"epoch {epoch}" for epoch in REPORTED)], results, REPORTED),
-        table(["distillation", *columns], losses, columns),
-        table(["model", *(f"{size} px" for size in IMAGE_SIZES)], sizes, IMAGE_SIZES),
-    ]
-    text = "\n\n".join(tables)
-    (out / "tables.md").write_text(f"{text}\n")
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        left = [name for name in (VIT, RANDOM, PAPER, ATTENTION, *budgets) if not records.has(name, number, True)]
+        starts = {VIT: vit, RANDOM: out / f"random-{number}", PAPER: paper, ATTENTION: attention}
+        starts |= {name: out / f"distilled-{budget:g}-{number}" for name, budget in budgets.items()}
+        if PAPER in left or RANDOM in left:
+            convert(vit, paper)
+        if RANDOM in left:
+            new_aft(paper, starts[RANDOM], number)
+        if ATTENTION in left:
+            convert(vit, attention, "--init", "attention", "--images", train, "--num-images", 256)
+        for name in [name for name in left if name in budgets]:
+            distil = ["--distill", "--images", train, "--minutes", budgets[name], "--seed", number]
+            distil += ["--augmentation", "crop", "--augmentation-probability", 1]  # as the ViT was trained
+            if convert(vit, starts[name], *distil, bf16=bf16) or not records.has(name, number, False):
+                losses = distillation_losses(starts[name])
+                record = {"model": name, "seed": number, "fine-tuned": False, "distillation": losses}
+                if number == 0:
+                    record["by image size"] = by_image_size(starts[name], validation)
+                records.add(record)
+        for name in left:
+            start = "vit" if name == VIT else starts[name].name.removesuffix(f"-{number}")
+            tuned = out / "fine-tuned" / f"{start}-{number}"
+            recipe = ["--num_train_epochs", max(REPORTED), "--learning_rate", 5e-4, "--seed", number]
+            recipe += ["--eval_strategy", "epoch", "--eval_on_start", "true"]
+            fine_tune(starts[name], tuned, *data, *recipe)
+            record = {"model": name, "seed": number, "fine-tuned": True, "by epoch": by_epoch(tuned)}
+            if number == 0:
+                record["by image size"] = by_image_size(tuned, validation)
+            records.add(record)
+    records.write_all()
+    console.print(tables(records.all()), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

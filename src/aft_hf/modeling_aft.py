@@ -4,7 +4,6 @@ Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103): pre-norm 
 place of self-attention, causal over tokens or bidirectional over patches of an image.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -34,11 +33,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .blocks_aft import AFTLayer
 from .caching_aft import AFTCache
-from .configuration_aft import AFTConfig, one_or_pair, pair
+from .configuration_aft import AFTConfig
 from .documents_aft import PACKING_INPUTS, packed_documents
 from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
 from .mixers_aft import AFTConv, AFTMixer
-from .resizing_aft import new_patch_size, resized_kernels, resized_patches
+from .resizing_aft import adapt_to_image_size
 from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
 
 
@@ -77,7 +76,6 @@ class AFTPreTrainedModel(PreTrainedModel):
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
-    @torch.no_grad()
     def adapt_to_image_size(
         self, image_size: int | tuple[int, int], *, stretch_kernels: bool = True, enlarge_patches: bool = True
     ) -> None:
@@ -105,43 +103,7 @@ class AFTPreTrainedModel(PreTrainedModel):
                 `global_connectivity`, or their parameters are offloaded or have adapters); or they do not match the
                 config. The model is then unchanged.
         """
-        config = self.config
-        if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
-            raise ValueError(
-                'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
-            )
-        mixers = [module for module in self.modules() if isinstance(module, AFTConv)]
-        (embeddings,) = (module for module in self.modules() if isinstance(module, AFTImageEmbeddings))
-        own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
-        if own != ({config.conv_kernel_size}, pair(config.patch_size), config.grid_stride):
-            raise ValueError(
-                f"the model does not have the kernels and patches of its config (conv_kernel_size="
-                f"{config.conv_kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
-                "model that shares it was adapted; give each model its own config"
-            )
-        target = copy.deepcopy(config)
-        target.image_size, target.conv_kernel_size = image_size, 1
-        target.validate_image()
-        rows, columns = target.grid_size
-        ratios = rows / config.grid_size[0], columns / config.grid_size[1]
-        if ratios == (1.0, 1.0):
-            return
-        # Nothing is written before everything is computed and the new config is valid.
-        kernels, patches = [], None
-        target.conv_kernel_size = config.conv_kernel_size
-        if stretch_kernels:
-            kernels = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers]
-            target.conv_kernel_size = kernels[0].kernel.shape[-1]
-        if enlarge_patches and (patch_size := new_patch_size(embeddings, ratios)) != embeddings.patch_size:
-            patches = resized_patches(embeddings, patch_size)
-            target.patch_size, target.patch_stride = one_or_pair(patch_size), one_or_pair(config.grid_stride)
-        target.validate_image()
-        for mixer, resized in zip(mixers, kernels):
-            resized.put_into(mixer)
-        if patches is not None:
-            patches.put_into(embeddings)
-        for name in ("image_size", "conv_kernel_size", "patch_size", "patch_stride"):
-            setattr(config, name, getattr(target, name))
+        adapt_to_image_size(self, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
 
 
 class AFTModel(AFTPreTrainedModel):

@@ -12,15 +12,65 @@ in FlexiViT (Beyer et al. 2023, arXiv:2212.08013): the embedding of an enlarged 
 The stride of the patches is unchanged, so enlarged patches overlap.
 """
 
+import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
+from .configuration_aft import one_or_pair, pair
 from .embeddings_aft import AFTImageEmbeddings
 from .mixers_aft import AFTConv
 from .scaled_sums_aft import widen
+
+
+@torch.no_grad()
+def adapt_to_image_size(
+    model: PreTrainedModel, image_size: int | tuple[int, int], *, stretch_kernels: bool, enlarge_patches: bool
+) -> None:
+    """Adapt an AFT-conv model to another image size in place.
+
+    See `AFTPreTrainedModel.adapt_to_image_size`, which calls this function, for arguments and errors.
+    """
+    config: Any = model.config  # an `AFTConfig`
+    if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
+        raise ValueError(
+            'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
+        )
+    mixers = [module for module in model.modules() if isinstance(module, AFTConv)]
+    (embeddings,) = (module for module in model.modules() if isinstance(module, AFTImageEmbeddings))
+    own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
+    if own != ({config.conv_kernel_size}, pair(config.patch_size), config.grid_stride):
+        raise ValueError(
+            f"the model does not have the kernels and patches of its config (conv_kernel_size="
+            f"{config.conv_kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
+            "model that shares it was adapted; give each model its own config"
+        )
+    target = copy.deepcopy(config)
+    target.image_size, target.conv_kernel_size = image_size, 1
+    target.validate_image()
+    rows, columns = target.grid_size
+    ratios = rows / config.grid_size[0], columns / config.grid_size[1]
+    if ratios == (1.0, 1.0):
+        return
+    patch_size = new_patch_size(embeddings, ratios) if enlarge_patches else embeddings.patch_size
+    if patch_size != embeddings.patch_size:
+        target.patch_size, target.patch_stride = one_or_pair(patch_size), one_or_pair(config.grid_stride)
+        target.validate_image()  # before the weights of patches that are too large take much time and memory
+    # Nothing is written before everything is computed and the new config is valid.
+    kernels = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers] if stretch_kernels else []
+    target.conv_kernel_size = kernels[0].kernel.shape[-1] if kernels else config.conv_kernel_size
+    target.validate_image()
+    patches = None if patch_size == embeddings.patch_size else resized_patches(embeddings, patch_size)
+    for mixer, resized in zip(mixers, kernels):
+        resized.put_into(mixer)
+    if patches is not None:
+        patches.put_into(embeddings)
+    for name in ("image_size", "conv_kernel_size", "patch_size", "patch_stride"):
+        setattr(config, name, getattr(target, name))
 
 
 @dataclass(frozen=True)
@@ -189,6 +239,7 @@ def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
 __all__ = [
     "ResizedKernels",
     "ResizedPatches",
+    "adapt_to_image_size",
     "new_patch_size",
     "resampled",
     "resized_kernels",
