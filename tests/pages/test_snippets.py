@@ -19,8 +19,9 @@ from snippets import PAGES, ROOT, commands, snippets
 
 # {start of a command: options appended to the commands that begin with it}; the longest match applies.
 SHORTER = {
-    "aft-hf benchmark": "--suite mixer --smoke --no-memory",
+    "aft-hf benchmark": "--smoke --no-memory --repeats 1 --only '*inference fp32'",
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
+    "aft-hf evaluate outputs/quickstart/aft-conv": "--max-samples 50",
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt": (
         "--smoke output_dir=outputs/bytes-aft-local"
     ),
