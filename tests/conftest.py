@@ -38,19 +38,6 @@ LONGEST = 130  # number of positions of the learned position biases
 ROOT = Path(__file__).parents[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first, so that at the end no worker waits for a long test of another one.
-
-    `--dist worksteal` gives each worker a contiguous part of the tests at the start, so each part gets its share.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    fast = [item for item in items if not item.get_closest_marker("slow")]
-    bounds = [len(fast) * worker // workers for worker in range(workers + 1)]
-    parts = (slow[worker::workers] + fast[bounds[worker] : bounds[worker + 1]] for worker in range(workers))
-    items[:] = [item for part in parts for item in part]
-
-
 @pytest.fixture
 def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
     """Function that runs `aft-hf` or a script of scripts/ with arguments, and returns its exit code and output.
