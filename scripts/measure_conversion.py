@@ -51,8 +51,9 @@ IMAGE_SIZES = (24, 32, 40, 48, 64)
 FORMATS = {"steps": ",.0f", "KL (nats)": ".3f"}  # of columns that are not in percent
 console = Console()
 
-# The scores of one model with one seed, before or after fine-tuning: {"model": "the ViT", "seed": 0, "fine-tuned":
-# true, "by epoch": {"epoch 0": 0.765, ...}, "by image size": {"24 px": 0.7, ...}}; "distillation" has losses.
+# The scores of one model with one seed, before or after fine-tuning, as far as they were measured:
+# {"model": "the ViT", "seed": 0, "fine-tuned": true, "by epoch": {"epoch 0": 0.765, ...},
+# "by image size": {"24 px": 0.7, ...}, "distillation": {"steps": 740, ...}}.
 Record = dict[str, Any]
 
 

@@ -15,7 +15,7 @@ def environment(home: Path, hub: Hub | None = None, token: str | None = WRITE) -
     """Return the environment variables of a process with separate caches, which uses the mock server or is offline."""
     variables = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     variables |= {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    variables["PYTHONPATH"] = str(HERE)
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
     if hub is None:
         return variables | {"HF_HUB_OFFLINE": "1"}
     variables |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
