@@ -217,7 +217,7 @@ def distillation_losses(out: Path) -> dict[str, float]:
 
 def mean_and_spread(values: list[float], spec: str = ".1%") -> str:
     """The mean, and for several values also the smallest and the largest; percent signs only after the mean."""
-    text = f"{sum(values) / len(values):{spec}}"
+    text = f"{sum(values) / len(values):{spec}}".replace("%", " %")
     low, high = (f"{value:{spec}}".removesuffix("%") for value in (min(values), max(values)))
     return text if len(values) == 1 else f"{text} ({low}-{high})"
 

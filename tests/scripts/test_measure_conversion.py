@@ -61,8 +61,8 @@ def test_the_table_has_the_mean_and_the_range_over_the_seeds(script):
     assert script["table"](records, "by epoch", ("epoch 0", "epoch 5")).splitlines() == [
         "| model | epoch 0 | epoch 5 |",
         "|---|---:|---:|",
-        "| `--init paper` | 15.0% (10.0-20.0) | 62.5% (50.0-75.0) |",
-        "| the ViT | 90.0% | 100.0% |",
+        "| `--init paper` | 15.0 % (10.0-20.0) | 62.5 % (50.0-75.0) |",
+        "| the ViT | 90.0 % | 100.0 % |",
     ]
 
 
@@ -79,8 +79,8 @@ def test_the_losses_of_a_distillation_have_a_column_for_each_layer(tmp_path):
     name = script["distilled_name"](2)
     records = [record(name, seed, False, distillation=loss) for seed, loss in enumerate(losses)]
     assert script["table"](records, "distillation", columns).splitlines()[2] == (
-        "| distilled for 2 minutes | 1,000 (900-1,100) | 0.125 (0.125-0.125) | 80.0% (80.0-80.0) | 16.0% (16.0-16.0) "
-        "| 12.0% (12.0-12.0) | 13.0% (13.0-13.0) |"
+        "| distilled for 2 minutes | 1,000 (900-1,100) | 0.125 (0.125-0.125) | 80.0 % (80.0-80.0) | 16.0 % (16.0-16.0) "
+        "| 12.0 % (12.0-12.0) | 13.0 % (13.0-13.0) |"
     )
 
 
@@ -112,7 +112,7 @@ def test_everything_is_measured_once(script, vit, tmp_path):
     assert measure(script, vit, tmp_path / "out", seed=[0]) == []
     table = (tmp_path / "out" / "tables.md").read_text()
     assert "| distilled for 2 minutes | 3 | 0.125 |" in table
-    assert "| distilled for 2 minutes, fine-tuned | 75.0% |" in table and "| the ViT | 50.0% |" in table
+    assert "| distilled for 2 minutes, fine-tuned | 75.0 % |" in table and "| the ViT | 50.0 % |" in table
 
 
 def test_another_machine_measures_only_what_an_earlier_run_lacks(script, vit, tmp_path):
@@ -149,3 +149,11 @@ def test_results_of_other_options_or_another_vit_are_refused(script, vit, tmp_pa
     (vit / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"contains no model\.safetensors"):
         measure(script, vit, tmp_path / "fourth")
+
+
+def test_the_page_shows_the_tables_of_its_results(script):
+    page = (SCRIPT.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8")
+    results = json.loads((SCRIPT.parents[1] / "docs" / "conversion.json").read_text())
+    tables = script["tables"](results["records"])
+    assert "distilled for 15 minutes" in tables and all(table in page for table in tables.split("\n\n"))
+    assert results["options"]["ViT"] == script["checksum"](SCRIPT.parents[1] / "model_cards/results/cifar10_vit")
