@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
-from aft_hf import AFTConfig
+from aft_hf import AFTConfig, AFTForImageClassification
 from aft_hf.conversion import REPORT_NAME
 
 
@@ -97,6 +98,17 @@ def test_a_script_that_is_one_command_shows_the_usage_of_that_command(script, mo
         runpy.run_path(str(Path(__file__).parents[1] / "scripts" / f"{script}.py"), run_name="__main__")
     assert ended.value.code == 0
     assert f"Usage: aft-hf {script.split('_')[0]} [OPTIONS]" in capsys.readouterr().out
+
+
+def test_new_weights_depend_on_the_seed_alone(vit, tmp_path, aft_hf):
+    keys = []
+    for number, seed in enumerate(([], ["--seed", 0], ["--seed", 1])):
+        torch.manual_seed(number)
+        out = tmp_path / str(number)
+        done = aft_hf("convert", vit, out, "--kernel-size", 3, "--num-heads", 4, *seed)
+        assert done.returncode == 0, done.stderr
+        keys.append(AFTForImageClassification.from_pretrained(out).aft.layers[0].mixer.k_proj.weight)
+    assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
 
 
 def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path, aft_hf):

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -128,7 +129,7 @@ def convert(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Images for --init attention and --distill: a folder of images, or parquet files."),
+        typer.Option(help="Images for --init attention and --distill: a folder, a file, or parquet files."),
     ] = None,
     num_images: Annotated[int, typer.Option(help="Number of images that --init attention uses.")] = 256,
     distill: Annotated[
@@ -159,7 +160,12 @@ def convert(
         ),
     ] = 0.5,
     seed: Annotated[
-        int, typer.Option(help="Seed of --distill: of new weights, and of the order and augmentation of the images.")
+        int,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            help="Seed of new weights and, with --distill, of the order and augmentation of the images.",
+        ),
     ] = 0,
     source_image_size: Annotated[
         str | None,
@@ -190,15 +196,14 @@ def convert(
         "augmentation_probability": augmentation_probability,
         "seed": seed,
     }
+    types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
+    if init is None:
+        init = "attention" if distill and set(types) == {"conv"} else "paper"
+    _refuse_unused(context, distill, init, distillation.keys() - {"seed"})
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
         distillation["images"] = ImagesOnDisk(images)
-    elif minutes is not None or steps is not None:
-        raise ValueError("--minutes and --steps set the budget of --distill: give --distill too")
-    types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
-    if init is None:
-        init = "attention" if distill and set(types) == {"conv"} else "paper"
     model, report = save_converted(
         source,
         out,
@@ -214,8 +219,10 @@ def convert(
         images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
         source_image_size=_parse_size("--source-image-size", source_image_size),
         source_num_heads=source_num_heads,
+        seed=seed,
         distillation=distillation if distill else None,
     )
+    classifies = model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
     console = Console()
     console.print(report.table())
     for line in (
@@ -226,7 +233,7 @@ def convert(
         "Next step, with labeled images:",
         f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
         "--output_dir FINE_TUNED",
-        *(() if distill else ("or with unlabeled images:", f"  {_distilling_command(context)}")),
+        *(("or with unlabeled images:", f"  {_distilling_command(context)}") if not distill and classifies else ()),
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -235,15 +242,32 @@ def _distilling_command(context: typer.Context) -> str:
     """The command that repeats this conversion with all given options and --distill."""
     words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
     for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        given = source is not None and source.name == "COMMANDLINE"
-        if option.param_type_name != "option" or not given or option.name in ("overwrite", "images"):
+        name = option.name or ""
+        if option.param_type_name != "option" or not _given(context, name) or name in ("overwrite", "images"):
             continue
-        values = context.params[option.name]
+        values = context.params[name]
         for value in values if option.multiple else [values]:
             words += [option.opts[0], str(value)]
     words += ["--overwrite", "--distill", "--images", str(context.params["images"] or "IMAGES")]
     return shlex.join(words)
+
+
+def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distillation: Iterable[str]) -> None:
+    """Raise a `ValueError` that names the options on the command line that have no effect, and what they need."""
+    needs = {} if distill else dict.fromkeys(of_distillation, "--distill")
+    if init == "paper":
+        needs["num_images"] = "--init attention"
+        if not distill:
+            needs["images"] = "--distill or --init attention"
+    if given := _given(context, *needs):
+        raise ValueError(", ".join(f"{option} needs {needs[name]}" for name, option in given.items()))
+
+
+def _given(context: typer.Context, *names: str) -> dict[str, str]:
+    """The options of these parameters that are on the command line, by the name of the parameter, as in the help."""
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name in names}
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return {name: options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def _proof(report: ConversionReport) -> str:
@@ -251,8 +275,10 @@ def _proof(report: ConversionReport) -> str:
     if "distillation" not in report.options:
         return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
     done = report.options["distillation"]
+    minutes = done["minutes"]
+    time = f"{minutes:.1f} minutes" if minutes >= 1 else f"{60 * minutes:.0f} s"
     return (
-        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
+        f"distilled on {done['images']} images: {done['steps']} steps in {time}; AFT and "
         f"source agree on {done['agreement']:.1%} of the images of the last steps "
         f"(KL {done['divergence']:.3f} nats)"
     )

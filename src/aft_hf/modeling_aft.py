@@ -81,7 +81,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     ) -> None:
         """Adapt an AFT-conv model to images of another size with the same content, in place, and update `config`.
 
-        Without this call, AFT-conv also accepts images of any size, but then each kernel and each patch covers a
+        Without this call, AFT-conv also accepts images of other sizes, but then each kernel and patch covers a
         different part of the image than in training. The kernels are interpolated to the new grid of patches, as the
         position embeddings of a ViT are. Patches become larger with the image and then overlap, since their stride is
         unchanged; they become smaller at most until they no longer overlap (`resizing_aft.py`).

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -19,9 +20,17 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
 from aft_hf.cli import main
-from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, verify_conversion
+from aft_hf.conversion import (
+    REPORT_NAME,
+    ConversionError,
+    ConversionReport,
+    read_source,
+    save_converted,
+    verify_conversion,
+)
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import DistillationOptions, Objectives, distill, rate, weight_of_hidden_states
+from aft_hf.conversion.identity import describe, find_changes
 from aft_hf.data.image_size import resized_processor
 from aft_hf.publishing import write_card
 from aft_hf.training.ownership import owned
@@ -188,7 +197,7 @@ def test_checkpoints_of_other_options_are_refused(vit, images, tmp_path, monkeyp
     stop_at(monkeypatch, 2)
     with pytest.raises(SystemExit):
         run(source, images, checkpoints=tmp_path)
-    with pytest.raises(ValueError, match="was begun there has the options"):
+    with pytest.raises(ValueError, match=r"another distillation was .* \(learning_rate: 0\.001, now 0\.0001\)"):
         run(source, images, checkpoints=tmp_path, learning_rate=1e-4)
 
 
@@ -212,13 +221,13 @@ OTHER = {
     "weights of the source": ({"source": with_other_weights}, "source_tensors"),
     "heads of the source": (
         {"source": lambda source: replace(source, config=ViTConfig(**source.config.to_dict() | HEADS))},
-        "source_config",
+        r"source_config\.num_attention_heads",
     ),
-    "normalization": ({"source": normalized_otherwise}, "image_processor"),
+    "normalization": ({"source": normalized_otherwise}, r"image_processor\.image_mean"),
     "name": ({"source": lambda source: replace(source, name="another")}, "source"),
-    "type": ({"options": {"aft_type": "simple"}}, "model"),
-    "multiplier": ({"options": {"position_bias_multiplier": 2.0}}, "model"),
-    "init": ({"conversion": {"init": "attention"}}, "conversion"),
+    "type": ({"options": {"aft_type": "simple"}}, r"model\.aft_type"),
+    "multiplier": ({"options": {"position_bias_multiplier": 2.0}}, r"model\.position_bias_multiplier"),
+    "init": ({"conversion": {"init": "attention"}}, r"conversion\.init"),
     "an image": ({"images": other_image}, "image_contents"),
 }
 HEADS = {"num_attention_heads": 1}
@@ -235,7 +244,7 @@ def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, mo
     source = change.get("source", lambda same: same)(source)
     images = change.get("images", lambda same: same)(images)
     conversion = conversion | change.get("conversion", {})
-    with pytest.raises(ValueError, match=f"was begun there has the options {{'{told}'"):
+    with pytest.raises(ValueError, match=rf"another distillation was begun there \({told}: "):
         distill(converted(source, **change.get("options", {})), source, images, conversion=conversion, **shared)
 
 
@@ -246,7 +255,7 @@ def test_a_saved_conversion_of_another_init_is_not_resumed_and_the_same_one_is(v
         save_converted(vit, tmp_path / "out", distillation=distillation, **OPTIONS)
     monkeypatch.undo()
     fitted = {"init": "attention", "images": iter(images)}
-    with pytest.raises(ValueError, match=r"'init': 'paper'.*'init': 'attention'"):
+    with pytest.raises(ValueError, match=r"conversion\.init: 'paper', now 'attention'"):
         save_converted(vit, tmp_path / "out", distillation=distillation, **fitted, **OPTIONS)
     save_converted(vit, tmp_path / "out", distillation=distillation, **OPTIONS)
     assert (tmp_path / "out" / REPORT_NAME).exists()
@@ -268,6 +277,63 @@ def test_a_damaged_checkpoint_is_set_aside_and_does_not_displace_the_ones_that_f
     expected, _ = run(source, images)
     weights, _ = run(source, images, checkpoints=tmp_path)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+class Unreadable(Sequence):
+    """Images of which the last one cannot be read."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        if index == len(self.images) - 1:
+            raise ConversionError("last.png: cannot be read as an image")
+        return self.images[index]
+
+
+def test_an_image_that_cannot_be_read_costs_no_steps(vit, images, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "distillation_identity", lambda *arguments: {})  # which reads all of so few images
+    source = read_source(vit)
+    expected, _ = run(source, images)
+    for _ in range(2):
+        with pytest.raises(ConversionError, match=r"^last\.png: cannot be read as an image$"):
+            run(source, Unreadable(images), checkpoints=tmp_path)
+        (saved,) = tmp_path.glob("step-*")
+        told = capsys.readouterr().out
+        assert f"saved {saved}" in told or f"resuming from {saved}" in told
+    weights, _ = run(source, images, checkpoints=tmp_path)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_an_image_that_cannot_be_read_is_named_even_if_no_checkpoint_can_be_saved(
+    vit, images, tmp_path, monkeypatch, capsys
+):
+    def full(*arguments):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module, "distillation_identity", lambda *arguments: {})
+    monkeypatch.setattr(module.Checkpoints, "save", full)
+    with pytest.raises(ConversionError, match=r"last\.png"):
+        run(read_source(vit), Unreadable(images), checkpoints=tmp_path)
+    assert "no space left" in capsys.readouterr().out
+
+
+def test_a_distillation_that_fails_before_its_first_checkpoint_leaves_no_directory(vit, tmp_path, images):
+    distillation = {"images": Unreadable(images[:1]), "steps": 2}
+    with pytest.raises(ConversionError, match=r"cannot be read as an image$"):
+        save_converted(vit, tmp_path / "out", distillation=distillation, **OPTIONS)
+    assert list(tmp_path.iterdir()) == [vit]
+
+
+def test_many_changes_are_shortened():
+    then, now = {"options": {str(i): i for i in range(7)}, "same": 1}, {"options": {}, "same": 1}
+    changes = find_changes(then, now)
+    assert changes == {f"options.{i}": (i, None) for i in range(7)}
+    assert describe(changes).endswith("options.4: 4, now None; and 2 more")
+    assert describe(find_changes(then, {**then, "same": 2})) == "same: 1, now 2"
 
 
 def test_a_directory_of_checkpoints_belongs_to_one_distillation_at_a_time(vit, images, tmp_path):
@@ -327,6 +393,7 @@ REFUSED = {
     "all alone": ({"layer_by_layer": 1.0}, "layer_by_layer must be in"),
     "probability": ({"augmentation_probability": 1.5}, "augmentation_probability must be in"),
     "augmentation": ({"augmentation": "rotate"}, "augmentation must be one of"),
+    "seed": ({"seed": -1}, "seed must be in"),
 }
 
 
@@ -388,6 +455,16 @@ def test_a_source_without_a_classifier_and_no_images_are_refused(vit, images, tm
         run(read_source(vit), [])
 
 
+@pytest.mark.parametrize("change", [{"problem_type": "multi_label_classification"}, {"num_labels": 1}])
+def test_a_classifier_that_does_not_choose_a_class_is_refused(vit, images, change):
+    source = read_source(vit)
+    config = deepcopy(source.config)
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match="chooses one of several classes"):
+        distill(converted(source), replace(source, config=config), images, steps=1)
+
+
 def test_a_model_of_another_number_of_classes_is_refused(vit, images):
     source = read_source(vit)
     model = converted(source)
@@ -403,6 +480,20 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(vit, images):
     model.classifier.weight.data.fill_(float("inf"))
     with pytest.raises(ValueError, match="not finite after"):
         distill(model, source, images, steps=2, batch_size=8)
+
+
+def test_the_agreement_of_a_short_run_is_a_plain_mean(vit, images, monkeypatch):
+    agreements, forward = [], Objectives.forward
+
+    def recorded(self, *arguments):
+        losses = forward(self, *arguments)
+        agreements.append(losses[2].item())
+        return losses
+
+    monkeypatch.setattr(Objectives, "forward", recorded)
+    _, done = run(read_source(vit), images, steps=4)
+    assert len(set(agreements)) > 1
+    assert done["agreement"] == pytest.approx(sum(agreements) / 4, abs=1e-5)  # it is rounded to 5 digits
 
 
 def test_report_and_card_say_what_was_done(vit, images, tmp_path):
@@ -520,7 +611,13 @@ def test_the_command_that_distills_names_the_options_of_the_source(tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [(["--distill"], "--distill needs --images"), (["--steps", "3"], "budget of --distill")]
+    ("options", "message"),
+    [
+        (["--distill"], "--distill needs --images"),
+        (["--learning-rate", 1, "--steps", 3], "--steps needs --distill, --learning-rate needs --distill"),
+        (["--images", "somewhere"], "--images needs --distill or --init attention"),
+        (["--num-images", 3, "--distill", "--images", ".", "--init", "paper"], "--num-images needs --init attention"),
+    ],
 )
 def test_a_command_that_lacks_something_says_what(vit, tmp_path, monkeypatch, capsys, options, message):
     code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *options)

@@ -97,6 +97,34 @@ def test_what_is_no_picture_of_a_reasonable_size_is_one_line_with_its_name(
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+@pytest.mark.parametrize("dtype", ["<u2", ">u2"])
+def test_of_16_bits_per_pixel_the_upper_8_are_kept(format, dtype):
+    values = np.array([[0, 255, 256], [32767, 54685, 65535]], dtype)
+    image = open_image(encoded(format, Image.fromarray(values)))
+    assert image.mode == "RGB"
+    np.testing.assert_array_equal(np.array(image)[..., 1], values >> 8)
+
+
+def test_a_pgm_of_16_bits_is_read():
+    values = np.array([[0, 256, 65535]], ">u2")
+    image = open_image(b"P5\n3 1\n65535\n" + values.tobytes())
+    np.testing.assert_array_equal(np.array(image)[..., 1], values >> 8)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_32_bits_are_refused(dtype):
+    with pytest.raises(ImageError, match="save it with 8 bits per channel"):
+        open_image(encoded("TIFF", Image.fromarray(np.full((4, 6), 300, dtype))))
+
+
+def test_a_tiff_with_0_for_white_is_refused():
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 6), 300, "<u2")).save(file, "TIFF", tiffinfo={262: 0})
+    with pytest.raises(ImageError, match="save it with 8 bits per channel"):
+        open_image(file.getvalue())
+
+
 def test_the_largest_image_is_read(monkeypatch):
     assert MAX_PIXELS == 8192 * 8192
     monkeypatch.setattr("aft_hf.data.image_files.MAX_PIXELS", 24)

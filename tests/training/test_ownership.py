@@ -11,7 +11,7 @@ import pytest
 from runs import bytes_recipe, finish, images_recipe, launch, results_of, run, start, wait_for
 
 from aft_hf.training.loop import join_processes
-from aft_hf.training.ownership import LOCK, OWNER, owned
+from aft_hf.training.ownership import LOCK, OWNER, RUN, owned
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,28 @@ def test_a_folder_that_cannot_be_written_is_refused_and_leaves_the_directory_fre
 
 def test_a_run_that_ends_in_an_error_leaves_the_directory_free(tmp_path):
     with pytest.raises(RuntimeError), owned(tmp_path / "run"):
+        (tmp_path / "run" / "log").touch()
         raise RuntimeError
     with owned(tmp_path / "run"):
         pass
-    shutil.rmtree(tmp_path / "run")
+    assert (tmp_path / "run" / "log").exists()
+
+
+def test_a_directory_that_another_run_created_again_is_left_alone(tmp_path):
+    with owned(tmp_path / "run"):
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run" / RUN).mkdir(parents=True)
+        another = {"host": socket.gethostname(), "pid": os.getpid() + 1, "since": "now"}
+        (tmp_path / "run" / OWNER).write_text(json.dumps(another))
+    assert json.loads((tmp_path / "run" / OWNER).read_text()) == another
+
+
+def test_a_directory_that_a_run_created_and_left_empty_is_removed(tmp_path):
+    (tmp_path / "existing").mkdir()
+    for name in ("existing", "new"):
+        with pytest.raises(RuntimeError), owned(tmp_path / name, tmp_path / name / "checkpoints"):
+            raise RuntimeError
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="cannot write"), owned(tmp_path / "new", tmp_path / "file" / "checkpoints"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"existing", "file"}

@@ -32,7 +32,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.image_size import processor_for
-from ..data.images import build_augmentation
+from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
 from ..training.checkpoints import Checkpoints
@@ -40,7 +40,7 @@ from ..training.manifest import read_manifest
 from ..training.optimization import parameter_groups
 from ..training.ownership import owned
 from ..training.stopping import StopSignal
-from .identity import differences, distillation_identity
+from .identity import describe, distillation_identity, find_changes
 from .source import VisionTransformerSource
 
 
@@ -99,6 +99,9 @@ class DistillationOptions:
             raise ValueError(f"layer_by_layer must be in [0, 1), a share of the budget, got {self.layer_by_layer}")
         if not 0 <= self.augmentation_probability <= 1:
             raise ValueError(f"augmentation_probability must be in [0, 1], got {self.augmentation_probability}")
+        check_augmentation(self.augmentation)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
 
 
 def distill(
@@ -121,9 +124,9 @@ def distill(
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
-        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes and when the run is
-            stopped (SIGTERM, Ctrl-C), and the run resumes from the newest one. Only one distillation at a time can
-            use the directory. Default: no checkpoints.
+        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, when the run is stopped
+            (SIGTERM, Ctrl-C), and, in a single process, when `images` raises an error. The run resumes from the newest
+            one. Only one distillation at a time can use the directory. Default: no checkpoints.
         accelerator: the `Accelerator` to train with. Default: a new one.
         workers: number of processes that load images.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
@@ -137,9 +140,9 @@ def distill(
         running means of the losses, and the share of images on which model and teacher agreed in the last steps.
 
     Raises:
-        ValueError: the source has no classifier, or another number of classes than the model; there are no images; an
-            option is invalid; the checkpoints belong to other options or to another conversion; or the loss is not
-            finite.
+        ValueError: the source has no classifier, or one that does not choose between classes, or another number of
+            classes than the model; there are no images; an option is invalid; the checkpoints belong to other options
+            or to another conversion; or the loss is not finite.
         OSError: another process uses the checkpoint directory, or it cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
@@ -165,10 +168,17 @@ def distill(
 
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Image.Image]) -> None:
-    """Raise a `ValueError` if the source has no classifier, or if there are no images."""
+    """Raise a `ValueError` if the source has no classifier with two classes or more, or if there are no images."""
     if not source.heads:
         raise ValueError(
             f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
+        )
+    # The divergence is that of the softmax of the logits.
+    problem_type, num_classes = source.config.problem_type, len(source.config.id2label or {})
+    if problem_type not in (None, "single_label_classification") or num_classes < 2:
+        raise ValueError(
+            f"{source.name}: a distillation needs a classifier that chooses one of several classes; this one has "
+            f"{num_classes} outputs and problem_type={problem_type!r}"
         )
     if len(images) == 0:
         raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
@@ -244,7 +254,7 @@ class _Run:
             Objectives(model), torch.optim.AdamW(groups, lr=settings.learning_rate)
         )
         self.augment = build_augmentation(settings.augmentation, self.size)
-        self.step, self.seconds = 0, 0.0
+        self.step, self.resumed_at, self.seconds = 0, 0, 0.0
         self.means: torch.Tensor | None = None  # running means of divergence, agreement and errors
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
         set_seed(settings.seed, device_specific=True)
@@ -283,7 +293,7 @@ class _Run:
         with StopSignal(self.accelerator) as stop, bar:
             batches: Iterator[torch.Tensor] = iter(self.loader)
             while (progress := self._progress()) < 1:
-                self._update(next(batches), progress)
+                self._update(self._next(batches), progress)
                 now = time.monotonic()
                 self.step, self.seconds, since = self.step + 1, self.seconds + now - since, now
                 done = 100 * self._progress(own=True)
@@ -304,6 +314,19 @@ class _Run:
                     raise SystemExit(128 + stopped)
         self._check()
 
+    def _next(self, batches: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Return the next batch. If an image cannot be read, save a checkpoint: the image can then be replaced."""
+        try:
+            return next(batches)
+        except Exception:
+            # The other processes do not know of the error, and a checkpoint needs all of them.
+            if self.checkpoints is not None and self.accelerator.num_processes == 1 and self.step > self.resumed_at:
+                try:
+                    self.accelerator.print(f"the next image cannot be read; saved {self._save()}")
+                except OSError as failed:
+                    self.accelerator.print(f"the next image cannot be read, and {failed}")
+            raise
+
     def _update(self, pixels: torch.Tensor, progress: float) -> None:
         settings, layer_by_layer = self.settings, progress < self.settings.layer_by_layer
         for group in self.optimizer.param_groups:
@@ -322,7 +345,9 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         latest = torch.cat([torch.stack([divergence, agreement]), errors]).detach()
-        self.means = latest if self.means is None else torch.lerp(latest, self.means, WINDOW)
+        # Of the first steps, the plain mean: otherwise, a short run would report little but its first step.
+        weight = min(WINDOW, self.step / (self.step + 1))
+        self.means = latest if self.means is None else torch.lerp(latest, self.means, weight)
 
     @torch.no_grad()
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -371,6 +396,7 @@ class _Run:
         divergence, agreement, *errors = (round(value, 5) for value in self._mean_losses().tolist())
         return {
             **asdict(self.settings),
+            "batch_size": min(self.settings.batch_size, self.num_images),
             "images": self.num_images,
             "steps": self.step,
             "minutes": round(self.seconds / 60, 2),
@@ -396,15 +422,15 @@ class _Run:
             self.checkpoints.set_aside(0)
             return
         manifest = read_manifest(path)
-        then, now = differences(manifest.recipe, self.identity)
-        if then != now:
+        if changes := find_changes(manifest.recipe, self.identity):
             raise ValueError(
-                f"{self.checkpoints.directory}: the distillation that was begun there has the options {then}, and "
-                f"this one has {now}; give the options of the first one, or remove the directory"
+                f"{self.checkpoints.directory}: another distillation was begun there ({describe(changes)}); repeat "
+                "that one, or remove the directory"
             )
         self.checkpoints.load(path)
         self.checkpoints.set_aside(manifest.step)
-        self.step, self.seconds = manifest.step, manifest.record.seconds
+        self.step = self.resumed_at = manifest.step
+        self.seconds = manifest.record.seconds
         (means,) = manifest.record.evaluations
         self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
         self.accelerator.print(f"resuming from {path}")

@@ -9,7 +9,11 @@ from PIL import Image
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.fingerprint import sum_images, sum_samples
+from ..reading import shortened
 from .source import VisionTransformerSource
+
+
+LISTED = 5  # changes in a message
 
 
 def distillation_identity(
@@ -45,16 +49,23 @@ def distillation_identity(
     return json.loads(json.dumps(identity, default=str))
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries of each of two nested mappings that differ from the other; both are empty if none does."""
-    before, after = {}, {}
+def find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the earlier and the present value of all entries that differ, by name; `outer.inner` for a nested one."""
+    changes: dict[str, tuple[Any, Any]] = {}
     for key in sorted(then.keys() | now.keys()):
         old, new = then.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            old, new = differences(old, new)
-        if old != new:
-            before[key], after[key] = old, new
-    return before, after
+            changes |= {f"{key}.{name}": values for name, values in find_changes(old, new).items()}
+        elif old != new:
+            changes[key] = (old, new)
+    return changes
+
+
+def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Describe changes in one line; of many, the first `LISTED`."""
+    listed = [shortened(f"{name}: {old!r}, now {new!r}") for name, (old, new) in list(changes.items())[:LISTED]]
+    rest = len(changes) - len(listed)
+    return "; ".join(listed) + (f"; and {rest} more" if rest else "")
 
 
 def _config(config: PreTrainedConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def save_converted(
     overwrite: bool = False,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
+    seed: int | None = None,
     distillation: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
@@ -46,6 +47,8 @@ def save_converted(
         directory: output directory; must be missing or empty, unless `overwrite` is True.
         overwrite: whether to replace an earlier conversion in `directory`. The files that its manifest lists are
             deleted, and all other files stay.
+        seed: seed of the new weights. Default: the seed of the distillation; without a distillation, new weights are
+            drawn from PyTorch's global generator.
         distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
             the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
             and is the default of `aft-hf convert --distill`. Under `accelerate launch`, all processes train, and the
@@ -68,11 +71,13 @@ def save_converted(
     directory = Path(directory).resolve()
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
+    if seed is None and distillation is not None:
+        seed = distillation.get("seed", 0)
     checkpoints = directory.with_name(f"{directory.name}-distillation")
     with ExitStack() as lock_stack:  # holds the lock of the checkpoints until the model is saved
         if distillation is not None:
             distillation = {"checkpoints": checkpoints, "lock_stack": lock_stack, **distillation}
-        model, processor, report = _convert(source, reading, options, distillation)
+        model, processor, report = _convert(source, reading, seed, options, distillation)
         if distillation is None or _writes():
             _write(directory, source, model, processor, report)
             if distillation is not None:
@@ -111,34 +116,46 @@ def _write(
 def _convert(
     source: str | os.PathLike[str],
     reading: Mapping[str, Any],
+    seed: int | None,
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
 ) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
     """Return the model, its image processor and the report. The source is freed before anything is written."""
     checkpoint = read_source(source, **reading)
     if distillation is None:
-        model, report = convert_deit(checkpoint, **options)
+        model, report = _seeded_conversion(checkpoint, seed, options)
     else:
-        model, report = _distilled(checkpoint, options, distillation)
+        model, report = _distilled(checkpoint, seed, options, distillation)
     processor, size = checkpoint.image_processor, pair(model.config.image_size)
     if size != pair(checkpoint.config.image_size):
         processor = resized_processor(processor, size)
     return model, processor, report
 
 
-def _distilled(
-    source: VisionTransformerSource, options: Mapping[str, Any], distillation: Mapping[str, Any]
+def _seeded_conversion(
+    source: VisionTransformerSource, seed: int | None, options: Mapping[str, Any]
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert a source, with new weights drawn by the seed, and train the model on the outputs of the source."""
+    """Convert a source, with new weights from this seed, or from PyTorch's global generator if it is None."""
+    if seed is None:
+        return convert_deit(source, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model, report = convert_deit(source, **options)
+    report.options["seed"] = seed
+    return model, report
+
+
+def _distilled(
+    source: VisionTransformerSource, seed: int | None, options: Mapping[str, Any], distillation: Mapping[str, Any]
+) -> tuple[AFTForImageClassification, ConversionReport]:
+    """Convert a source, and train the model on the outputs of the source."""
     from .distillation import DistillationOptions, check_distillable, distill  # needs the libraries of training
 
     # `distill` checks this too, but only after the conversion, which may fit to the attention for minutes.
     names = {field.name for field in fields(DistillationOptions)}
     DistillationOptions(**{name: value for name, value in distillation.items() if name in names})
     check_distillable(source, distillation["images"])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(distillation.get("seed", 0))
-        model, report = convert_deit(source, **options)
+    model, report = _seeded_conversion(source, seed, options)
     fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
     conversion = {**report.options, "fitted": fitted}
     report.add_distillation(distill(model, source, conversion=conversion, **distillation))
@@ -175,5 +192,5 @@ def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bo
             raise ConversionError(f"{directory}: holds {name}; give another directory")
     if directory.exists() and any(directory.iterdir()):
         if not overwrite:
-            raise ConversionError(f"{directory}: is not empty; give another directory, or set overwrite")
+            raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
         written_files(directory)

@@ -98,7 +98,7 @@ class VisionTransformerSource:
         if not self.num_heads_known:
             raise ConversionError(
                 f"{self.name}: the number of attention heads cannot be inferred from the width of "
-                f"{self.config.hidden_size}; give source_num_heads"
+                f"{self.config.hidden_size}; give source_num_heads (--source-num-heads)"
             )
         model_class: type[Any] = MODEL_CLASSES[self.config.model_type, self.heads]
         prefix = f"{model_class.base_model_prefix}." if self.heads else ""
@@ -157,7 +157,8 @@ def _refuse_known(name: str, image_size: int | tuple[int, int] | None, num_heads
     """Refuse an image size and a number of heads for a source whose config has them."""
     if image_size is not None or num_heads is not None:
         raise ConversionError(
-            f"{name}: its config has the image size and the heads; leave out source_image_size and source_num_heads"
+            f"{name}: its config has the image size and the heads; leave out source_image_size and source_num_heads "
+            "(--source-image-size, --source-num-heads)"
         )
 
 

@@ -83,7 +83,9 @@ def infer_config(
         # 1 is a placeholder for an unknown number; the copied tensors do not depend on it.
         num_heads = model_args.get("num_heads") or usual_heads(width) or 1
     if num_heads < 1 or width % num_heads:
-        raise ConversionError(f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads")
+        raise ConversionError(
+            f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads (--source-num-heads)"
+        )
     if image_size is None:
         image_size = model_args.get("img_size") or _timm_input_size(timm_config)
     config_class = DeiTConfig if distilled else ViTConfig

@@ -5,7 +5,10 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 
 # Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.
@@ -20,14 +23,17 @@ class ImageError(ValueError):
 
 
 def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Image:
-    """Open an image file as an RGB image, rotated as its EXIF data say.
+    """Open an image file as an RGB image of 8 bits per channel, rotated as its EXIF data say.
+
+    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored.
 
     Args:
         source: path of the file, or its content.
         name: name of the image in error messages. Default: the path.
 
     Raises:
-        ImageError: the file does not exist, is damaged or too large, or has none of the `FORMATS`.
+        ImageError: the file does not exist, is damaged or too large, has none of the `FORMATS`, or has pixels whose
+            range of values is unknown, for example of 32 bits.
     """
     name = name or ("an image" if isinstance(source, bytes) else str(source))
     if not isinstance(source, bytes) and not Path(source).is_file():
@@ -64,7 +70,19 @@ def _decoded(file: BinaryIO | Path, name: str) -> Image.Image:
         if image.width * image.height > MAX_PIXELS:
             raise ImageError(_too_large(name, f"{image.width} x {image.height} pixels"))
         ImageOps.exif_transpose(image, in_place=True)
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            return _with_8_bits(image, name).convert("RGB")
         return image.convert("RGB")
+
+
+def _with_8_bits(image: Image.Image, name: str) -> Image.Image:
+    """Keep the upper 8 of 16 bits per pixel; `convert` would clip all values at 255."""
+    # Pillow has the mode I for pixels of 32 bits, but also for those of a 16-bit PGM.
+    known = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    tags = getattr(image, "tag_v2", {})  # of a TIFF, which can also have 12 bits per pixel, and 0 for white
+    if not known or tags.get(BITS_PER_SAMPLE, (16,)) != (16,) or tags.get(PHOTOMETRIC_INTERPRETATION, 1) != 1:
+        raise ImageError(f"{name}: has unusual pixels (mode {image.mode}); save it with 8 bits per channel")
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def _too_large(name: str, size: str) -> str:

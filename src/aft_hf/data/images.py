@@ -117,6 +117,12 @@ def class_numbers(dataset: Dataset | IterableDataset, column: str, names: Sequen
     return {label: numbers[own[label]] for label in labels}
 
 
+def check_augmentation(name: str) -> None:
+    """Raise a `ValueError` if there is no augmentation of this name."""
+    if name not in AUGMENTATIONS:
+        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
+
+
 def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     """Build the augmentation of batches of (height, width) images; None for "none".
 
@@ -127,8 +133,7 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     Raises:
         ValueError: the name is unknown.
     """
-    if name not in AUGMENTATIONS:
-        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
+    check_augmentation(name)
     if name == "none":
         return None
     height, width = size

@@ -1,6 +1,7 @@
 """The lock of an output directory: a second run in it would mix its checkpoints with those of the first."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class Owner(Document):
 def owned(directory: Path, *folders: Path) -> Iterator[None]:
     """Hold the lock of a directory within the context; create the directory if it does not exist.
 
+    If the directory was created here and nothing was written to it, it is removed when the main process leaves.
+
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
     when that process ends, however it ends, so a killed run leaves no lock behind.
 
@@ -49,6 +52,7 @@ def owned(directory: Path, *folders: Path) -> Iterator[None]:
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     refusal: list[str | None] = [None]
+    created = not directory.exists()
     if PartialState().is_main_process:
         try:
             _acquire(lock, directory, folders)
@@ -56,14 +60,25 @@ def owned(directory: Path, *folders: Path) -> Iterator[None]:
             refusal = [str(error)]
     broadcast_object_list(refusal)
     if refusal[0] is not None:
-        lock.release()  # held if a folder was refused
+        if lock.is_locked:  # a folder was refused
+            _release(lock, directory, created)
         raise OSError(refusal[0])
     try:
         yield
     finally:
         if lock.is_locked:
-            (directory / OWNER).unlink(missing_ok=True)
-            lock.release()
+            _release(lock, directory, created)
+
+
+def _release(lock: FileLock, directory: Path, created: bool) -> None:
+    """Release the lock; before that, remove the directory if it was created for this run and holds nothing else."""
+    owner = _owner(directory)
+    # If the directory was removed in the meantime, another run may have created and locked it again.
+    if owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
+        (directory / OWNER).unlink(missing_ok=True)
+        if created and all(path.is_dir() or path == directory / LOCK for path in directory.rglob("*")):
+            shutil.rmtree(directory, ignore_errors=True)
+    lock.release()
 
 
 def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
@@ -71,21 +86,21 @@ def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
     try:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
+        since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
-        since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-        write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
     except Timeout:
-        raise OSError(
-            f"{directory} is in use by {_owner(directory)}: wait, or give another output directory"
-        ) from None
+        owner = _owner(directory)
+        name = "another process" if owner is None else shortened(str(owner))
+        raise OSError(f"{directory} is in use by {name}: wait, or give another output directory") from None
     except OSError as error:
         raise OSError(f"cannot write to {directory} ({first_line(error)})") from error
 
 
-def _owner(directory: Path) -> str:
+def _owner(directory: Path) -> Owner | None:
     try:
-        return shortened(str(read_json(directory / OWNER, Owner)))
+        return read_json(directory / OWNER, Owner)
     except UnreadableError:  # the owner has the lock, but has not written run.json yet
-        return "another process"
+        return None
