@@ -322,9 +322,9 @@ class _Run:
             # The other processes do not know of the error, and a checkpoint needs all of them.
             if self.checkpoints is not None and self.accelerator.num_processes == 1 and self.step > self.resumed_at:
                 try:
-                    self.accelerator.print(f"the next image cannot be read; saved {self._save()}")
+                    self.accelerator.print(f"an image cannot be read; replace it, and resume from {self._save()}")
                 except OSError as failed:
-                    self.accelerator.print(f"the next image cannot be read, and {failed}")
+                    self.accelerator.print(f"an image cannot be read, and {failed}")
             raise
 
     def _update(self, pixels: torch.Tensor, progress: float) -> None:
