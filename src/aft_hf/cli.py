@@ -25,6 +25,7 @@ from .conversion import (
     read_images,
     save_converted,
 )
+from .data.classes import chooses_a_class
 from .progress import no_bars_in_logs
 from .publishing.command import publish_command
 from .reading import printable
@@ -129,7 +130,9 @@ def convert(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Images for --init attention and --distill: a folder, a file, or parquet files."),
+        typer.Option(
+            help="Images for --init attention and --distill: a folder of images, an image file, or parquet files."
+        ),
     ] = None,
     num_images: Annotated[int, typer.Option(help="Number of images that --init attention uses.")] = 256,
     distill: Annotated[
@@ -222,7 +225,7 @@ def convert(
         seed=seed,
         distillation=distillation if distill else None,
     )
-    classifies = model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
+    suggests_distilling = not distill and chooses_a_class(model.config)
     console = Console()
     console.print(report.table())
     for line in (
@@ -233,7 +236,7 @@ def convert(
         "Next step, with labeled images:",
         f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
         "--output_dir FINE_TUNED",
-        *(("or with unlabeled images:", f"  {_distilling_command(context)}") if not distill and classifies else ()),
+        *(("or with unlabeled images:", f"  {_distilling_command(context)}") if suggests_distilling else ()),
     ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -241,31 +244,29 @@ def convert(
 def _distilling_command(context: typer.Context) -> str:
     """The command that repeats this conversion with all given options and --distill."""
     words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
-    for option in context.command.params:
-        name = option.name or ""
-        if option.param_type_name != "option" or not _given(context, name) or name in ("overwrite", "images"):
-            continue
-        values = context.params[name]
-        for value in values if option.multiple else [values]:
-            words += [option.opts[0], str(value)]
+    for name, option in _given(context).items():
+        if name not in ("overwrite", "images"):
+            values = context.params[name]
+            for value in values if isinstance(values, (list, tuple)) else [values]:
+                words += [option, str(value)]
     words += ["--overwrite", "--distill", "--images", str(context.params["images"] or "IMAGES")]
     return shlex.join(words)
 
 
 def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distillation: Iterable[str]) -> None:
-    """Raise a `ValueError` that names the options on the command line that have no effect, and what they need."""
+    """Raise a `ValueError` that names the given options that have no effect, and what they need."""
     needs = {} if distill else dict.fromkeys(of_distillation, "--distill")
     if init == "paper":
         needs["num_images"] = "--init attention"
         if not distill:
             needs["images"] = "--distill or --init attention"
-    if given := _given(context, *needs):
-        raise ValueError(", ".join(f"{option} needs {needs[name]}" for name, option in given.items()))
+    if unused := [f"{option} needs {needs[name]}" for name, option in _given(context).items() if name in needs]:
+        raise ValueError(", ".join(unused))
 
 
-def _given(context: typer.Context, *names: str) -> dict[str, str]:
-    """The options of these parameters that are on the command line, by the name of the parameter, as in the help."""
-    options = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name in names}
+def _given(context: typer.Context) -> dict[str, str]:
+    """The options on the command line, by the name of their parameter, in the order of the help."""
+    options = {each.name: each.opts[0] for each in context.command.params if each.name and each.opts[0][0] == "-"}
     sources = {name: context.get_parameter_source(name) for name in options}
     return {name: options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 

@@ -30,9 +30,10 @@ from aft_hf.conversion import (
 )
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import DistillationOptions, Objectives, distill, rate, weight_of_hidden_states
-from aft_hf.conversion.identity import describe, find_changes
+from aft_hf.conversion.identity import describe
 from aft_hf.data.image_size import resized_processor
 from aft_hf.publishing import write_card
+from aft_hf.training.manifest import find_changes
 from aft_hf.training.ownership import owned
 from aft_hf.training.stopping import StopSignal
 

@@ -31,16 +31,17 @@ from tqdm import tqdm
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
+from ..data.classes import chooses_a_class
 from ..data.image_size import processor_for
 from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
 from ..training.checkpoints import Checkpoints
-from ..training.manifest import read_manifest
+from ..training.manifest import find_changes, read_manifest
 from ..training.optimization import parameter_groups
 from ..training.ownership import owned
 from ..training.stopping import StopSignal
-from .identity import describe, distillation_identity, find_changes
+from .identity import describe, distillation_identity
 from .source import VisionTransformerSource
 
 
@@ -140,7 +141,7 @@ def distill(
         running means of the losses, and the share of images on which model and teacher agreed in the last steps.
 
     Raises:
-        ValueError: the source has no classifier, or one that does not choose between classes, or another number of
+        ValueError: the source has no classifier, is a multi-label classifier or a regression, or has another number of
             classes than the model; there are no images; an option is invalid; the checkpoints belong to other options
             or to another conversion; or the loss is not finite.
         OSError: another process uses the checkpoint directory, or it cannot be written.
@@ -168,17 +169,15 @@ def distill(
 
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Image.Image]) -> None:
-    """Raise a `ValueError` if the source has no classifier with two classes or more, or if there are no images."""
+    """Raise a `ValueError` if the source has no classifier that chooses a class, or if there are no images."""
     if not source.heads:
         raise ValueError(
             f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
         )
-    # The divergence is that of the softmax of the logits.
-    problem_type, num_classes = source.config.problem_type, len(source.config.id2label or {})
-    if problem_type not in (None, "single_label_classification") or num_classes < 2:
+    if not chooses_a_class(source.config):  # the divergence is that of a softmax
         raise ValueError(
             f"{source.name}: a distillation needs a classifier that chooses one of several classes; this one has "
-            f"{num_classes} outputs and problem_type={problem_type!r}"
+            f"num_labels={source.config.num_labels} and problem_type={source.config.problem_type!r}"
         )
     if len(images) == 0:
         raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
@@ -245,6 +244,7 @@ class _Run:
         workers: int,
     ):
         self.settings, self.accelerator, self.num_images = settings, accelerator, len(images)
+        self.batch_size = min(settings.batch_size, len(images))
         self.identity = identity
         self.size, self.keeps_class_token = pair(model.config.image_size), model.config.use_cls_token
         self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
@@ -263,13 +263,12 @@ class _Run:
 
     def _loader(self, dataset: "_Images", workers: int) -> DataLoader[Any]:
         processes = self.accelerator.num_processes
-        batch_size = min(self.settings.batch_size, self.num_images)
-        if batch_size % processes:
-            raise ValueError(f"batch_size={batch_size} is not a multiple of the {processes} processes")
+        if self.batch_size % processes:
+            raise ValueError(f"batch_size={self.batch_size} is not a multiple of the {processes} processes")
         batches = GlobalBatches(
             self.num_images,
-            batch_size,
-            batch_size // processes,
+            self.batch_size,
+            self.batch_size // processes,
             seed=self.settings.seed,
             start=self.step,
             stop=self.settings.steps or 2**31,  # a budget in minutes has no number of steps
@@ -322,9 +321,9 @@ class _Run:
             # The other processes do not know of the error, and a checkpoint needs all of them.
             if self.checkpoints is not None and self.accelerator.num_processes == 1 and self.step > self.resumed_at:
                 try:
-                    self.accelerator.print(f"an image cannot be read; replace it, and resume from {self._save()}")
+                    self.accelerator.print(f"the next images cannot be read; run again to resume from {self._save()}")
                 except OSError as failed:
-                    self.accelerator.print(f"an image cannot be read, and {failed}")
+                    self.accelerator.print(f"the next images cannot be read, and {failed}")
             raise
 
     def _update(self, pixels: torch.Tensor, progress: float) -> None:
@@ -345,7 +344,7 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         latest = torch.cat([torch.stack([divergence, agreement]), errors]).detach()
-        # Of the first steps, the plain mean: otherwise, a short run would report little but its first step.
+        # The plain mean over the first steps; with WINDOW alone, the first step would dominate in a short run.
         weight = min(WINDOW, self.step / (self.step + 1))
         self.means = latest if self.means is None else torch.lerp(latest, self.means, weight)
 
@@ -396,7 +395,7 @@ class _Run:
         divergence, agreement, *errors = (round(value, 5) for value in self._mean_losses().tolist())
         return {
             **asdict(self.settings),
-            "batch_size": min(self.settings.batch_size, self.num_images),
+            "batch_size": self.batch_size,
             "images": self.num_images,
             "steps": self.step,
             "minutes": round(self.seconds / 60, 2),
@@ -424,8 +423,8 @@ class _Run:
         manifest = read_manifest(path)
         if changes := find_changes(manifest.recipe, self.identity):
             raise ValueError(
-                f"{self.checkpoints.directory}: another distillation was begun there ({describe(changes)}); repeat "
-                "that one, or remove the directory"
+                f"{self.checkpoints.directory}: another distillation was begun there ({describe(changes)}); give "
+                "the earlier values, or remove the directory"
             )
         self.checkpoints.load(path)
         self.checkpoints.set_aside(manifest.step)

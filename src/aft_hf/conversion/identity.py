@@ -49,18 +49,6 @@ def distillation_identity(
     return json.loads(json.dumps(identity, default=str))
 
 
-def find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the earlier and the present value of all entries that differ, by name; `outer.inner` for a nested one."""
-    changes: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(then.keys() | now.keys()):
-        old, new = then.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes |= {f"{key}.{name}": values for name, values in find_changes(old, new).items()}
-        elif old != new:
-            changes[key] = (old, new)
-    return changes
-
-
 def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Describe changes in one line; of many, the first `LISTED`."""
     listed = [shortened(f"{name}: {old!r}, now {new!r}") for name, (old, new) in list(changes.items())[:LISTED]]

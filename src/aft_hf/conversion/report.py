@@ -56,7 +56,8 @@ class ConversionReport:
 
     Attributes:
         source: name of the converted checkpoint.
-        options: options of `convert_deit` with defaults filled in, and how the source was read.
+        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed if one was
+            given.
         versions: versions of the libraries.
         records: a record for each tensor of the target, and for each dropped or folded tensor of the source.
     """

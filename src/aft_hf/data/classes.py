@@ -1,7 +1,9 @@
-"""Class labels: telling names from numbers, ordering them by number, and shortening lists of them for messages."""
+"""Classes: names and numbers of class labels, lists of them for messages, and which models choose one class."""
 
 import re
 from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
 
 
 SHOWN = 5
@@ -11,6 +13,11 @@ NUMBER = re.compile(r"(?:LABEL_)?(\d+)")
 def are_names(labels: Sequence[str]) -> bool:
     """Return whether the labels are class names, and not just numbers or the LABEL_0, LABEL_1, ... of transformers."""
     return not all(NUMBER.fullmatch(str(label)) for label in labels)
+
+
+def chooses_a_class(config: PreTrainedConfig) -> bool:
+    """Return whether a classifier chooses one of several classes. Multi-label models and regressions do not."""
+    return len(config.id2label or {}) > 1 and config.problem_type in (None, "single_label_classification")
 
 
 def order_by_class_number(labels: Sequence[str], count: int) -> list[str]:

@@ -70,7 +70,7 @@ def _decoded(file: BinaryIO | Path, name: str) -> Image.Image:
         if image.width * image.height > MAX_PIXELS:
             raise ImageError(_too_large(name, f"{image.width} x {image.height} pixels"))
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        if image.mode.startswith(("I", "F")):  # more than 8 bits per pixel
             return _with_8_bits(image, name).convert("RGB")
         return image.convert("RGB")
 

@@ -8,6 +8,7 @@ therefore validated against a schema here, and the other files are checked for c
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -83,6 +84,18 @@ def read_manifest(directory: Path) -> Manifest:
     if seal is None or checksum(content[seal.end() :]) != seal[1].decode():
         raise UnreadableError(f"{MANIFEST} does not match its checksum")
     return parse_json(content, Manifest, MANIFEST)
+
+
+def find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the earlier and the present value of all entries that differ, by name; `outer.inner` for a nested one."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(then.keys() | now.keys()):
+        old, new = then.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= {f"{key}.{name}": values for name, values in find_changes(old, new).items()}
+        elif old != new:
+            changes[key] = (old, new)
+    return changes
 
 
 def checksum(content: bytes) -> str:

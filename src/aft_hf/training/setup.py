@@ -22,7 +22,7 @@ from ..reading import explained
 from .adamw import build_adamw
 from .checkpoints import Checkpoints
 from .context_parallelism import ContextParallelGroup
-from .manifest import Manifest, read_manifest
+from .manifest import Manifest, find_changes, read_manifest
 from .recipe import ImageRowsData, Recipe, build_recipe
 from .records import Record, portable, remove_unfinished
 from .tasks import TASKS, Samples, Task
@@ -322,12 +322,11 @@ def restore_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, manifest: 
 def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
     """Raise a ValueError if the recipe of a checkpoint differs in a key that is not in `FREE_TO_CHANGE`."""
     with explained(f"{path}: its recipe cannot be read"):
-        then = _flat(build_recipe(earlier))  # keys that are newer than the checkpoint take their defaults
-    now = _flat(recipe)
-    for key in sorted((now.keys() | then.keys()) - FREE_TO_CHANGE):
-        if now.get(key) != then.get(key):
+        then = build_recipe(earlier)  # keys that are newer than the checkpoint take their defaults
+    for key, (old, new) in find_changes(then.model_dump(), recipe.model_dump()).items():
+        if key not in FREE_TO_CHANGE:
             raise ValueError(
-                f"{path} was made with {key}={then.get(key)!r}, and the recipe has {now.get(key)!r}: "
+                f"{path} was made with {key}={old!r}, and the recipe has {new!r}: "
                 "give the same value, or another output_dir for a new run"
             )
 
@@ -344,9 +343,8 @@ def _shard_by_blocks(accelerator: Accelerator, model: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
 
 
-def _flat(recipe: Recipe | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested keys to dotted keys."""
-    values = recipe.model_dump() if isinstance(recipe, Recipe) else recipe
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
