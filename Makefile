@@ -1,4 +1,4 @@
-# Each target installs what it needs into .venv. The machine needs only Python >= 3.10 and make.
+# Each target installs what it needs into .venv. The machine needs only Python >= 3.11 and make.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

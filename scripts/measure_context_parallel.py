@@ -116,8 +116,8 @@ def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], gr
     config = AFTConfig(
         aft_type=aft_type,
         position_bias_dim=8,
-        local_window_size=window,
-        conv_kernel_size=window,
+        window_size=window,
+        kernel_size=window,
         max_position_embeddings=tokens if aft_type == "local" else 1024,
         use_position_embeddings=aft_type == "local",
         vocab_size=16,
@@ -149,7 +149,7 @@ def size_of_gradient(model: torch.nn.Module, group: Any) -> float:
 def image_pass(side: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any]:
     """As `text_step`, for a forward pass over an image. Each process makes its own rows of pixels."""
     config = AFTConfig(
-        modality="image", aft_type="conv", num_heads=4, conv_kernel_size=11, patch_size=PATCH, num_labels=3, **sizes
+        modality="image", aft_type="conv", num_heads=4, kernel_size=11, patch_size=PATCH, num_labels=3, **sizes
     )
     model = AFTForImageClassification(config).eval()
     for layer in model.aft.layers:

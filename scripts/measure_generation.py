@@ -38,7 +38,7 @@ def build(name: str, longest: int) -> PreTrainedModel:
     config = AFTConfig(
         aft_type=name.removeprefix("AFT-"),
         num_heads=8 if name in ("AFT-alibi", "AFT-conv") else 1,
-        conv_kernel_size=32,
+        kernel_size=32,
         position_bias_dim=64,
         max_position_embeddings=longest,
     )
@@ -49,14 +49,14 @@ def build(name: str, longest: int) -> PreTrainedModel:
 def fill(model: PreTrainedModel, context: int):
     """The cache after `context` random tokens."""
     if isinstance(model, GPT2LMHeadModel) or model.config.aft_type == "full":
-        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).cache
         for layer in cache.layers:
             shape = (*layer.keys.shape[:2], context - 1, layer.keys.shape[-1])
             layer.update(torch.randn(shape), torch.randn(shape))
         return cache
     cache = None
     for piece in torch.randint(0, 256, (1, context)).split(PIECE, 1):
-        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
     return cache
 
 
@@ -65,7 +65,7 @@ def step(model: PreTrainedModel, cache) -> float:
     """Seconds for one more token."""
     token = torch.randint(0, 256, (1, 1))
     started = time.perf_counter()
-    model(token, past_key_values=cache, use_cache=True)
+    model(token, cache=cache, use_cache=True)
     return time.perf_counter() - started
 
 

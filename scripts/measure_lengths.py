@@ -40,8 +40,8 @@ def build(name: str, width: int, layers: int) -> PreTrainedModel:
         hidden_size=width,
         num_hidden_layers=layers,
         num_heads=1 if name == "AFT-local" else HEADS,  # even so, most of its parameters are position biases
-        conv_kernel_size=32,
-        local_window_size=32,
+        kernel_size=32,
+        window_size=32,
         position_bias_dim=64,
         max_position_embeddings=max(TESTED),
     )

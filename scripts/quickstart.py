@@ -272,7 +272,7 @@ def text(
         num_hidden_layers=4,
         max_position_embeddings=length,
         position_bias_dim=64,
-        local_window_size=32,
+        window_size=32,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -372,7 +372,7 @@ def pixels(
         files.append(f"data.{split}={out / 'digits' / split}.parquet")
         _save_images(pairs, out / "digits" / f"{split}.parquet")
     changes = {
-        "model": {"hidden_size": 96, "num_hidden_layers": 4, "position_bias_dim": 32, "local_window_size": 48},
+        "model": {"hidden_size": 96, "num_hidden_layers": 4, "position_bias_dim": 32, "window_size": 48},
         "data": {"image_size": DIGIT_SIZE, "flip": "false"},
         "schedule": {"warmup_steps": 40},
     }

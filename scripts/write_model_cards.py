@@ -229,7 +229,7 @@ def _about(path: Path) -> tuple[str, tuple[str, dict[str, Any]] | None]:
     values = dict(zip(words[::2], words[1::2]))  # the value of each option
     fields = {
         "aft_type": "conv",
-        "conv_kernel_size": int(values["--kernel-size"]),
+        "kernel_size": int(values["--kernel-size"]),
         "num_heads": int(values["--num-heads"]),
         "position_bias_multiplier": float(values.get("--position-bias-multiplier", POSITION_BIAS_MULTIPLIER)),
     }

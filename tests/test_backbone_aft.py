@@ -10,7 +10,7 @@ from aft_hf import AFTBackbone, AFTConfig, AFTForImageClassification
 
 
 def config_of(aft_type="conv", **options):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8, "conv_kernel_size": 3}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8, "kernel_size": 3}
     return AFTConfig(modality="image", aft_type=aft_type, num_heads=4, **{**sizes, **options})
 
 

@@ -43,8 +43,8 @@ def build(name, **options):
         "hidden_size": 12,
         "num_heads": 3,
         "position_bias_dim": 4,
-        "local_window_size": 7,
-        "conv_kernel_size": 5,
+        "window_size": 7,
+        "kernel_size": 5,
         "max_position_embeddings": LONGEST,
     } | VARIANTS[name]
     layers = len(settings["aft_type"]) if isinstance(settings["aft_type"], list) else 2
@@ -74,8 +74,8 @@ def in_pieces(model, ids, cuts, mask=None):
     for piece in ids.split(cuts, 1):
         seen += piece.shape[1]
         here = None if mask is None else mask[:, :seen]
-        output = model(piece, attention_mask=here, past_key_values=state, use_cache=True)
-        state = output.past_key_values
+        output = model(piece, attention_mask=here, cache=state, use_cache=True)
+        state = output.cache
         logits.append(output.logits)
     return torch.cat(logits, 1), state
 
@@ -294,7 +294,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_first_token():
 
 def test_a_cache_of_keys_and_values_is_refused_with_what_to_take_instead():
     with pytest.raises(ValueError, match=r"got DynamicCache.* prompt tuning or LoRA"):
-        build("simple")(tokens(1, 5), past_key_values=DynamicCache())
+        build("simple")(tokens(1, 5), cache=DynamicCache())
 
 
 def test_what_cannot_be_undone_says_so(model):
@@ -314,18 +314,18 @@ def test_a_state_can_be_reordered_repeated_selected_copied_and_reset(model):
     saved = copy.deepcopy(state)
     state.reorder_cache(order)
     expected = model(torch.cat([ids[order], more], 1), use_cache=False).logits[:, -1:]
-    assert_near(model(more, past_key_values=state).logits, expected)
+    assert_near(model(more, cache=state).logits, expected)
     repeated = copy.deepcopy(saved)
     repeated.batch_repeat_interleave(2)
     twice = torch.cat([ids, more], 1).repeat_interleave(2, 0)
-    last = model(more.repeat_interleave(2, 0), past_key_values=repeated).logits
+    last = model(more.repeat_interleave(2, 0), cache=repeated).logits
     assert_near(last, model(twice, use_cache=False).logits[:, -1:])
     saved.batch_select_indices(torch.tensor([1]))
     alone = torch.cat([ids[1:2], more[1:2]], 1)
-    assert_near(model(more[1:2], past_key_values=saved).logits, model(alone, use_cache=False).logits[:, -1:])
+    assert_near(model(more[1:2], cache=saved).logits, model(alone, use_cache=False).logits[:, -1:])
     saved.reset()
     assert saved.get_seq_length() == 0
-    assert_near(model(ids, past_key_values=saved).logits, model(ids, use_cache=False).logits)
+    assert_near(model(ids, cache=saved).logits, model(ids, use_cache=False).logits)
 
 
 SIZES = {"simple": 0, "alibi": 0, "local": 6, "conv": 4}
@@ -368,13 +368,13 @@ def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
     model = build(name, use_position_embeddings=False, num_hidden_layers=1)
     state, ids = None, tokens(1, 1000)
     for _ in range(100):
-        output = model(ids, past_key_values=state, use_cache=True, logits_to_keep=1)
-        state = output.past_key_values
+        output = model(ids, cache=state, use_cache=True, logits_to_keep=1)
+        state = output.cache
     assert state.get_seq_length() == 100_000
     assert state.nbytes() < 2_000
     assert torch.isfinite(output.logits).all()
     # After a hundred repetitions of the same tokens, the averages no longer change.
-    again = model(ids, past_key_values=state, logits_to_keep=1).logits
+    again = model(ids, cache=state, logits_to_keep=1).logits
     assert_near(again, output.logits, tolerance=1e-3)
 
 
@@ -383,11 +383,11 @@ def test_wrong_states_and_masks_are_named(model):
     ids = tokens(2, 6)
     _, state = in_pieces(model, ids, [6])
     with pytest.raises(ValueError, match=r"batch size of 2.*3"):
-        model(tokens(3, 1), past_key_values=state)
+        model(tokens(3, 1), cache=state)
     with pytest.raises(ValueError, match=r"6 past and 1 new"):
-        model(ids[:, :1], attention_mask=torch.ones(2, 3), past_key_values=state)
+        model(ids[:, :1], attention_mask=torch.ones(2, 3), cache=state)
     with pytest.raises(ValueError, match="DynamicCache"):
-        model(ids, past_key_values=DynamicCache())
+        model(ids, cache=DynamicCache())
 
 
 @torch.no_grad()
@@ -411,9 +411,9 @@ def test_a_state_holds_no_memory_of_the_tokens_it_has_forgotten():
 
 def test_training_keeps_no_state_and_evaluation_does(model):
     ids = tokens(2, 6)
-    assert model.train()(ids).past_key_values is None
-    assert isinstance(model.eval()(ids).past_key_values, AFTCache)
-    assert model(ids, use_cache=False).past_key_values is None
+    assert model.train()(ids).cache is None
+    assert isinstance(model.eval()(ids).cache, AFTCache)
+    assert model(ids, use_cache=False).cache is None
 
 
 def test_right_padding_in_training_leaves_loss_and_gradients_as_they_are(model):

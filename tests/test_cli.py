@@ -80,7 +80,7 @@ def test_a_bad_source_is_one_line_and_a_nonzero_exit(tmp_path, aft_hf):
 def test_a_kernel_beyond_the_grid_is_one_line_and_a_nonzero_exit(vit, tmp_path, aft_hf):
     done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 99, "--num-heads", 4)
     assert done.returncode != 0
-    assert "conv_kernel_size=99" in done.stderr and "Traceback" not in done.stderr
+    assert "kernel_size=99" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,6 +112,6 @@ def test_new_weights_depend_on_the_seed_alone(vit, tmp_path, aft_hf):
 
 
 def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path, aft_hf):
-    done = aft_hf("convert", vit, tmp_path / "out", "--conv-kernel-size", 3, "--num-heads", 2)
+    done = aft_hf("convert", vit, tmp_path / "out", "--kernel-size", 3, "--num-heads", 2)
     assert done.returncode == 0, done.stderr
-    assert AFTConfig.from_pretrained(tmp_path / "out").conv_kernel_size == 3
+    assert AFTConfig.from_pretrained(tmp_path / "out").kernel_size == 3

@@ -30,8 +30,8 @@ def language_model(aft_type, layers=2, **options):
         num_hidden_layers=layers,
         num_heads=3,
         position_bias_dim=4,
-        local_window_size=7,
-        conv_kernel_size=5,
+        window_size=7,
+        kernel_size=5,
         max_position_embeddings=80,
         **options,
     )
@@ -47,8 +47,8 @@ def image_model(aft_type, **options):
         num_heads=3,
         position_bias_dim=4,
         image_size=32,
-        local_window_size=3,
-        conv_kernel_size=5,
+        window_size=3,
+        kernel_size=5,
         **{"patch_size": 4, **options},
     )
     return with_biases(AFTForImageClassification(config))
@@ -100,12 +100,12 @@ def test_aft_conv_on_a_grid_compiles_as_one_graph_as_a_table_and_as_a_convolutio
 @torch.no_grad()
 def test_a_decode_step_compiles_once_for_all_tokens(aft_type):
     model, ids = language_model(aft_type), torch.randint(256, (2, 40))
-    states = [model(ids).past_key_values for _ in range(2)]
+    states = [model(ids).cache for _ in range(2)]
     step, graphs = compiled(model), []
     for _ in range(8):
         token = torch.randint(256, (2, 1))
-        logits = step(token, past_key_values=states[0]).logits
-        torch.testing.assert_close(logits, model(token, past_key_values=states[1]).logits)
+        logits = step(token, cache=states[0]).logits
+        torch.testing.assert_close(logits, model(token, cache=states[1]).logits)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     # At the second token the compiler learns that the number of past tokens varies; no later token recompiles.
     assert graphs[1] == graphs[-1] <= 2

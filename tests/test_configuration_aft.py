@@ -31,8 +31,8 @@ DEFAULTS = {
     "position_bias_dim": 256,
     "position_bias_init_std": 0.1,
     "position_bias_multiplier": 1.0,
-    "local_window_size": 32,
-    "conv_kernel_size": 11,
+    "window_size": 32,
+    "kernel_size": 11,
     "position_bias_reparameterized": True,
     "global_connectivity": True,
     "query_activation": "sigmoid",
@@ -190,10 +190,10 @@ INVALID = {
     "class token with conv": ({**IMAGE_CONV, "use_cls_token": True}, ("use_cls_token=True", "conv")),
     "pooling of no class token": ({**IMAGE_CONV, "pooling": "cls"}, ("pooling", "cls", "use_cls_token")),
     "alibi on images": ({"modality": "image", "aft_type": "alibi"}, ("alibi", "image")),
-    "even kernel": ({**IMAGE_CONV, "conv_kernel_size": 4}, ("conv_kernel_size=4", "odd")),
+    "even kernel": ({**IMAGE_CONV, "kernel_size": 4}, ("kernel_size=4", "odd")),
     "kernel beyond the grid": (
-        {**IMAGE_CONV, "image_size": 32, "patch_size": 8, "conv_kernel_size": 9},
-        ("conv_kernel_size=9", "4 x 4", "7"),
+        {**IMAGE_CONV, "image_size": 32, "patch_size": 8, "kernel_size": 9},
+        ("kernel_size=9", "4 x 4", "7"),
     ),
     "image not in patches": ({**IMAGE, "image_size": 30, "patch_size": 8}, ("image_size=30", "patch_size=8")),
     "columns not in patches": (
@@ -213,9 +213,9 @@ INVALID = {
         ("image_size=32", "patch_stride=5"),
     ),
 }
-for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "local_window_size"):
+for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "window_size"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
-for name in ("conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
+for name in ("kernel_size", "vocab_size", "max_position_embeddings", "num_channels", "position_bias_dim"):
     INVALID[f"{name} of 0"] = ({name: 0}, (name, "0"))
 for name in ("layer_norm_eps", "gumbel_temperature", "position_bias_multiplier", "initializer_range"):  # divisors
     INVALID[f"{name} of 0"] = ({name: 0.0}, (name, "0.0"))
@@ -225,7 +225,7 @@ for name in ("hidden_dropout_prob", "drop_path_rate"):
     INVALID[f"{name} of 1.5"] = ({name: 1.5}, (name, "1.5"))
     INVALID[f"{name} of 1"] = ({name: 1.0}, (name, "1.0"))
 HUGE = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "position_bias_dim", "num_labels")
-HUGE += ("local_window_size", "conv_kernel_size", "vocab_size", "max_position_embeddings", "num_channels")
+HUGE += ("window_size", "kernel_size", "vocab_size", "max_position_embeddings", "num_channels")
 for name in HUGE:
     INVALID[f"{name} of a billion"] = ({name: 10**9}, (name, "1000000000", str(LARGEST[name])))
     INVALID[f"{name} of 400 digits"] = ({name: 10**400}, (name, "1000", str(LARGEST[name])))
@@ -290,9 +290,9 @@ VALID = {
         **IMAGE_CONV,
         "image_size": 32,
         "patch_size": 8,
-        "conv_kernel_size": 7,
+        "kernel_size": 7,
     },
-    "even kernel of text": {"aft_type": "conv", "conv_kernel_size": 4},
+    "even kernel of text": {"aft_type": "conv", "kernel_size": 4},
     "gumbel": {"aft_type": "conv", "position_bias_selection": "gumbel"},
     "entropy where one layer is conv": {
         "aft_type": ["conv", "full"],
@@ -322,7 +322,7 @@ def test_a_field_set_wrong_later_is_refused_when_saved(tmp_path):
 ROUND_TRIPS = {
     "defaults": {},
     "multiplier": {"position_bias_multiplier": 20.0},
-    "conv": {**IMAGE_CONV, "image_size": [32, 48], "patch_size": 8, "conv_kernel_size": 7, "num_labels": 5},
+    "conv": {**IMAGE_CONV, "image_size": [32, 48], "patch_size": 8, "kernel_size": 7, "num_labels": 5},
     "overlapping patches": {**IMAGE, "image_size": 32, "patch_size": 10, "patch_stride": [8, 4]},
     "types": {"aft_type": ["full", "alibi"], "num_hidden_layers": 2, "position_bias_dim": None, "num_heads": 4},
     "nothing derived": {**IMAGE, "use_position_embeddings": False, "use_cls_token": False, "pooling": "mean"},

@@ -30,8 +30,8 @@ LENGTH = 70
 
 
 def language_model(aft_type: str, options: str, implementation: str) -> AFTForCausalLM:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "local_window_size": 8}
-    sizes |= {"max_position_embeddings": 128, "conv_kernel_size": 5, **OPTIONS[options]}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "window_size": 8}
+    sizes |= {"max_position_embeddings": 128, "kernel_size": 5, **OPTIONS[options]}
     with torch.device("meta"):
         return AFTForCausalLM(AFTConfig(aft_type=aft_type, mixing_implementation=implementation, **sizes))
 
@@ -85,11 +85,11 @@ def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation
     cache = model.aft.new_cache(LENGTH + 3) if static else None
     with torch.no_grad():
         mask = meta(2, LENGTH) if padded else None
-        output = model(meta(2, LENGTH), attention_mask=mask, past_key_values=cache, use_cache=True)
+        output = model(meta(2, LENGTH), attention_mask=mask, cache=cache, use_cache=True)
         for step in range(1, 3):
             mask = meta(2, LENGTH + step) if padded and not static else None
             token = output.logits[:, -1:].argmax(-1)
-            output = model(token, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True)
+            output = model(token, attention_mask=mask, cache=output.cache, use_cache=True)
     assert output.logits.shape == (2, 1, 256)
 
 
@@ -97,7 +97,7 @@ def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation
 @implementations
 def test_a_training_step_on_images_waits_for_nothing(aft_type, options, implementation):
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
-    config |= {"patch_size": 4, "num_labels": 5, "conv_kernel_size": 3, "local_window_size": 4, **OPTIONS[options]}
+    config |= {"patch_size": 4, "num_labels": 5, "kernel_size": 3, "window_size": 4, **OPTIONS[options]}
     config["mixing_implementation"] = implementation
     with torch.device("meta"):
         model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **config)).train()

@@ -128,7 +128,7 @@ def test_large_keys_are_finite_and_right(structure, keys, computed):
 def language_model(aft_type: str, implementation: str, **options) -> AFTForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 40, "position_bias_dim": 4}
-    sizes |= {"max_position_embeddings": 64, "local_window_size": 5, "conv_kernel_size": 4, **options}
+    sizes |= {"max_position_embeddings": 64, "window_size": 5, "kernel_size": 4, **options}
     config = AFTConfig(aft_type=aft_type, mixing_implementation=implementation, position_bias_init_std=1.0, **sizes)
     return AFTForCausalLM(config).eval().to(DEVICE)
 
@@ -154,9 +154,9 @@ def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
     with torch.no_grad():
         for run in (model, compiled):
             cache = model.aft.new_cache(20)
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             places = [x.data_ptr() for layer in cache.layers for x in layer._tensors().values()]
-            logits.append(torch.cat([run(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3)]))
+            logits.append(torch.cat([run(ids[:, i : i + 1], cache=cache).logits for i in range(3)]))
             assert places == [x.data_ptr() for layer in cache.layers for x in layer._tensors().values()]
             assert int(cache.get_seq_length()) == 10
     torch.testing.assert_close(*logits)

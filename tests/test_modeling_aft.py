@@ -36,7 +36,7 @@ VOCAB, LABELS, LAYERS, WIDTH = 32, 5, 2, 16
 def tiny_config(modality, aft_type, **options):
     """A config of two layers of width 16: at most 48 tokens and a vocabulary of 32, or 4 x 4 patches and 5 labels."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_heads": 2, "position_bias_dim": 4}
-    sizes |= {"local_window_size": 4, "conv_kernel_size": 3}
+    sizes |= {"window_size": 4, "kernel_size": 3}
     if modality == "text":
         sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 48}
     else:
@@ -101,7 +101,7 @@ PAPER = {  # millions of parameters, from Tables 7 and 8 of the paper
     "AFT-conv small 11/16": ({"aft_type": "conv", "hidden_size": 384, "num_heads": 16}, 20.3),
     "AFT-conv small 11/384": ({"aft_type": "conv", "hidden_size": 384, "num_heads": 384}, 22.5),
     "AFT-conv small 15/384": (
-        {"aft_type": "conv", "hidden_size": 384, "num_heads": 384, "conv_kernel_size": 15},
+        {"aft_type": "conv", "hidden_size": 384, "num_heads": 384, "kernel_size": 15},
         23.0,
     ),
 }
@@ -114,7 +114,7 @@ def test_the_number_of_parameters_is_that_of_the_paper(options, millions):
 
 def test_aft_conv_base_at_384_has_79_86_million_parameters():
     """The architecture that reproduces all other counts of the paper has 79.86 million; the paper prints 79.7."""
-    options = {"hidden_size": 768, "num_heads": 32, "conv_kernel_size": 25, "image_size": 384}
+    options = {"hidden_size": 768, "num_heads": 32, "kernel_size": 25, "image_size": 384}
     assert count_parameters(aft_type="conv", **options) == 79_864_552
 
 
@@ -165,8 +165,8 @@ OPTIONS = {
     "position_bias_dim": ("full", None, lambda mixer: hasattr(mixer, "position_bias_table")),
     "max_position_embeddings": ("full", 99, lambda mixer: mixer.max_positions == 99),
     "global_connectivity": ("local", False, lambda mixer: mixer.position_bias()[0, 9, 0] == -torch.inf),
-    "local_window_size": ("local", 7, lambda mixer: mixer.window == 7),
-    "conv_kernel_size": ("conv", 5, lambda mixer: mixer.kernel.shape == (2, 5)),
+    "window_size": ("local", 7, lambda mixer: mixer.window == 7),
+    "kernel_size": ("conv", 5, lambda mixer: mixer.kernel.shape == (2, 5)),
     "position_bias_reparameterized": ("conv", False, lambda mixer: mixer.kernel_scale is None),
     "position_bias_selection": ("conv", "gumbel", lambda mixer: mixer.selection == "gumbel"),
     "position_bias_multiplier": ("local", 20.0, lambda mixer: mixer.position_bias_multiplier == 20.0),
@@ -848,7 +848,7 @@ def test_packed_documents_equal_the_documents_one_by_one(aft_type):
     for inputs in (row, as_boundaries):
         output = model(**inputs)
         torch.testing.assert_close(output.logits, expected)
-        assert output.past_key_values is None
+        assert output.cache is None
     gradients = []
     for logits in (model(**row).logits, expected):
         model.zero_grad()
@@ -874,9 +874,9 @@ def test_position_ids_beside_a_cache_that_has_tokens_are_those_of_the_cache():
     config = tiny_config("text", "local")
     model, ids = build(config), inputs_of(config)["input_ids"]
     expected = model(ids).logits[:, -1:]
-    cache = model(ids[:, :-1]).past_key_values
+    cache = model(ids[:, :-1]).cache
     position_ids = torch.full((len(ids), 1), ids.shape[1] - 1)
-    found = model(ids[:, -1:], past_key_values=cache, position_ids=position_ids).logits
+    found = model(ids[:, -1:], cache=cache, position_ids=position_ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -884,7 +884,7 @@ def test_a_cache_of_packed_documents_is_refused():
     config = tiny_config("text", "simple")
     model, (_, row) = build(config), packed(config, 3, 4)
     with pytest.raises(ValueError, match="cache"):
-        model(**row, past_key_values=model.aft.new_cache())
+        model(**row, cache=model.aft.new_cache())
 
 
 @pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])

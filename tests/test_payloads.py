@@ -52,11 +52,11 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     ViTForImageClassification(ViTConfig(num_attention_heads=2, **SIZES, **IMAGES)).save_pretrained(root / "vit")
     aft = {"num_heads": 2, "position_bias_dim": 4}
-    config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=3, **SIZES, **IMAGES, **aft)
+    config = AFTConfig(modality="image", aft_type="conv", kernel_size=3, **SIZES, **IMAGES, **aft)
     AFTForImageClassification(config).save_pretrained(root / "image")
     for name in ("vit", "image"):
         ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
-    text = AFTConfig(max_position_embeddings=16, local_window_size=4, **SIZES, **aft)
+    text = AFTConfig(max_position_embeddings=16, window_size=4, **SIZES, **aft)
     AFTForCausalLM(text).save_pretrained(root / "text")
     build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
     for name in ("image", "text"):

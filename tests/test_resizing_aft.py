@@ -13,7 +13,7 @@ from aft_hf.resizing_aft import resampled, stretched
 
 def classifier(**changes):
     fields = {"image_size": 32, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4}
-    fields |= {"modality": "image", "aft_type": "conv", "conv_kernel_size": 5, "num_labels": 3}
+    fields |= {"modality": "image", "aft_type": "conv", "kernel_size": 5, "num_labels": 3}
     torch.manual_seed(0)
     model = AFTForImageClassification(AFTConfig(**fields | changes)).eval()
     for layer in model.aft.layers:  # nonzero kernels, gamma and beta, as after training
@@ -73,7 +73,7 @@ def test_rows_stretch_by_the_ratio_of_the_rows():
     large = stretched(kernel, (3.0, 1.0), longest=1000, outside=0.0)[0]
     assert large[:, 4].tolist() == pytest.approx([0.0] * 6 + [4.0] * 3)
     assert large.count_nonzero() == 3
-    model = classifier(num_heads=1, conv_kernel_size=3, position_bias_reparameterized=False)
+    model = classifier(num_heads=1, kernel_size=3, position_bias_reparameterized=False)
     for layer in model.aft.layers:
         layer.mixer.kernel.data.copy_(kernel)
     model.adapt_to_image_size((96, 32))
@@ -95,7 +95,7 @@ def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
     expected = stretched(mixer.kernel_bias().detach(), (1.5, 1.5), longest=12, outside=0.0)
     pace = mixer.kernel.std((1, 2), correction=0).detach()
     model.adapt_to_image_size(48)
-    assert model.config.image_size == 48 and model.config.conv_kernel_size == expected.shape[-1] == 9
+    assert model.config.image_size == 48 and model.config.kernel_size == expected.shape[-1] == 9
     torch.testing.assert_close(mixer.kernel_bias(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()))
     assert mixer.kernel.requires_grad
     if reparameterized:  # an optimizer changes the kernel at the same rate as before
@@ -142,13 +142,13 @@ def test_a_kernel_alone_stays_alone():
 
 
 def test_a_kernel_is_no_larger_than_the_grid_has_use_for():
-    model = classifier(conv_kernel_size=15)
+    model = classifier(kernel_size=15)
     model.adapt_to_image_size(16)
-    assert model.config.conv_kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == 7
+    assert model.config.kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == 7
 
 
 def test_a_kernel_of_one_position_gets_a_shape_to_learn():
-    model = classifier(conv_kernel_size=1)
+    model = classifier(kernel_size=1)
     mixer = model.aft.layers[0].mixer
     torch.nn.init.zeros_(mixer.kernel_scale)
     model.adapt_to_image_size(64)
@@ -180,7 +180,7 @@ def test_nothing_is_changed_where_one_layer_cannot_be_stretched():
     with pytest.raises(ValueError, match="position_bias_selection"):
         model.adapt_to_image_size(48)
     assert [layer.mixer.window for layer in model.aft.layers] == [5, 5]
-    assert model.config.image_size == 32 and model.config.conv_kernel_size == 5
+    assert model.config.image_size == 32 and model.config.kernel_size == 5
 
 
 def test_kernels_that_are_not_those_of_the_config_are_refused():
@@ -188,7 +188,7 @@ def test_kernels_that_are_not_those_of_the_config_are_refused():
     other = AFTForImageClassification(model.config)
     model.adapt_to_image_size(48)
     for size in (48, 64):  # also for the size of the shared config
-        with pytest.raises(ValueError, match="conv_kernel_size=9"):
+        with pytest.raises(ValueError, match="kernel_size=9"):
             other.adapt_to_image_size(size)
 
 
@@ -211,8 +211,8 @@ def unchanged(model, size, message, **options):
 
 
 def test_a_size_whose_config_would_be_invalid_is_refused():
-    unchanged(classifier(conv_kernel_size=15), 16, "conv_kernel_size=15", stretch_kernels=False)
-    unchanged(classifier(patch_size=1024, image_size=2048, conv_kernel_size=3), 10240, "patch_size")
+    unchanged(classifier(kernel_size=15), 16, "kernel_size=15", stretch_kernels=False)
+    unchanged(classifier(patch_size=1024, image_size=2048, kernel_size=3), 10240, "patch_size")
 
 
 def test_parameters_with_adapters_or_parametrizations_are_refused():
@@ -333,7 +333,7 @@ def test_kernels_or_patches_can_be_kept(kept):
     model.adapt_to_image_size(64, **{kept: False})
     config = model.config
     expected = (5, 8, 4) if kept == "stretch_kernels" else (11, 4, None)
-    assert (config.conv_kernel_size, config.patch_size, config.patch_stride) == expected
+    assert (config.kernel_size, config.patch_size, config.patch_stride) == expected
     for name, parameter in original.named_parameters():
         if (kept == "enlarge_patches") == ("patch_embeddings" in name):
             assert torch.equal(model.get_parameter(name), parameter)

@@ -25,7 +25,7 @@ def build(name: str) -> AFTForCausalLM:
     torch.manual_seed(0)
     options = {"num_hidden_layers": 2, "position_bias_dim": 8} | STATIC_TYPES[name]
     options |= {"hidden_size": 16, "vocab_size": 40, "max_position_embeddings": 64}
-    config = AFTConfig(local_window_size=5, conv_kernel_size=4, position_bias_init_std=1.0, **options)
+    config = AFTConfig(window_size=5, kernel_size=4, position_bias_init_std=1.0, **options)
     model = AFTForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("kernel_scale", "kernel_shift")):
@@ -65,7 +65,7 @@ def test_a_static_cache_gives_the_tokens_of_no_cache(model, padded):
     expected = generate(model, prompts, use_cache=False)
     found = generate(model, prompts, cache_implementation="static")
     assert_same(found, expected)
-    cache = found.past_key_values
+    cache = found.cache
     assert isinstance(cache, AFTCache) and cache.is_compileable and len(cache.layers) == len(model.aft.layers)
     assert all(isinstance(layer, AFTStaticLayerState) for layer in cache.layers)
     assert int(cache.get_seq_length()) == 9 + 12 - 1
@@ -75,11 +75,11 @@ def test_the_tensors_of_a_static_cache_stay_in_place(model):
     cache = model.aft.new_cache(40)
     prompts = padded_prompts()
     with torch.no_grad():
-        model(**prompts, past_key_values=cache)
+        model(**prompts, cache=cache)
         places = [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
         shapes = [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
         for _ in range(3):
-            model(input_ids=torch.randint(0, 40, (2, 1)), past_key_values=cache)
+            model(input_ids=torch.randint(0, 40, (2, 1)), cache=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
         cache.reset()
     assert places == [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
@@ -89,11 +89,11 @@ def test_the_tensors_of_a_static_cache_stay_in_place(model):
 def test_a_static_cache_that_is_reset_begins_anew(model):
     cache, prompts = model.aft.new_cache(40), padded_prompts()
     with torch.no_grad():
-        expected = model(**prompts, past_key_values=model.aft.new_cache(40)).logits
-        model(**padded_prompts(), past_key_values=cache)
+        expected = model(**prompts, cache=model.aft.new_cache(40)).logits
+        model(**padded_prompts(), cache=cache)
         cache.reset()
         assert int(cache.get_seq_length()) == 0
-        found = model(**prompts, past_key_values=cache).logits
+        found = model(**prompts, cache=cache).logits
     real = prompts["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
@@ -157,12 +157,12 @@ def test_new_tokens_continue_the_static_cache_of_an_earlier_call(model):
     prompts = padded_prompts()
     expected = generate(model, prompts, 8)
     cache = model.aft.new_cache(20)
-    first = generate(model, prompts, 3, past_key_values=cache)
+    first = generate(model, prompts, 3, cache=cache)
     grown = {
         "input_ids": first.sequences,
         "attention_mask": torch.nn.functional.pad(prompts["attention_mask"], (0, 3), value=1),
     }
-    second = generate(model, grown, 5, past_key_values=cache)
+    second = generate(model, grown, 5, cache=cache)
     assert torch.equal(second.sequences, expected.sequences)
 
 
@@ -202,9 +202,9 @@ def test_attentions_may_be_asked_for_after_a_static_cache_is_reset():
     cache, prompts = model.aft.new_cache(40), padded_prompts()
     with torch.no_grad():
         expected = model(**prompts, output_attentions=True).attentions
-        model(**padded_prompts(), past_key_values=cache)
+        model(**padded_prompts(), cache=cache)
         cache.reset()
-        found = model(**prompts, past_key_values=cache, output_attentions=True).attentions
+        found = model(**prompts, cache=cache, output_attentions=True).attentions
     for mine, theirs in zip(found, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
@@ -212,6 +212,6 @@ def test_attentions_may_be_asked_for_after_a_static_cache_is_reset():
 def test_a_static_cache_that_is_filled_in_inference_mode_is_continued_without_it(model):
     cache, prompts = model.aft.new_cache(40), padded_prompts()
     with torch.inference_mode():
-        model(**prompts, past_key_values=cache)
+        model(**prompts, cache=cache)
     with torch.no_grad():
-        assert model(prompts["input_ids"][:, :1], past_key_values=cache).logits.isfinite().all()
+        assert model(prompts["input_ids"][:, :1], cache=cache).logits.isfinite().all()

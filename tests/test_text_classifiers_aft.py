@@ -40,7 +40,7 @@ PAD = 257
 def build(head=AFTForSequenceClassification, **options):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4}
-    sizes |= {"max_position_embeddings": 32, "local_window_size": 4, "conv_kernel_size": 4, "initializer_range": 0.5}
+    sizes |= {"max_position_embeddings": 32, "window_size": 4, "kernel_size": 4, "initializer_range": 0.5}
     config = AFTConfig(**{"vocab_size": 258, "pad_token_id": PAD, "num_labels": 3, **sizes, **options})
     model = head(config).double().eval()
     for name, parameter in model.named_parameters():
@@ -235,9 +235,7 @@ def test_the_pipeline_of_features_of_texts(head, saved):
 def test_the_pipeline_of_features_of_images(aft_type, pool, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "position_bias_dim": 4, "image_size": 8, "patch_size": 2}
-    model = AFTForImageClassification(
-        AFTConfig(modality="image", aft_type=aft_type, conv_kernel_size=3, **sizes)
-    ).eval()
+    model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, kernel_size=3, **sizes)).eval()
     model.save_pretrained(tmp_path)
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
     processor.save_pretrained(tmp_path)

@@ -23,8 +23,8 @@ def sample_tokens(
     generator = torch.Generator(prompt.device).manual_seed(seed)
     cache, tokens = None, prompt
     for _ in range(count):
-        outputs = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        cache, logits = outputs.past_key_values, outputs.logits[:, -1, :num_tokens].float()
+        outputs = model(input_ids=tokens, cache=cache, use_cache=True)
+        cache, logits = outputs.cache, outputs.logits[:, -1, :num_tokens].float()
         if temperature == 0:
             tokens = logits.argmax(-1, keepdim=True)
         else:

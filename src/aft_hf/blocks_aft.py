@@ -37,11 +37,11 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
     if aft_type == "full":
         return AFTFull(config.hidden_size, **table, **options)
     if aft_type == "local":
-        return AFTLocal(config.hidden_size, window_size=config.local_window_size, **table, **options)
+        return AFTLocal(config.hidden_size, window_size=config.window_size, **table, **options)
     if aft_type == "conv":
         return AFTConv(
             config.hidden_size,
-            kernel_size=config.conv_kernel_size,
+            kernel_size=config.kernel_size,
             spatial_dims=2 if config.modality == "image" else 1,
             reparameterized=config.position_bias_reparameterized,
             selection=config.position_bias_selection,
@@ -102,7 +102,7 @@ class AFTLayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         grid_size: tuple[int, int] | None = None,
-        past_key_values: AFTCache | None = None,
+        cache: AFTCache | None = None,
         documents: Documents | None = None,
         shard: SequenceShard | None = None,
         output_attentions: bool = False,
@@ -114,7 +114,7 @@ class AFTLayer(GradientCheckpointingLayer):
             documents=documents,
             shard=shard,
             grid_size=grid_size,
-            state=None if past_key_values is None else past_key_values.layers[self.layer_idx],
+            state=None if cache is None else cache.layers[self.layer_idx],
             output_attentions=output_attentions,
         )
         branch = branch[0] if output_attentions else branch

@@ -461,7 +461,7 @@ class AFTStaticLayerState(AFTLayerState):
 class AFTCache(Cache):
     """The generation cache of a model, with one `AFTLayerState` for each layer.
 
-    `AFTModel.new_cache` creates one, and models return one if `use_cache=True`. Pass it as `past_key_values` to
+    `AFTModel.new_cache` creates one, and models return one if `use_cache=True`. Pass it as `cache` to
     continue the sequences.
 
     Args:

@@ -17,9 +17,9 @@ from .benchmarking.command import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import (
     KERNEL_SIZE,
-    LOCAL_WINDOW_SIZE,
     POSITION_BIAS_DIM,
     POSITION_BIAS_MULTIPLIER,
+    WINDOW_SIZE,
     ConversionReport,
     ImagesOnDisk,
     read_images,
@@ -99,16 +99,14 @@ def convert(
             "separate types by commas."
         ),
     ] = None,
-    kernel_size: Annotated[
-        int, typer.Option("--kernel-size", "--conv-kernel-size", help="Kernel size s of conv; an odd number.")
-    ] = KERNEL_SIZE,
+    kernel_size: Annotated[int, typer.Option(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
     num_heads: Annotated[
         int | None,
         typer.Option(
             help="Number of position-bias heads h, a divisor of the hidden size. Default: 16 with conv, else 1."
         ),
     ] = None,
-    local_window_size: Annotated[int, typer.Option(help="Window size s of local.")] = LOCAL_WINDOW_SIZE,
+    window_size: Annotated[int, typer.Option(help="Window size s of local.")] = WINDOW_SIZE,
     position_bias_dim: Annotated[
         int, typer.Option(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
     ] = POSITION_BIAS_DIM,
@@ -214,7 +212,7 @@ def convert(
         aft_type=types[0] if len(types) == 1 else types,
         kernel_size=kernel_size,
         num_heads=num_heads,
-        local_window_size=local_window_size,
+        window_size=window_size,
         position_bias_dim=position_bias_dim or None,
         position_bias_multiplier=position_bias_multiplier,
         image_size=_parse_size("--image-size", image_size),
@@ -298,7 +296,7 @@ def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
 def _describe(config: AFTConfig) -> str:
     """The name of a model as in the paper, for example AFT-conv 11/16."""
     types = sorted(set(config.layer_aft_types))
-    sizes = f" {config.conv_kernel_size}/{config.num_heads}" if "conv" in types else ""
+    sizes = f" {config.kernel_size}/{config.num_heads}" if "conv" in types else ""
     return f"AFT-{'/'.join(types)}{sizes}"
 
 

@@ -44,8 +44,8 @@ LARGEST = {
     "intermediate_size": 2**20,
     "num_heads": 2**17,
     "position_bias_dim": 2**17,
-    "local_window_size": 2**27,
-    "conv_kernel_size": 2**20,
+    "window_size": 2**27,
+    "kernel_size": 2**20,
     "vocab_size": 2**24,
     "max_position_embeddings": 2**27,
     "num_channels": 2**12,
@@ -120,9 +120,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             moves each parameter by about the learning rate per step, so w changes m times as fast (sqrt(m) times if
             it is factorized). The paper has m = 1. Short training runs need a larger m: converted models have
             m = 1000.
-        local_window_size (`int`, defaults to 32):
+        window_size (`int`, defaults to 32):
             Window size s of `local` (Eq. 4): position biases are learned for |t - t'| < s.
-        conv_kernel_size (`int`, defaults to 11):
+        kernel_size (`int`, defaults to 11):
             Kernel size s of `conv` (Eq. 6): s x s patches for images, where s is odd; the lags 0 .. s - 1 for text.
         position_bias_reparameterized (`bool`, defaults to `True`):
             Whether the kernels of `conv` are standardized and rescaled (Eq. 8).
@@ -187,7 +187,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     """
 
     model_type = "aft"
-    keys_to_ignore_at_inference = ["past_key_values", "position_bias_entropy"]
+    keys_to_ignore_at_inference = ["cache", "position_bias_entropy"]
 
     modality: str = "text"
     aft_type: str | list[str] = "local"
@@ -205,8 +205,8 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     position_bias_dim: int | None = 256
     position_bias_init_std: float | int = 0.1
     position_bias_multiplier: float | int = 1.0
-    local_window_size: int = 32
-    conv_kernel_size: int = 11
+    window_size: int = 32
+    kernel_size: int = 11
     position_bias_reparameterized: bool = True
     global_connectivity: bool = True
     query_activation: str = "sigmoid"
@@ -330,7 +330,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         width, heads, text = self.hidden_size, self.num_heads, self.modality == "text"
         positions, rank = self.max_positions, self.position_bias_dim
         table = heads * positions * (positions if rank is None else 2 * rank)
-        kernel = heads * self.conv_kernel_size ** (1 if text else 2)
+        kernel = heads * self.kernel_size ** (1 if text else 2)
         projections = 1 + self.use_query + self.use_output_projection  # value, query and output projection
         total = 0
         for aft_type in self.layer_aft_types:
@@ -385,7 +385,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def validate_sizes(self) -> None:
         # The comparisons are negated so that NaN is refused too.
-        counts = ["hidden_size", "num_hidden_layers", "num_heads", "local_window_size", "conv_kernel_size"]
+        counts = ["hidden_size", "num_hidden_layers", "num_heads", "window_size", "kernel_size"]
         counts += ["vocab_size", "max_position_embeddings", "num_channels"]
         counts += [name for name in ("intermediate_size", "position_bias_dim") if getattr(self, name) is not None]
         for name in counts:
@@ -487,14 +487,12 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(
                 'use_cls_token=True is not supported with aft_type="conv": a class token has no position on the grid'
             )
-        if self.conv_kernel_size % 2 == 0:
-            raise ValueError(
-                f"conv_kernel_size={self.conv_kernel_size} must be odd for images, so that the kernel has a center"
-            )
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size={self.kernel_size} must be odd for images, so that the kernel has a center")
         largest = 2 * max(self.grid_size) - 1
-        if self.conv_kernel_size > largest:
+        if self.kernel_size > largest:
             raise ValueError(
-                f"conv_kernel_size={self.conv_kernel_size} is too large: on a grid of {self.grid_size[0]} x "
+                f"kernel_size={self.kernel_size} is too large: on a grid of {self.grid_size[0]} x "
                 f"{self.grid_size[1]} patches, a kernel of {largest} already covers every offset between two patches"
             )
 

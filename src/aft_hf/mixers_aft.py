@@ -176,7 +176,7 @@ class AFTConv(AFTMixer):
     Args:
         hidden_size: width d.
         num_heads: heads h; the key projection is d -> h.
-        kernel_size: kernel size s, odd unless causal (`conv_kernel_size` in a config).
+        kernel_size: kernel size s, odd unless causal.
         spatial_dims: 2 for s x s kernels on a grid of rows and columns, 1 for a sequence.
         causal: whether position t sees only t' <= t, for `spatial_dims=1` only. The kernel then covers the lags
             0 .. s - 1.

@@ -59,7 +59,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache"]
     _no_split_modules = ["AFTLayer"]  # `AFTModel` adds its embeddings
     _can_record_outputs = {
         "hidden_states": AFTLayer,
@@ -143,7 +143,7 @@ class AFTModel(AFTPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
-        past_key_values: AFTCache | None = None,
+        cache: AFTCache | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast | BaseModelOutputWithPooling:
@@ -169,7 +169,7 @@ class AFTModel(AFTPreTrainedModel):
                 Images, the input of an image model. If all layers are `conv` and there are no position embeddings
                 (the default for `conv`), height and width may be any multiples of the stride of the patches, which is
                 the patch size by default; otherwise they must match `config.image_size`.
-            past_key_values (`AFTCache`):
+            cache (`AFTCache`):
                 Cache that an earlier call returned. The input continues the sequences of that call.
             use_cache (`bool`):
                 Whether a text model returns its cache. In training mode, no new cache is created.
@@ -194,7 +194,7 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError('input_ids or inputs_embeds needs a model with modality="text", got modality="image"')
         if self.is_text:
             use_cache = use_cache and not self.training
-            return self._forward_text(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
+            return self._forward_text(input_ids, attention_mask, inputs_embeds, cache, use_cache, **kwargs)
         if pixel_values is None:
             raise ValueError('a model with modality="image" needs pixel_values')
         group = active_group()
@@ -219,7 +219,7 @@ class AFTModel(AFTPreTrainedModel):
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
-        past_key_values: AFTCache | None,
+        cache: AFTCache | None,
         use_cache: bool | None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -232,9 +232,9 @@ class AFTModel(AFTPreTrainedModel):
         if inputs_embeds.shape[1] == 0:
             raise ValueError("the input is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # running sums cannot represent it
-        if past_key_values is not None and not isinstance(past_key_values, AFTCache):
+        if cache is not None and not isinstance(cache, AFTCache):
             raise ValueError(
-                f"past_key_values must be an AFTCache, got {type(past_key_values).__name__}: AFT caches sums over "
+                f"cache must be an AFTCache, got {type(cache).__name__}: AFT caches sums over "
                 "the past, not the keys and values of attention. Prefix tuning, which learns keys and values, is not "
                 "supported: use prompt tuning or LoRA"
             )
@@ -242,37 +242,35 @@ class AFTModel(AFTPreTrainedModel):
         group = active_group()
         if group is not None:
             shard = shard_of_inputs(group, inputs_embeds, attention_mask, packing)
-            if use_cache and past_key_values is None and shard.documents is None:
-                past_key_values = self.new_cache()
+            if use_cache and cache is None and shard.documents is None:
+                cache = self.new_cache()
             hidden_states = self.embeddings(inputs_embeds, shard=shard)
-            hidden_states = self._run_layers(
-                hidden_states, None, past_key_values=past_key_values, shard=shard, **kwargs
-            )
-            return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
-        continues = past_key_values is not None and past_key_values.layers[0].is_initialized
+            hidden_states = self._run_layers(hidden_states, None, cache=cache, shard=shard, **kwargs)
+            return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+        continues = cache is not None and cache.layers[0].is_initialized
         documents = None
         if not continues:  # training needs no cache, so it need not wait to learn whether the rows are packed
             size = inputs_embeds.shape[:2]
             documents = packed_documents(packing, attention_mask, *size, may_wait=not self.training)
-        if documents is not None and past_key_values is not None:
+        if documents is not None and cache is not None:
             raise ValueError(
                 "a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several documents into "
                 "one row"
             )
-        if use_cache and past_key_values is None and not pairwise and documents is None:
-            past_key_values = self.new_cache()
+        if use_cache and cache is None and not pairwise and documents is None:
+            cache = self.new_cache()
         state, past = None, 0
-        if past_key_values is not None:
-            state, past = past_key_values.layers[0], past_key_values.get_seq_length()
+        if cache is not None:
+            state, past = cache.layers[0], cache.get_seq_length()
             state.check_batch_size(inputs_embeds.shape[0])
         if not pairwise:
-            fixed = past_key_values is not None and past_key_values.is_compileable
+            fixed = cache is not None and cache.is_compileable
             attention_mask = _mask_of_new_tokens(attention_mask, inputs_embeds, None if fixed else past)
         hidden_states = self.embeddings(inputs_embeds, None if pairwise else attention_mask, state, documents)
-        kwargs |= {"past_key_values": past_key_values, "documents": documents}
+        kwargs |= {"cache": cache, "documents": documents}
         hidden_states = self._run_layers(hidden_states, attention_mask, **kwargs)
         self._watch_entropy(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
     @property
     def max_length(self) -> int | None:
@@ -424,7 +422,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        past_key_values: AFTCache | None = None,
+        cache: AFTCache | None = None,
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -432,7 +430,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     ) -> AFTCausalLMOutput:
         r"""
         Args:
-            input_ids, attention_mask, inputs_embeds, past_key_values, use_cache: As for `AFTModel`.
+            input_ids, attention_mask, inputs_embeds, cache, use_cache: As for `AFTModel`.
             labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
                 Labels of the language modeling loss. They are shifted inside the model, so `labels = input_ids`
                 trains next-token prediction. Labels of -100 are ignored.
@@ -444,7 +442,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             **kwargs,
         )
@@ -457,7 +455,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         return AFTCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             position_bias_entropy=entropy,
@@ -507,12 +505,12 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             generation_config.max_length -= excess
             max_cache_length -= excess
         asked = generation_config.cache_implementation
-        given = model_kwargs.get("past_key_values") is not None
+        given = model_kwargs.get("cache") is not None
         if given or generation_config.use_cache is False or asked not in (None, "dynamic", "static"):
             arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             super()._prepare_cache_for_generation(*arguments, *args)  # type: ignore[misc]  # the type of `self` there
         else:
-            model_kwargs["past_key_values"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
+            model_kwargs["cache"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
 
     def _tokens_beyond_limit(self, length: int, attention_mask: torch.Tensor | None) -> int:
         """By how many tokens a sequence of `length` tokens, padding included, exceeds the limit of the model; 0 or

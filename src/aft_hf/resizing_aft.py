@@ -43,14 +43,14 @@ def adapt_to_image_size(
     mixers = [module for module in model.modules() if isinstance(module, AFTConv)]
     (embeddings,) = (module for module in model.modules() if isinstance(module, AFTImageEmbeddings))
     own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
-    if own != ({config.conv_kernel_size}, pair(config.patch_size), config.grid_stride):
+    if own != ({config.kernel_size}, pair(config.patch_size), config.grid_stride):
         raise ValueError(
-            f"the model does not have the kernels and patches of its config (conv_kernel_size="
-            f"{config.conv_kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
+            f"the model does not have the kernels and patches of its config (kernel_size="
+            f"{config.kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
             "model that shares it was adapted; give each model its own config"
         )
     target = copy.deepcopy(config)
-    target.image_size, target.conv_kernel_size = image_size, 1
+    target.image_size, target.kernel_size = image_size, 1
     target.validate_image()
     rows, columns = target.grid_size
     ratios = rows / config.grid_size[0], columns / config.grid_size[1]
@@ -62,14 +62,14 @@ def adapt_to_image_size(
         target.validate_image()  # before the weights of patches that are too large take much time and memory
     # Nothing is written before everything is computed and the new config is valid.
     kernels = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers] if stretch_kernels else []
-    target.conv_kernel_size = kernels[0].kernel.shape[-1] if kernels else config.conv_kernel_size
+    target.kernel_size = kernels[0].kernel.shape[-1] if kernels else config.kernel_size
     target.validate_image()
     patches = None if patch_size == embeddings.patch_size else resized_patches(embeddings, patch_size)
     for mixer, resized in zip(mixers, kernels):
         resized.put_into(mixer)
     if patches is not None:
         patches.put_into(embeddings)
-    for name in ("image_size", "conv_kernel_size", "patch_size", "patch_stride"):
+    for name in ("image_size", "kernel_size", "patch_size", "patch_stride"):
         setattr(config, name, getattr(target, name))
 
 

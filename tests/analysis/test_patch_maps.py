@@ -19,7 +19,7 @@ def classifier(aft_type, num_heads=2, **options):
 
 @pytest.mark.parametrize("aft_type", ["conv", "full", "local", "simple"])
 def test_the_weights_are_the_implicit_attention_of_the_model(aft_type):
-    options = {"conv_kernel_size": 3} if aft_type == "conv" else {}
+    options = {"kernel_size": 3} if aft_type == "conv" else {}
     model, pixels = classifier(aft_type, use_query=False, **options), torch.randn(1, 3, 8, 12)
     logits, maps = patch_maps(model, pixels, layer=1, query=(2, 4))
     outputs = model(pixels, output_attentions=True)
@@ -39,14 +39,14 @@ def test_without_biases_the_weights_are_those_of_the_keys():
 
 
 def test_the_query_is_at_the_centre_by_default():
-    model, pixels = classifier("conv", conv_kernel_size=3), torch.randn(1, 3, 8, 12)
+    model, pixels = classifier("conv", kernel_size=3), torch.randn(1, 3, 8, 12)
     _, at_centre = patch_maps(model, pixels, layer=0, query=(2, 3))
     _, by_default = patch_maps(model, pixels, layer=0)
     torch.testing.assert_close(at_centre.weights, by_default.weights)
 
 
 def test_what_a_query_does_not_see_has_no_weight():
-    model = classifier("conv", conv_kernel_size=3, global_connectivity=False)
+    model = classifier("conv", kernel_size=3, global_connectivity=False)
     _, maps = patch_maps(model, torch.randn(1, 3, 8, 12), layer=0, query=(0, 0))
     assert torch.isneginf(maps.biases[:, 2:]).all() and maps.weights[:, 2:].abs().max() == 0
 
@@ -54,4 +54,4 @@ def test_what_a_query_does_not_see_has_no_weight():
 @pytest.mark.parametrize("layer, query, message", [(2, None, "layer must be 0 .. 1"), (0, (4, 0), "4 x 6")])
 def test_what_does_not_exist_is_named(layer, query, message):
     with pytest.raises(ValueError, match=message):
-        patch_maps(classifier("conv", conv_kernel_size=3), torch.randn(1, 3, 8, 12), layer=layer, query=query)
+        patch_maps(classifier("conv", kernel_size=3), torch.randn(1, 3, 8, 12), layer=layer, query=query)

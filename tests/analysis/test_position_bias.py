@@ -11,7 +11,7 @@ from aft_hf.analysis import plot_position_biases
 SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_heads": 3}
 MODELS = {
     "kernels of images": lambda: AFTForImageClassification(
-        AFTConfig(**SMALL, modality="image", aft_type="conv", image_size=32, patch_size=4, conv_kernel_size=5)
+        AFTConfig(**SMALL, modality="image", aft_type="conv", image_size=32, patch_size=4, kernel_size=5)
     ),
     "tables of text": lambda: AFTForCausalLM(AFTConfig(**SMALL, aft_type="full", max_position_embeddings=20)),
     "kernels of text and no biases at all": lambda: AFTForCausalLM(

@@ -37,18 +37,18 @@ def randomized(model):
 
 
 def image_model(aft_type="conv"):
-    sizes = {"image_size": (8, 12), "patch_size": 2, "num_labels": 3, "conv_kernel_size": 3}
+    sizes = {"image_size": (8, 12), "patch_size": 2, "num_labels": 3, "kernel_size": 3}
     return randomized(AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **SMALL, **sizes)))
 
 
 def text_model(aft_type="local"):
-    config = AFTConfig(aft_type=aft_type, max_position_embeddings=16, local_window_size=4, conv_kernel_size=3, **SMALL)
+    config = AFTConfig(aft_type=aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
     return randomized(AFTForCausalLM(config))
 
 
 def pixel_model(side=4):
     sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side}
-    return randomized(AFTForCausalLM(AFTConfig(position_bias_dim=4, local_window_size=4, **SMALL, **sizes)))
+    return randomized(AFTForCausalLM(AFTConfig(position_bias_dim=4, window_size=4, **SMALL, **sizes)))
 
 
 # ------------------------------------------------------------------------------------------------------------- arrays

@@ -35,7 +35,7 @@ def train_save_load(model, auto_class, inputs: dict[str, torch.Tensor], director
 
 
 def check_text(aft_type: str) -> None:
-    sizes = {"vocab_size": 20, "max_position_embeddings": 24, "local_window_size": 4, "conv_kernel_size": 4}
+    sizes = {"vocab_size": 20, "max_position_embeddings": 24, "window_size": 4, "kernel_size": 4}
     model = AFTForCausalLM(AFTConfig(aft_type=aft_type, bos_token_id=None, eos_token_id=None, **sizes, **SIZES))
     tokens = torch.randint(0, 20, (2, 9))
     train_save_load(model, AutoModelForCausalLM, {"input_ids": tokens, "labels": tokens}, Path(f"text-{aft_type}"))
@@ -45,7 +45,7 @@ def check_text(aft_type: str) -> None:
 
 
 def check_images(aft_type: str) -> None:
-    config = AFTConfig(modality="image", aft_type=aft_type, local_window_size=2, conv_kernel_size=3, **IMAGES, **SIZES)
+    config = AFTConfig(modality="image", aft_type=aft_type, window_size=2, kernel_size=3, **IMAGES, **SIZES)
     inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 2])}
     directory = Path(f"image-{aft_type}")
     train_save_load(AFTForImageClassification(config), AutoModelForImageClassification, inputs, directory)

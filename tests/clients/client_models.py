@@ -19,8 +19,8 @@ def language_model(aft_type: str = "local", **options) -> AFTForCausalLM:
         "num_hidden_layers": 2,
         "num_heads": 2,
         "position_bias_dim": 4,
-        "local_window_size": 4,
-        "conv_kernel_size": 4,
+        "window_size": 4,
+        "kernel_size": 4,
         "initializer_range": 0.2,
         "max_position_embeddings": LONGEST,
         "vocab_size": len(tokenizer),
@@ -34,7 +34,7 @@ def image_classifier() -> AFTForImageClassification:
     """Build an AFT-conv classifier of images of 16 x 16 pixels into three classes."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_heads": 3, "image_size": 16, "patch_size": 4}
-    config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=3, num_labels=3, **sizes)
+    config = AFTConfig(modality="image", aft_type="conv", kernel_size=3, num_labels=3, **sizes)
     return _with_biases(AFTForImageClassification(config))
 
 

@@ -136,7 +136,7 @@ def pixels(aft_type, layers, width, **more):
 
 
 def window(s, **more):
-    return aft("local", 24, 256, local_window_size=s, position_bias_dim=256, max_position_embeddings=1024, **more)
+    return aft("local", 24, 256, window_size=s, position_bias_dim=256, max_position_embeddings=1024, **more)
 
 
 def transformer(layers, width, heads, **more):
@@ -174,12 +174,12 @@ def image(aft_type, width, **more):
 
 
 def conv(width, kernel, heads, **more):
-    fields = {"conv_kernel_size": kernel, "num_heads": heads, "position_bias_reparameterized": True}
+    fields = {"kernel_size": kernel, "num_heads": heads, "position_bias_reparameterized": True}
     return image("conv", width, **(fields | more))
 
 
 FROM_DEIT = {"epochs": 100, "global_batch_size": 64, "data.image_size": 384}
-RANDOM = {"conv_kernel_size": 25, "num_heads": 32, "aft_type": "conv", "hidden_size": 768, "num_hidden_layers": 12}
+RANDOM = {"kernel_size": 25, "num_heads": 32, "aft_type": "conv", "hidden_size": 768, "num_hidden_layers": 12}
 SIMPLE_24, LOCAL_24 = "enwik8/aft_simple_l24_d256", "enwik8/aft_local_32_l24_d256"
 SMALL = "imagenet/aft_conv_small_{}_384".format
 
@@ -198,19 +198,19 @@ PAPER = {
     "Table 2: AFT-local-256, L = 12, d = 512": (
         "cifar10/aft_local_256_l12_d512",
         2.80,
-        pixels("local", 12, 512, local_window_size=256, position_bias_dim=64, position_bias_init_std=0.1),
+        pixels("local", 12, 512, window_size=256, position_bias_dim=64, position_bias_init_std=0.1),
     ),
     "Table 2: AFT-local-256, L = 24, d = 256": (
         "cifar10/aft_local_256_l24_d256",
         2.74,
-        pixels("local", 24, 256, local_window_size=256, position_bias_dim=64, position_bias_init_std=0.1),
+        pixels("local", 24, 256, window_size=256, position_bias_dim=64, position_bias_init_std=0.1),
     ),
     "Table 2: AFT-simple, L = 24, d = 256": ("cifar10/aft_simple_l24_d256", 2.89, pixels("simple", 24, 256)),
     "Table 3: factorized": ("cifar10/aft_local_256_l24_d256", 2.74, {"config.position_bias_dim": 64}),
     "Table 3: not factorized": (
         "cifar10/aft_local_256_l24_d256_unfactorized",
         2.84,
-        pixels("local", 24, 256, local_window_size=256, position_bias_dim=None, position_bias_init_std=0.1),
+        pixels("local", 24, 256, window_size=256, position_bias_dim=None, position_bias_init_std=0.1),
     ),
     "Table 4: Transformer, L = 12, d = 512, h = 8": (
         "enwik8/transformer_l12_d512_h8",
@@ -242,7 +242,7 @@ PAPER = {
     "Table 4: AFT-local-32, L = 12, d = 512": (
         "enwik8/aft_local_32_l12_d512",
         1.180,
-        aft("local", 12, 512, local_window_size=32, position_bias_dim=256, max_position_embeddings=1024),
+        aft("local", 12, 512, window_size=32, position_bias_dim=256, max_position_embeddings=1024),
     ),
     "Table 4: AFT-local-32, L = 24, d = 256": (LOCAL_24, 1.154, window(32)),
     "Table 4: AFT-simple, L = 24, d = 256": (SIMPLE_24, 1.209, aft("simple", 24, 256, max_position_embeddings=1024)),

@@ -59,8 +59,8 @@ class AFTTextModelTester(AFTModelTester):
         "modality": "text",
         "vocab_size": vocab_size,
         "max_position_embeddings": 64,
-        "local_window_size": 3,
-        "conv_kernel_size": 4,
+        "window_size": 3,
+        "kernel_size": 4,
         "bos_token_id": vocab_size - 1,
         "eos_token_id": vocab_size - 1,
         "pad_token_id": 0,  # below 10, because one of the tests reduces vocab_size to 10
@@ -79,8 +79,8 @@ class AFTImageModelTester(AFTModelTester):
         "image_size": image_size,
         "patch_size": patch_size,
         "num_channels": num_channels,
-        "local_window_size": 4,
-        "conv_kernel_size": 3,
+        "window_size": 4,
+        "kernel_size": 3,
         "num_labels": 10,
     }
 

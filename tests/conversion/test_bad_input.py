@@ -370,8 +370,8 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel_size": 4}, "conv_kernel_size=4"),
-        ({"kernel_size": 9}, "conv_kernel_size=9"),  # a 4 x 4 grid has 7 x 7 offsets
+        ({"kernel_size": 4}, "kernel_size=4"),
+        ({"kernel_size": 9}, "kernel_size=9"),  # a 4 x 4 grid has 7 x 7 offsets
         ({"num_heads": 5}, "num_heads=5"),
         ({"num_heads": 0}, "num_heads"),
         ({"image_size": 33}, "image_size=33"),
@@ -380,7 +380,7 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
         ({"aft_type": "alibi"}, "alibi"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
         ({"aft_type": "full", "position_bias_dim": -1}, "position_bias_dim"),
-        ({"aft_type": "local", "local_window_size": 0}, "local_window_size"),
+        ({"aft_type": "local", "window_size": 0}, "window_size"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):

@@ -60,7 +60,7 @@ def test_what_the_user_keeps_beside_a_conversion_stays(vit, converted):
     for name in [*KEPT, "empty", "link", "away"]:
         assert after[name] == before[name], name
     assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
-    assert AFTForImageClassification.from_pretrained(converted).config.conv_kernel_size == 5
+    assert AFTForImageClassification.from_pretrained(converted).config.kernel_size == 5
     assert verify_conversion(vit, converted) > 0
     assert sorted(path.name for path in converted.parent.iterdir()) == ["aft", "vit"]
 
@@ -136,7 +136,7 @@ def test_a_manifest_that_names_files_elsewhere_deletes_none_of_them(vit, convert
 def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch):
     add_files_of_the_user(converted)
     before = contents(converted)
-    with pytest.raises(ValueError, match="conv_kernel_size=4"):
+    with pytest.raises(ValueError, match="kernel_size=4"):
         save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 4})
     rename = os.rename
 

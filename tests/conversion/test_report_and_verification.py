@@ -224,7 +224,7 @@ def test_an_earlier_conversion_is_replaced_when_told_to(vit, tmp_path):
     with pytest.raises(ConversionError, match="not empty"):
         save_converted(vit, target, **OPTIONS)
     save_converted(vit, target, overwrite=True, kernel_size=5, num_heads=4)
-    assert AutoModelForImageClassification.from_pretrained(target).config.conv_kernel_size == 5
+    assert AutoModelForImageClassification.from_pretrained(target).config.kernel_size == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aft", "vit"]
 
 

@@ -46,7 +46,7 @@ def test_the_factorized_biases_of_full_have_the_rank_of_the_paper_or_none(deit):
     assert model.aft.layers[0].mixer.position_bias_query.shape == (1, 17, 128)
     model, _ = convert_deit(path, aft_type="full", position_bias_dim=None, num_heads=2, **TIMM)
     assert model.aft.layers[0].mixer.position_bias_table.shape == (2, 17, 17)
-    model, _ = convert_deit(path, aft_type="local", local_window_size=5, position_bias_dim=7, **TIMM)
+    model, _ = convert_deit(path, aft_type="local", window_size=5, position_bias_dim=7, **TIMM)
     assert model.aft.layers[0].mixer.window == 5
     assert model.aft.layers[0].mixer.position_bias_query.shape == (1, 17, 7)
 

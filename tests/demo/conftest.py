@@ -34,12 +34,12 @@ def models(tmp_path_factory):
         image_size=16,
         patch_size=4,
         num_heads=4,
-        conv_kernel_size=3,
+        kernel_size=3,
         **tiny,
         **digits,
     )
-    text = AFTConfig(vocab_size=258, max_position_embeddings=64, local_window_size=8, **tiny)
-    pixel = AFTConfig(max_position_embeddings=48, local_window_size=8, vocab_size=257, bos_token_id=256, **tiny)
+    text = AFTConfig(vocab_size=258, max_position_embeddings=64, window_size=8, **tiny)
+    pixel = AFTConfig(max_position_embeddings=48, window_size=8, vocab_size=257, bos_token_id=256, **tiny)
     classifier = AFTForImageClassification(image)
     for layer in classifier.aft.layers:  # biases that differ between layers, as after training
         torch.nn.init.normal_(layer.mixer.kernel_scale)

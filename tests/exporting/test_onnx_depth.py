@@ -25,7 +25,7 @@ def language_model(layers: int, aft_type: str | list[str]) -> AFTForCausalLM:
     torch.manual_seed(0)
     types = aft_type if isinstance(aft_type, str) else (aft_type * layers)[:layers]
     sizes = {"hidden_size": 128 if layers > 4 else 16, "num_heads": 4, "position_bias_dim": 16}
-    sizes |= {"local_window_size": 32, "conv_kernel_size": 8, "max_position_embeddings": LONGEST}
+    sizes |= {"window_size": 32, "kernel_size": 8, "max_position_embeddings": LONGEST}
     return with_biases(AFTForCausalLM(AFTConfig(aft_type=types, num_hidden_layers=layers, **sizes)))
 
 
@@ -118,7 +118,7 @@ def test_a_step_of_a_deep_language_model_decodes_and_is_quantized(layers, tmp_pa
 @torch.no_grad()
 def test_a_deep_image_classifier_is_exported_for_any_size_and_quantized(layers, tmp_path):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 192 if layers > 2 else 24, "num_heads": 4, "conv_kernel_size": 5, "num_labels": 10}
+    sizes = {"hidden_size": 192 if layers > 2 else 24, "num_heads": 4, "kernel_size": 5, "num_labels": 10}
     sizes |= {"image_size": 64, "patch_size": 8, "num_hidden_layers": layers}
     model = with_biases(AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **sizes)))
     shape = {0: Dim("batch", min=1, max=64), 2: 8 * Dim("rows", min=2, max=64), 3: 8 * Dim("columns", min=2, max=64)}

@@ -10,7 +10,7 @@ from aft_hf.exporting import empty_state, export_step
 def build(**options) -> AFTForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 12, "num_heads": 3, "position_bias_dim": 4, "max_position_embeddings": 40}
-    sizes |= {"local_window_size": 7, "conv_kernel_size": 5, "vocab_size": 32}
+    sizes |= {"window_size": 7, "kernel_size": 5, "vocab_size": 32}
     model = AFTForCausalLM(AFTConfig(**(sizes | options))).eval()
     for name, parameter in model.named_parameters():
         if "kernel" in name:

@@ -43,7 +43,7 @@ def valid_configs(draw) -> dict[str, Any]:
         "use_output_projection": draw(st.booleans()),
         "use_query": draw(st.booleans()),
         "position_bias_dim": draw(st.none() | st.integers(1, 8)),
-        "local_window_size": draw(st.integers(1, 12)),
+        "window_size": draw(st.integers(1, 12)),
         "position_bias_reparameterized": draw(st.booleans()),
         "global_connectivity": draw(st.booleans()) or not used <= {"local", "conv"},
         "gumbel_temperature": draw(st.sampled_from([0.01, 0.5, 100])),
@@ -65,7 +65,7 @@ def _text_fields(draw, epsilon: float) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "max_position_embeddings": draw(st.integers(4, 12)),
-        "conv_kernel_size": draw(st.integers(1, 16)),
+        "kernel_size": draw(st.integers(1, 16)),
         "tie_word_embeddings": draw(st.booleans()),
         "bos_token_id": draw(token),
         "eos_token_id": draw(token | st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=2)),
@@ -81,7 +81,7 @@ def _image_fields(draw, used: set[str]) -> dict[str, Any]:
         "image_size": draw(st.sampled_from([(rows * patch, columns * patch), [rows * patch, columns * patch]])),
         "patch_size": patch + draw(st.integers(0, 3)),
         "patch_stride": patch,
-        "conv_kernel_size": draw(st.integers(1, max(rows, columns))) * 2 - 1,
+        "kernel_size": draw(st.integers(1, max(rows, columns))) * 2 - 1,
         "use_cls_token": cls_token,
         "pooling": draw(st.sampled_from(["cls", "mean"] if cls_token else ["mean"])),
         "num_channels": draw(st.integers(1, 4)),
@@ -89,7 +89,7 @@ def _image_fields(draw, used: set[str]) -> dict[str, Any]:
     }
 
 
-COUNTS = ("hidden_size", "num_hidden_layers", "num_heads", "local_window_size", "conv_kernel_size", "vocab_size")
+COUNTS = ("hidden_size", "num_hidden_layers", "num_heads", "window_size", "kernel_size", "vocab_size")
 COUNTS += ("max_position_embeddings", "num_channels", "position_bias_dim", "intermediate_size")
 FLOATS = ("layer_norm_eps", "initializer_range", "position_bias_init_std", "hidden_dropout_prob", "drop_path_rate")
 FLOATS += ("position_bias_entropy_weight", "gumbel_temperature")

@@ -52,13 +52,11 @@ LABELS = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
 
 def save_models(root: Path) -> None:
     """Save models as "text", "image", "vit", "shards" and "converted", data to evaluate them on, and a recipe."""
-    text = AFTConfig(aft_type="conv", conv_kernel_size=4, max_position_embeddings=16, **SIZES)
+    text = AFTConfig(aft_type="conv", kernel_size=4, max_position_embeddings=16, **SIZES)
     AFTForCausalLM(text).save_pretrained(root / "text")
     build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
-    image = AFTConfig(
-        modality="image", aft_type="conv", image_size=8, patch_size=4, conv_kernel_size=3, **SIZES, **LABELS
-    )
+    image = AFTConfig(modality="image", aft_type="conv", image_size=8, patch_size=4, kernel_size=3, **SIZES, **LABELS)
     AFTForImageClassification(image).save_pretrained(root / "image")
     processor.save_pretrained(root / "image")
     vit = ViTConfig(image_size=8, patch_size=4, num_attention_heads=2, **SIZES, **LABELS)

@@ -253,7 +253,7 @@ def test_the_run_of_another_recipe_is_not_kept(root, run):
 
 
 def test_the_code_on_the_card_of_a_model_of_pixels_draws_an_image(tmp_path, monkeypatch):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "position_bias_dim": 4, "local_window_size": 4}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "position_bias_dim": 4, "window_size": 4}
     config = AFTConfig(vocab_size=257, max_position_embeddings=3 * 4 * 4, bos_token_id=256, **sizes)
     AFTForCausalLM(config).save_pretrained(tmp_path / "me" / "pixels")
     (tmp_path / "me" / "pixels" / "results.json").write_text(json.dumps({"recipe": {"task": "pixels"}}))

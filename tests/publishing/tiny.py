@@ -26,8 +26,8 @@ def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
             AFTConfig(
                 aft_type=aft_type,
                 max_position_embeddings=24,
-                local_window_size=4,
-                conv_kernel_size=4,
+                window_size=4,
+                kernel_size=4,
                 vocab_size=len(companion("text")),
                 **sizes,
             )
@@ -39,8 +39,8 @@ def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
                 aft_type=aft_type,
                 image_size=16,
                 patch_size=4,
-                local_window_size=2,
-                conv_kernel_size=3,
+                window_size=2,
+                kernel_size=3,
                 **LABELS,
                 **sizes,
             )

@@ -83,7 +83,7 @@ def test_a_converted_vit_is_fine_tuned_from_the_run_of_the_same_seed(settings):
         record = run_arm(arm, 1, settings)
         assert 0 <= record["metrics"]["test"] <= 1
     report = settings.run_path("conv-from-vit", 1) / "start" / "conversion_report.json"
-    assert json.loads(report.read_text())["options"]["conv_kernel_size"] == 9
+    assert json.loads(report.read_text())["options"]["kernel_size"] == 9
 
 
 def test_one_failure_does_not_stop_the_others(settings, monkeypatch):

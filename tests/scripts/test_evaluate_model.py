@@ -16,7 +16,7 @@ SCRIPT = "evaluate_model.py"
 
 @pytest.fixture
 def classifier(tmp_path):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 3, "num_labels": 2}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 3, "num_labels": 2}
     config = AFTConfig(modality="image", aft_type="conv", image_size=8, patch_size=2, **sizes)
     path = tmp_path / "model"
     AFTForImageClassification(config).save_pretrained(path)

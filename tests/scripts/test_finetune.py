@@ -39,7 +39,7 @@ sys.modules["finetune"] = finetune  # its dataclasses look up the types of their
 _spec.loader.exec_module(finetune)
 
 IMAGE_MODEL = {"modality": "image", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
-IMAGE_MODEL |= {"conv_kernel_size": 3, "image_size": 8, "patch_size": 4}
+IMAGE_MODEL |= {"kernel_size": 3, "image_size": 8, "patch_size": 4}
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no", "--use_cpu", "true"]
 BOTH = ["--do_train", "--do_eval"]
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
@@ -105,7 +105,7 @@ def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) 
 
 def save_language_model(directory: Path, **options) -> Path:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 8, "vocab_size": 258}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 8, "vocab_size": 258}
     AFTForCausalLM(AFTConfig(**{"aft_type": "conv", **sizes, **options})).save_pretrained(directory)
     build_byte_tokenizer().save_pretrained(directory)
     return directory

@@ -76,7 +76,7 @@ def test_generation_with_mixed_types_and_shapes_keeps_memory_and_time_flat():
 
 def test_classification_of_mixed_image_shapes_keeps_memory_and_time_flat():
     torch.manual_seed(0)
-    config = AFTConfig(modality="image", aft_type="conv", conv_kernel_size=5, image_size=32, patch_size=4, **SIZES)
+    config = AFTConfig(modality="image", aft_type="conv", kernel_size=5, image_size=32, patch_size=4, **SIZES)
     model = AFTForImageClassification(config).eval()
     serve(lambda number: image_request(model, number))
 

@@ -90,7 +90,7 @@ def bytes_recipe(directory: Path, **changes: Any) -> dict[str, Any]:
             "hidden_size": 8,
             "num_hidden_layers": 2,
             "position_bias_dim": 2,
-            "local_window_size": 4,
+            "window_size": 4,
             "hidden_dropout_prob": 0.1,
         },
         "data": {"train": str(text), "seq_len": 16, "max_eval_samples": 7},
@@ -121,7 +121,7 @@ def pixels_recipe(directory: Path, images: Path) -> dict:
 def images_recipe(directory: Path, images: Path, **changes) -> dict:
     augmentation = {"crop_scale": [0.5, 1.0], "rand_augment_operations": 1, "erasing": 0.2, "mixup": 0.8}
     model = {"architecture": "aft", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4}
-    model |= {"conv_kernel_size": 3, "patch_size": 2, "drop_path_rate": 0.1, "position_bias_entropy_weight": 0.001}
+    model |= {"kernel_size": 3, "patch_size": 2, "drop_path_rate": 0.1, "position_bias_entropy_weight": 0.001}
     data = {"train": str(images), "validation": str(images), "image_size": 8, "workers": 2}
     changes = {"model": model, "data": data | {"augmentation": augmentation | {"cutmix": 1.0}}} | changes
     return bytes_recipe(directory) | {"task": "images", "label_smoothing": 0.1} | changes

@@ -33,11 +33,11 @@ def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTFor
         hidden_size=16,
         num_hidden_layers=2,
         num_heads=2,
-        conv_kernel_size=WINDOW,
+        kernel_size=WINDOW,
         vocab_size=16,
         initializer_range=0.3,
         position_bias_init_std=0.7,
-        **{"position_bias_dim": 4, "local_window_size": WINDOW, "max_position_embeddings": 64} | options,
+        **{"position_bias_dim": 4, "window_size": WINDOW, "max_position_embeddings": 64} | options,
     )
     model = AFTForCausalLM(config)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def build_cases() -> dict[str, tuple[AFTForCausalLM, dict[str, torch.Tensor]]]:
     cases["local-window alone"] = build_model("local", **hidden), build_inputs("both")
     cases["conv-window alone"] = build_model("conv", **hidden), build_inputs("documents")
     cases["local-table"] = build_model("local", position_bias_dim=None), build_inputs("padding")
-    cases["local-wide"] = build_model("local", local_window_size=60), build_inputs("plain")
+    cases["local-wide"] = build_model("local", window_size=60), build_inputs("plain")
     cases["conv-selected"] = build_model("conv", position_bias_selection="gumbel").eval(), build_inputs("plain")
     cases["conv-entropy"] = build_model("conv", position_bias_entropy_weight=0.1), build_inputs("padding")
     mixed = ["simple", "local"]
@@ -141,17 +141,17 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     labels = inputs.pop("labels")
     given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
     if group is None:
-        cache = model(**given, use_cache=True).past_key_values
+        cache = model(**given, use_cache=True).cache
     else:
         with context_parallel(group):
-            cache = model(**given, use_cache=True).past_key_values
+            cache = model(**given, use_cache=True).cache
     assert cache.get_seq_length() == labels.shape[1]
     mask = inputs.get("attention_mask", torch.ones_like(labels))
     found = []
     for length in (1, 4, 1, 1):
         tokens = labels[:, :length].clamp_min(0)
         mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        found.append(model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+        found.append(model(tokens, attention_mask=mask, cache=cache, use_cache=True).logits)
     return torch.cat(found, 1)
 
 
@@ -185,7 +185,7 @@ WRONG = {
     ),
     "as the position_ids of the shard": lambda group: build_model("conv")(TOKENS, cu_seq_lens_q=torch.tensor([0, 8])),
     "do not continue one": lambda group: build_model("conv")(
-        TOKENS, past_key_values=build_model("conv").eval()(TOKENS, past_key_values=CACHE).past_key_values
+        TOKENS, cache=build_model("conv").eval()(TOKENS, cache=CACHE).cache
     ),
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }

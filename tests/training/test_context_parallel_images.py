@@ -36,7 +36,7 @@ def build_config(rows: int, columns: int, **options: Any) -> AFTConfig:
         image_size=[rows * PATCH, columns * PATCH],
         num_labels=5,
         initializer_range=0.3,
-        **{"aft_type": "conv", "conv_kernel_size": KERNEL, "use_cls_token": False} | options,
+        **{"aft_type": "conv", "kernel_size": KERNEL, "use_cls_token": False} | options,
     )
 
 
@@ -63,9 +63,9 @@ def checkpointed() -> tuple[Any, dict]:
 
 CASES: dict[str, Callable[[], tuple[Any, dict]]] = {
     "conv": build_case,
-    "shards shorter than the reach of a kernel": lambda: build_case(rows=5, conv_kernel_size=7),
-    "a kernel that reaches the whole image from everywhere": lambda: build_case(rows=6, conv_kernel_size=11),
-    "a kernel of one position": lambda: build_case(conv_kernel_size=1),
+    "shards shorter than the reach of a kernel": lambda: build_case(rows=5, kernel_size=7),
+    "a kernel that reaches the whole image from everywhere": lambda: build_case(rows=6, kernel_size=11),
+    "a kernel of one position": lambda: build_case(kernel_size=1),
     "one column": lambda: build_case(columns=1),
     "position embeddings": lambda: build_case(use_position_embeddings=True),
     "window alone": lambda: build_case(global_connectivity=False),

@@ -25,7 +25,7 @@ from aft_hf.training.evaluation import (
 
 
 CLASSES = 7
-SIZES = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "conv_kernel_size": 3}
+SIZES = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 3}
 SIZES |= {"image_size": 16, "patch_size": 4}
 TEXT_LABELS = {"image": Image(), "label": Value("string")}
 
@@ -107,7 +107,7 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
     if not (stretch_kernels and enlarge_patches):
         assert found != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
     model.adapt_to_image_size(24, **options)
-    kept = model.config.conv_kernel_size, model.config.patch_size
+    kept = model.config.kernel_size, model.config.patch_size
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
     larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
     assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)

@@ -17,7 +17,7 @@ CLASSES = 3
 
 def classifier(**options) -> AFTForImageClassification:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2, "conv_kernel_size": 3, "num_labels": CLASSES}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2, "kernel_size": 3, "num_labels": CLASSES}
     sizes |= {"image_size": 8, "patch_size": 2}
     return AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **{**sizes, **options}))
 

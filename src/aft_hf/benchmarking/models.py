@@ -50,7 +50,7 @@ class VisionRow:
         sizes |= {"image_size": self.image_size, "num_labels": 1000}
         sizes["position_bias_dim"] = 128  # of the paper's AFT-full
         if self.aft_type == "conv":
-            sizes |= {"conv_kernel_size": self.kernel_size, "num_heads": self.num_heads}
+            sizes |= {"kernel_size": self.kernel_size, "num_heads": self.num_heads}
         config = AFTConfig(
             modality="image", aft_type=self.aft_type, mixing_implementation=mixing_implementation, **sizes
         )
@@ -90,7 +90,7 @@ class TextRow:
             hidden_size=self.width,
             num_hidden_layers=self.num_layers,
             num_heads=8 if self.aft_type in ("alibi", "conv") else 1,
-            conv_kernel_size=32,
+            kernel_size=32,
             max_position_embeddings=length,
             mixing_implementation=mixing_implementation,
             use_cache=False,

@@ -187,7 +187,7 @@ def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, 
 
         def call() -> object:
             with torch.inference_mode():
-                return model(token, past_key_values=cache, use_cache=True).past_key_values
+                return model(token, cache=cache, use_cache=True).cache
 
         return call
 
@@ -197,10 +197,10 @@ def _decoding(make: Callable[[int], PreTrainedModel], context: int, batch: int, 
 def _fill(model: PreTrainedModel, context: int, batch: int) -> object:
     """A cache with `context` tokens: attention gets random keys and values, and AFT reads random tokens."""
     tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-    cache = model(tokens, use_cache=True).past_key_values
+    cache = model(tokens, use_cache=True).cache
     if not isinstance(cache, DynamicCache):
         for piece in torch.randint(256, (batch, context - 1), device=model.device).split(1024, 1):
-            cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
         return cache
     for layer in cache.layers:
         assert isinstance(layer, DynamicLayer) and layer.keys is not None

@@ -3,10 +3,10 @@ Table 8 of the paper, and AFT-local of labml."""
 
 from .deit import (
     KERNEL_SIZE,
-    LOCAL_WINDOW_SIZE,
     NUM_HEADS,
     POSITION_BIAS_DIM,
     POSITION_BIAS_MULTIPLIER,
+    WINDOW_SIZE,
     convert_deit,
 )
 from .errors import ConversionError
@@ -20,11 +20,11 @@ from .verification import verify_conversion
 
 __all__ = [
     "KERNEL_SIZE",
-    "LOCAL_WINDOW_SIZE",
     "NUM_HEADS",
     "POSITION_BIAS_DIM",
     "POSITION_BIAS_MULTIPLIER",
     "REPORT_NAME",
+    "WINDOW_SIZE",
     "ConversionError",
     "ConversionReport",
     "ImagesOnDisk",

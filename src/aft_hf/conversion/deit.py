@@ -25,7 +25,7 @@ from .source import VisionTransformerSource, read_source
 # The paper's smallest kernels and heads for a small model (AFT-conv 11/16), and its rank of factorized biases.
 KERNEL_SIZE, NUM_HEADS = 11, 16
 POSITION_BIAS_DIM = 128
-LOCAL_WINDOW_SIZE = 32
+WINDOW_SIZE = 32
 # With it, Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
 POSITION_BIAS_MULTIPLIER = 2000.0
 
@@ -66,7 +66,7 @@ def convert_deit(
     aft_type: str | Sequence[str] = "conv",
     kernel_size: int = KERNEL_SIZE,
     num_heads: int | None = None,
-    local_window_size: int = LOCAL_WINDOW_SIZE,
+    window_size: int = WINDOW_SIZE,
     position_bias_dim: int | None = POSITION_BIAS_DIM,
     position_bias_multiplier: float = POSITION_BIAS_MULTIPLIER,
     image_size: int | tuple[int, int] | None = None,
@@ -88,7 +88,7 @@ def convert_deit(
         kernel_size: kernel size s of `conv`, odd.
         num_heads: number of position-bias heads h; must divide the width of the source. Default: 16 if any layer is
             `conv`, which has one key per head, else 1.
-        local_window_size: window size s of `local`.
+        window_size: window size s of `local`.
         position_bias_dim: rank d' of the factorized biases of `full` and `local`; None for an unfactorized table.
         position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough. 1
             is the value of the paper, to be used with `position_bias_scale` of `build_optimizer`.
@@ -114,9 +114,9 @@ def convert_deit(
         num_heads = NUM_HEADS if "conv" in aft_type else 1
     options = {
         "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
-        "conv_kernel_size": kernel_size,
+        "kernel_size": kernel_size,
         "num_heads": num_heads,
-        "local_window_size": local_window_size,
+        "window_size": window_size,
         "position_bias_dim": position_bias_dim,
         "position_bias_multiplier": position_bias_multiplier,
         "image_size": source.config.image_size if image_size is None else image_size,

@@ -101,7 +101,7 @@ def _model(state: dict[str, torch.Tensor], hidden_act: str) -> AFTForCausalLM:
         intermediate_size=tensors["aft.layers.0.mlp.fc1.weight"].shape[0],
         hidden_act=hidden_act,
         position_bias_dim=None,
-        local_window_size=window,
+        window_size=window,
         max_position_embeddings=length,
         vocab_size=vocabulary,
         qkv_bias=qkv_bias,

@@ -93,7 +93,7 @@ class _Step(nn.Module):
         cache = AFTCache([])
         for index, mixer in enumerate(_mixers(self.model)):
             cache.layers.append(_StepState(_window(mixer), index, state))
-        logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits
+        logits = self.model(input_ids=input_ids, cache=cache, use_cache=True).logits
         following = {"seen": state["seen"] + 1}
         for index, after in enumerate(cache.layers):
             following |= {f"{index}.{name}": getattr(after, name) for name in STATE}

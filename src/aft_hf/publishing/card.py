@@ -347,8 +347,8 @@ def _architecture(facts: Facts) -> dict[str, Any]:
             **common,
             "width of the MLPs": config.intermediate_size,
             "position-bias heads": config.num_heads,
-            "kernel size": config.conv_kernel_size if "conv" in types else None,
-            "window": config.local_window_size if "local" in types else None,
+            "kernel size": config.kernel_size if "conv" in types else None,
+            "window": config.window_size if "local" in types else None,
             "rank of the position biases": rank if types & {"full", "local"} else None,
         }
         for name in SWITCHES if types - {"simple"} else SWITCHES[:2]:  # "simple" has no position biases

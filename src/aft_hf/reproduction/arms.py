@@ -69,7 +69,7 @@ SMOKE_MODEL = "model.num_hidden_layers=2"  # of a model that does not start from
 
 WIDE = ("model.hidden_size=128", "model.num_hidden_layers=4")
 SHORT = ("data.seq_len=128", "global_batch_size=64", "steps=250")  # BLOOM's attention is not fused and therefore slow
-KERNEL_3, KERNEL_7 = "model.conv_kernel_size=3", "model.conv_kernel_size=7"
+KERNEL_3, KERNEL_7 = "model.kernel_size=3", "model.kernel_size=7"
 FAST_BIASES = "optimizer.position_bias_scale=1000"  # as multipliers of converted models (docs/conversion.md)
 FEW_HEADS = "model.num_heads=4"  # 24 features per head, as in the paper's 11/16 and 25/32
 DEIT_CROPS = "data.augmentation.crop_scale=[0.08, 1.0]"
@@ -85,8 +85,8 @@ CHARACTERS: dict[str, Training] = {
     "characters-linear": Training("characters_baseline", ("model.mixer=linear",)),
     "characters-performer": Training("characters_baseline", ("model.mixer=performer",)),
     "characters-synthesizer": Training("characters_baseline", ("model.mixer=synthesizer",)),
-    "characters-window-8": Training("characters_aft", ("model.local_window_size=8",)),
-    "characters-window-64": Training("characters_aft", ("model.local_window_size=64",)),
+    "characters-window-8": Training("characters_aft", ("model.window_size=8",)),
+    "characters-window-64": Training("characters_aft", ("model.window_size=64",)),
     "characters-full": Training("characters_aft", ("model.aft_type=full",)),
     "characters-t128": Training("characters_aft", ("data.seq_len=128", "global_batch_size=64")),
     "characters-t512": Training("characters_aft", ("data.seq_len=512", "global_batch_size=16")),
@@ -128,7 +128,7 @@ IMAGES: dict[str, Training] = {
     "conv-one-position": Training("images_aft_conv", ("model.position_bias_selection=gumbel",)),
     "conv-crops": Training("images_aft_conv", (DEIT_CROPS,), ("image_sizes",)),
     "vit-crops": Training("images_vit", (DEIT_CROPS,), ("image_sizes",)),
-    "conv-random": Training("images_aft_conv", (FEW_HEADS, "model.conv_kernel_size=9")),
+    "conv-random": Training("images_aft_conv", (FEW_HEADS, "model.kernel_size=9")),
     "conv-from-vit": Training("images_pretrained", start="vit", convert=CONVERTED),
     "vit-continued": Training("images_pretrained", start="vit"),
 }
@@ -142,8 +142,8 @@ _NARROW = {"hidden_size": 256, "num_hidden_layers": 24}
 _WIDE = {"hidden_size": 512, "num_hidden_layers": 12}
 _SMALL = {"hidden_size": 384, "num_hidden_layers": 12}
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "image_size": 384}
-_LOCAL_32 = {"aft_type": "local", "local_window_size": 32, "position_bias_dim": 256, "max_position_embeddings": 1024}
-_LOCAL_256 = {"aft_type": "local", "local_window_size": 256, "position_bias_dim": 64, "max_position_embeddings": 3072}
+_LOCAL_32 = {"aft_type": "local", "window_size": 32, "position_bias_dim": 256, "max_position_embeddings": 1024}
+_LOCAL_256 = {"aft_type": "local", "window_size": 256, "position_bias_dim": 64, "max_position_embeddings": 3072}
 _SIMPLE = {"aft_type": "simple", "max_position_embeddings": 3072}
 
 
@@ -161,7 +161,7 @@ SPEEDS: dict[str, Speed] = {
     "speed-pixels": _beside_transformer(_LOCAL_256, _NARROW, 2, 1, 3072),
     "speed-pixels-simple": _beside_transformer(_SIMPLE, _NARROW, 2, 1, 3072),
     "speed-deit-base": Speed(
-        _IMAGE | _BASE | {"aft_type": "conv", "conv_kernel_size": 25, "num_heads": 32},
+        _IMAGE | _BASE | {"aft_type": "conv", "kernel_size": 25, "num_heads": 32},
         {"architecture": "vit", "num_attention_heads": 12, "num_labels": 1000, "intermediate_size": 3072} | _BASE,
         "inference",
         2,
