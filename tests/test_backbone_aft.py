@@ -4,9 +4,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoBackbone, UperNetConfig, UperNetForSemanticSegmentation
+from transformers import (
+    AutoBackbone,
+    DPTConfig,
+    DPTForDepthEstimation,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
+)
 
-from aft_hf import AFTBackbone, AFTConfig, AFTForImageClassification
+from aft_hf import AFTBackbone, AFTConfig, AFTForImageClassification, AFTModel
 
 
 def config_of(aft_type="conv", **options):
@@ -52,6 +58,34 @@ def test_each_chosen_stage_is_its_hidden_state_normalized_at_its_place(tmp_path,
         patches = model.aft.layernorm(state)[:, -16:]  # without the class token of "full"
         for row, column in ((0, 0), (1, 3), (3, 2)):
             torch.testing.assert_close(feature_map[:, :, row, column], patches[:, 4 * row + column])
+
+
+@pytest.mark.parametrize("use_cls_token", (True, False))
+def test_without_reshaping_the_stages_are_sequences_of_class_token_and_patches(use_cls_token):
+    torch.manual_seed(0)
+    config = config_of("full", use_cls_token=use_cls_token, out_indices=[0, 3], reshape_hidden_states=False)
+    backbone, pixels = AFTBackbone(config).eval(), torch.randn(2, 3, 32, 32)
+    sequences = backbone(pixels).feature_maps
+    assert [tuple(x.shape) for x in sequences] == [(2, 16 + use_cls_token, 16)] * 2
+    torch.testing.assert_close(sequences[1], AFTModel.forward(backbone, pixel_values=pixels).last_hidden_state)
+    config.reshape_hidden_states = True
+    for sequence, feature_map in zip(sequences, backbone(pixels).feature_maps):
+        torch.testing.assert_close(sequence[:, use_cls_token:].mT.reshape(2, 16, 4, 4), feature_map)
+
+
+@pytest.mark.parametrize("readout", ("project", "add", "ignore"))
+def test_dpt_reads_the_class_token_and_keeps_the_choice_when_saved(tmp_path, readout):
+    torch.manual_seed(0)
+    backbone = config_of("full", out_indices=[0, 1, 2, 3], reshape_hidden_states=False)
+    sizes = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "head_in_index": -1, "readout_type": readout}
+    model, pixels = (
+        DPTForDepthEstimation(DPTConfig(backbone_config=backbone, **sizes)).eval(),
+        torch.randn(1, 3, 32, 32),
+    )
+    model.save_pretrained(tmp_path)
+    again = DPTForDepthEstimation.from_pretrained(tmp_path).eval()
+    assert model(pixels).predicted_depth.shape == (1, 64, 64)
+    torch.testing.assert_close(again(pixels).predicted_depth, model(pixels).predicted_depth, rtol=0, atol=0)
 
 
 def test_a_backbone_that_was_saved_keeps_its_stages_and_a_classifier_names_none(tmp_path):

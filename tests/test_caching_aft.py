@@ -6,12 +6,18 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     DynamicCache,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     LogitsProcessorList,
     MaxLengthCriteria,
     MinNewTokensLengthLogitsProcessor,
     StoppingCriteriaList,
     TextStreamer,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTModel,
     pipeline,
 )
 
@@ -293,8 +299,34 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_first_token():
 
 
 def test_a_cache_of_keys_and_values_is_refused_with_what_to_take_instead():
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
     with pytest.raises(ValueError, match=r"got DynamicCache.* prompt tuning or LoRA"):
-        build("simple")(tokens(1, 5), cache=DynamicCache())
+        build("simple")(tokens(1, 5), cache=cache)
+
+
+def test_a_model_that_contains_an_aft_generates_without_a_cache_or_with_that_of_the_aft():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4}
+    parts = {"vision_config": CLIPVisionConfig(**sizes), "text_config": build("local").config}
+    model = LlavaForConditionalGeneration(LlavaConfig(**parts, image_token_index=255)).eval()
+    inputs = {"input_ids": torch.tensor([[255] * 4 + [1, 2]]), "pixel_values": torch.randn(1, 3, 8, 8)}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(
+        ValueError, match=r"got DynamicCache: a model that contains this one.*use_cache=False"
+    ) as caught:
+        model.generate(**inputs, **options)
+    assert "tuning" not in str(caught.value)
+    expected = model.generate(**inputs, **options, use_cache=False)
+    found = model.generate(**inputs, **options, cache=model.model.language_model.new_cache())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("use_cache", (True, False))
+def test_an_aft_is_no_decoder_of_an_encoder_decoder_model(use_cache):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    model = VisionEncoderDecoderModel(encoder=ViTModel(ViTConfig(**sizes)), decoder=build("simple"))
+    with pytest.raises(ValueError, match="AFT has no cross-attention"):
+        model.generate(torch.randn(1, 3, 8, 8), decoder_start_token_id=0, pad_token_id=0, use_cache=use_cache)
 
 
 def test_what_cannot_be_undone_says_so(model):

@@ -169,6 +169,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             Names of the stages whose feature maps `AFTBackbone` returns: `"stem"`, `"stage1"`, `"stage2"`, ...
             Default: the last stage.
         out_indices (`list[int]`, *optional*): Indices of these stages, in place of their names; 0 is the stem.
+        reshape_hidden_states (`bool`, defaults to `True`):
+            Whether `AFTBackbone` returns feature maps. `False` returns sequences with the class token, as DPT and
+            Depth Anything need them.
 
     Raises:
         ValueError: a field has a wrong type or value, or two fields contradict each other. The message names the
@@ -229,6 +232,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     patch_size: int | list[int] | tuple[int, int] = 16
     patch_stride: int | list[int] | tuple[int, int] | None = None
     num_channels: int = 3
+    reshape_hidden_states: bool = True
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
 

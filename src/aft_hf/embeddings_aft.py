@@ -21,9 +21,9 @@ class AFTTextEmbeddings(nn.Module):
     def __init__(self, config: AFTConfig):
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings = None
+        self.position_embeddings, self.max_positions = None, config.max_position_embeddings
         if config.use_position_embeddings:
-            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            self.position_embeddings = nn.Embedding(self.max_positions, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
@@ -35,8 +35,7 @@ class AFTTextEmbeddings(nn.Module):
         shard: SequenceShard | None = None,
     ) -> torch.Tensor:
         if self.position_embeddings is not None:
-            limit = self.position_embeddings.num_embeddings
-            positions = self._positions(inputs_embeds, limit, padding_mask, state, documents, shard)
+            positions = self._positions(inputs_embeds, self.max_positions, padding_mask, state, documents, shard)
             inputs_embeds = inputs_embeds + self.position_embeddings(positions)
         return self.dropout(inputs_embeds)
 
@@ -105,7 +104,7 @@ class AFTImageEmbeddings(nn.Module):
         self._check_size(pixel_values, shard)
         if self.patch_size != self.grid_stride:
             pixel_values = nn.functional.pad(pixel_values, self._margins(), mode="replicate")
-        patches = self.patch_embeddings(pixel_values)  # (B, d, rows, columns)
+        patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))  # (B, d, rows, columns)
         grid_size = (patches.shape[2], patches.shape[3])
         # A residual stream that is not contiguous would slow down every layer.
         embeddings = patches.flatten(2).transpose(1, 2).contiguous()

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
@@ -36,7 +37,7 @@ from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
 from .documents_aft import PACKING_INPUTS, packed_documents
 from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
-from .mixers_aft import AFTConv, AFTMixer
+from .mixers_aft import AFTMixer
 from .resizing_aft import adapt_to_image_size
 from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
 
@@ -204,7 +205,6 @@ class AFTModel(AFTPreTrainedModel):
                 f"within context_parallel, images must have no class token and no attention_mask, got {given}"
             )
         shard = None if group is None else self.embeddings.shard(group, pixel_values)
-        pixel_values = pixel_values.to(self.embeddings.patch_embeddings.weight.dtype)
         hidden_states, grid_size = self.embeddings(pixel_values, shard)
         hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, shard=shard, **kwargs)
         self._watch_entropy(hidden_states)
@@ -232,11 +232,20 @@ class AFTModel(AFTPreTrainedModel):
         if inputs_embeds.shape[1] == 0:
             raise ValueError("the input is empty: give at least one token")
         pairwise = attention_mask is not None and attention_mask.dim() == 3  # running sums cannot represent it
-        if cache is not None and not isinstance(cache, AFTCache):
+        if kwargs.get("encoder_hidden_states") is not None or isinstance(cache, EncoderDecoderCache):
             raise ValueError(
-                f"cache must be an AFTCache, got {type(cache).__name__}: AFT caches sums over "
-                "the past, not the keys and values of attention. Prefix tuning, which learns keys and values, is not "
-                "supported: use prompt tuning or LoRA"
+                "AFT has no cross-attention, so it cannot be the decoder of an encoder-decoder model, which passes "
+                "encoder_hidden_states and an EncoderDecoderCache"
+            )
+        if cache is not None and not isinstance(cache, AFTCache):
+            given = f"cache must be an AFTCache, which holds sums over the past, got {type(cache).__name__}"
+            if isinstance(cache, Cache) and not cache.is_initialized:
+                raise ValueError(
+                    f"{given}: a model that contains this one, such as LLaVA, creates it. Call it with "
+                    "use_cache=False, or with the cache that new_cache() of the AFTModel returns"
+                )
+            raise ValueError(
+                f"{given}. Prefix tuning, which learns keys and values, is not supported: use prompt tuning or LoRA"
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         group = active_group()
@@ -276,8 +285,8 @@ class AFTModel(AFTPreTrainedModel):
     def max_length(self) -> int | None:
         """Maximum sequence length, given by the learned positions; None without learned positions."""
         limits: list[int | None] = [mixer.max_positions for mixer in self._mixers]
-        if self.embeddings.position_embeddings is not None:
-            limits.append(self.embeddings.position_embeddings.num_embeddings)
+        if self.config.use_position_embeddings:
+            limits.append(self.config.max_position_embeddings)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def new_cache(self, max_length: int | None = None) -> AFTCache:
@@ -296,15 +305,19 @@ class AFTModel(AFTPreTrainedModel):
 
     @property
     def _mixers(self) -> list[Any]:
-        """The mixer of each layer: an `AFTMixer`, or a module that replaces it."""
-        return [layer.mixer for layer in self.layers]
+        """The mixer of each layer: an `AFTMixer`, or a module that replaces it.
+
+        peft wraps a mixer in a module without its attributes if a LoRA adapts one of its parameters.
+        """
+        mixers: list[Any] = [layer.mixer for layer in self.layers]
+        return [mixer.get_base_layer() if hasattr(mixer, "get_base_layer") else mixer for mixer in mixers]
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         # On an accelerator, reading the values would synchronize in every step; the embedding kernel asserts there.
         if input_ids.device.type != "cpu" or is_torchdynamo_compiling() or input_ids.numel() == 0:
             return
         lowest, highest = (int(x) for x in input_ids.aminmax())
-        size = self.embeddings.word_embeddings.num_embeddings
+        size = self.config.vocab_size
         if lowest < 0 or highest >= size:
             raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {lowest} .. {highest}")
 
@@ -327,8 +340,8 @@ class AFTModel(AFTPreTrainedModel):
         self._note_when_reached(entropy, "entropy")
         return entropy
 
-    def _regularized_mixers(self) -> list[AFTConv]:
-        return [mixer for mixer in self._mixers if isinstance(mixer, AFTConv)]
+    def _regularized_mixers(self) -> list[Any]:
+        return [layer.mixer for layer, kind in zip(self.layers, self.config.layer_aft_types) if kind == "conv"]
 
     def _watch_entropy(self, hidden_states: torch.Tensor) -> None:
         """Warn if the last backward pass reached the output of the model but not the entropy of Eq. 9.
@@ -710,7 +723,8 @@ class AFTBackbone(BackboneMixin, AFTModel):
         Returns:
             `BackboneOutput`, whose `feature_maps` has one tensor `(batch_size, hidden_size, rows, columns)` for each
             chosen stage, after the final layer norm. The mean of the last stage over its positions is the input of
-            an image classifier that pools by mean.
+            an image classifier that pools by mean. With `config.reshape_hidden_states=False`, as DPT needs it, the
+            tensors are the sequences `(batch_size, sequence_length, hidden_size)` with the class token.
         """
         outputs = AFTModel.forward(self, pixel_values=pixel_values, **kwargs)
         grid_size = self.config.grid_of(pixel_values.shape[2:])
@@ -719,8 +733,10 @@ class AFTBackbone(BackboneMixin, AFTModel):
             hidden_states = outputs.hidden_states[index]
             if index < len(self.layers):  # the last hidden states are already normalized
                 hidden_states = self.layernorm(hidden_states)
-            patches = hidden_states[:, int(bool(self.config.use_cls_token)) :]
-            feature_maps.append(patches.transpose(1, 2).unflatten(2, grid_size).contiguous())
+            if self.config.reshape_hidden_states:
+                patches = hidden_states[:, int(bool(self.config.use_cls_token)) :]
+                hidden_states = patches.transpose(1, 2).unflatten(2, grid_size).contiguous()
+            feature_maps.append(hidden_states)
         return BackboneOutput(
             feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

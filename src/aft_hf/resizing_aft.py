@@ -40,8 +40,10 @@ def adapt_to_image_size(
         raise ValueError(
             'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
         )
-    mixers = [module for module in model.modules() if isinstance(module, AFTConv)]
-    (embeddings,) = (module for module in model.modules() if isinstance(module, AFTImageEmbeddings))
+    base: Any = model.base_model  # an `AFTModel`
+    mixers, embeddings = [layer.mixer for layer in base.layers], base.embeddings
+    if not all(isinstance(module, AFTConv | AFTImageEmbeddings) for module in (*mixers, embeddings)):
+        raise ValueError("a mixer or the embeddings are wrapped or replaced: merge or remove adapters first")
     own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
     if own != ({config.kernel_size}, pair(config.patch_size), config.grid_stride):
         raise ValueError(

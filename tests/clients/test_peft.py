@@ -1,7 +1,10 @@
-"""peft: adapters on the projections of the mixers are trained, saved, loaded and merged; prompt tuning."""
+"""peft: adapters of projections, embeddings and position biases are trained, saved, loaded, merged; prompt tuning."""
 
 import pytest
 import torch
+from client_models import image_classifier
+
+from aft_hf import AFTConfig, AFTForImageClassification
 
 
 peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
@@ -13,6 +16,18 @@ ADAPTERS = {
     "DoRA": lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=PROJECTIONS),
     "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj", "fc2"], feedforward_modules=["fc2"]),
     "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"]),
+    "LoRA of tokens": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "word_embeddings"]),
+    "DoRA of tokens": lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=["word_embeddings", "lm_head"]),
+    "LoRA of positions": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "position_embeddings"]),
+    "some tokens": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=list(range(99))),
+    "some positions": lambda: peft.TrainableTokensConfig(target_modules=["position_embeddings"], token_indices=[1, 2]),
+    "saved embeddings": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["word_embeddings", "position_embeddings", "layernorm"]
+    ),
+    "position biases": lambda: peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=["mixer.position_bias_query", "mixer.position_bias_key"]
+    ),
+    "layer norms": lambda: peft.LNTuningConfig(target_modules=["layernorm", "layernorm_before"]),
 }
 
 
@@ -35,6 +50,46 @@ def test_an_adapter_learns_and_is_merged(make_adapter, load, tmp_path):
         again = peft.PeftModel.from_pretrained(load(), tmp_path).eval()
         torch.testing.assert_close(again(input_ids=ids).logits, expected)
         torch.testing.assert_close(again.merge_and_unload()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+IMAGE_ADAPTERS = {
+    "patches": {"target_modules": ["q_proj", "patch_embeddings"]},
+    "saved patches": {"target_modules": ["q_proj"], "modules_to_save": ["patch_embeddings", "classifier"]},
+    "positions": {"target_modules": ["q_proj"], "target_parameters": ["embeddings.position_embeddings"]},
+    "class token": {"target_modules": ["q_proj"], "target_parameters": ["embeddings.cls_token"]},
+}
+
+
+@pytest.mark.parametrize("options", IMAGE_ADAPTERS.values(), ids=IMAGE_ADAPTERS)
+def test_an_adapter_of_image_embeddings_gets_a_gradient_and_is_merged(options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "image_size": 16, "patch_size": 4, "num_labels": 3}
+    classifier = AFTForImageClassification(AFTConfig(modality="image", aft_type="full", position_bias_dim=4, **sizes))
+    model = peft.get_peft_model(classifier, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    pixels = torch.randn(2, 3, 16, 16)
+    model(pixel_values=pixels, labels=torch.tensor([0, 2])).loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        expected = model.eval()(pixel_values=pixels).logits
+        torch.testing.assert_close(model.merge_and_unload()(pixels).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"target_parameters": ["mixer.kernel"]},
+        {"target_modules": ["patch_embeddings"]},
+        {"modules_to_save": ["embeddings"]},
+        {"modules_to_save": ["mixer"]},
+    ),
+    ids=str,
+)
+def test_a_model_with_adapters_of_kernels_or_patches_is_not_resized(options):
+    model = image_classifier()
+    peft.get_peft_model(model, peft.LoraConfig(r=2, **{"target_modules": ["fc1"]} | options))
+    with pytest.raises(ValueError, match="merge or remove adapters first"):
+        model.adapt_to_image_size(32)
+    assert model(torch.randn(1, 3, 16, 16)).logits.shape == (1, 3)
 
 
 def test_prompt_tuning_learns_and_prefix_tuning_is_refused(load):
