@@ -78,10 +78,8 @@ def test_dpt_reads_the_class_token_and_keeps_the_choice_when_saved(tmp_path, rea
     torch.manual_seed(0)
     backbone = config_of("full", out_indices=[0, 1, 2, 3], reshape_hidden_states=False)
     sizes = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "head_in_index": -1, "readout_type": readout}
-    model, pixels = (
-        DPTForDepthEstimation(DPTConfig(backbone_config=backbone, **sizes)).eval(),
-        torch.randn(1, 3, 32, 32),
-    )
+    model = DPTForDepthEstimation(DPTConfig(backbone_config=backbone, **sizes)).eval()
+    pixels = torch.randn(1, 3, 32, 32)
     model.save_pretrained(tmp_path)
     again = DPTForDepthEstimation.from_pretrained(tmp_path).eval()
     assert model(pixels).predicted_depth.shape == (1, 64, 64)

@@ -39,6 +39,20 @@ def test_linear_attention_is_an_average_with_elu_features(length):
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", (1, 63, 64, 200))
+@pytest.mark.parametrize("growth", (0.3, 1.0, 3.0))
+def test_a_performer_is_an_average_with_the_features_of_its_paper(length, growth):
+    torch.manual_seed(0)
+    layer, x = TEXT_LAYERS["performer"](), torch.randn(2, length, WIDTH)
+    x = x * growth ** torch.linspace(-1, 1, length).unsqueeze(-1)
+    query, key, value = (by_head(p(x)).double() for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    query, key = (y / (WIDTH / HEADS) ** 0.25 for y in (query, key))
+    query, key = (torch.exp(y @ layer.directions.double().mT - y.square().sum(-1, True) / 2) for y in (query, key))
+    weights = (query @ key.mT).tril()
+    expected = layer.o_proj(joined(weights / weights.sum(-1, keepdim=True) @ value).float())
+    torch.testing.assert_close(layer(x), expected, rtol=1e-3, atol=1e-3)  # for its epsilon
+
+
 def test_a_performer_approximates_softmax_attention():
     torch.manual_seed(0)
     layer, x = Performer(WIDTH, HEADS, num_features=20_000), torch.randn(2, 70, WIDTH) / 2
@@ -74,6 +88,19 @@ def test_sums_do_not_lose_the_past_to_a_larger_key_of_their_chunk():
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_average_does_not_depend_on_the_size_of_the_features():
+    torch.manual_seed(0)
+    query, key, value = (torch.rand(1, 1, 70, 3) for _ in range(3))
+    found = causal_linear_attention(1e-5 * query, 1e-5 * key, value)
+    torch.testing.assert_close(found, causal_linear_attention(query, key, value))
+
+
+def test_the_first_token_of_a_performer_sees_itself_however_large():
+    torch.manual_seed(0)
+    layer, x = TEXT_LAYERS["performer"](), 100 * torch.randn(20, 1, WIDTH)
+    torch.testing.assert_close(layer(x), layer.o_proj(layer.v_proj(x)), rtol=1e-4, atol=1e-4)
+
+
 def test_a_synthesizer_predicts_its_weights_without_keys():
     torch.manual_seed(0)
     layer, x = TEXT_LAYERS["synthesizer"](), torch.randn(2, 9, WIDTH)
@@ -88,12 +115,13 @@ def test_a_synthesizer_predicts_its_weights_without_keys():
 
 
 @pytest.mark.parametrize("name", TEXT_LAYERS)
-def test_later_tokens_change_nothing(name):
+@pytest.mark.parametrize("kept", (40, 64, 65))
+@pytest.mark.parametrize("factor", (0.0, 1e-3, 3.0, 100.0))
+def test_later_tokens_change_nothing(name, kept, factor):
     torch.manual_seed(0)
-    layer, x = TEXT_LAYERS[name](), torch.randn(1, 100, WIDTH)
-    changed = torch.cat([x[:, :40], torch.randn(1, 60, WIDTH)], 1)
-    # The features of a Performer share a factor over all keys, which rounds otherwise.
-    torch.testing.assert_close(layer(changed)[:, :40], layer(x)[:, :40], rtol=1e-5, atol=1e-5)
+    layer, x = TEXT_LAYERS[name](), 40 * torch.rand(1, 130, 1) * torch.randn(1, 130, WIDTH)
+    changed = torch.cat([x[:, :kept], factor * x[:, kept:]], 1)
+    torch.testing.assert_close(layer(changed)[:, :kept], layer(x)[:, :kept], rtol=1e-5, atol=1e-6)
 
 
 def test_a_lambda_layer_is_a_function_of_contents_and_offsets():

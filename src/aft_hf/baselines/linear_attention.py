@@ -12,16 +12,21 @@ from torch import nn
 
 CHUNK_SIZE = 64
 
-# Added to the features of a Performer, so that no feature is 0 and no average is 0 / 0.
+# Added to the features of a Performer, relative to the largest one of the same query or key, so that no feature is 0
+# and no average is 0 / 0.
 EPSILON = 1e-6
 
 
-def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def causal_linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exponent: torch.Tensor | None = None
+) -> torch.Tensor:
     """Averages of values with weights phi(q_t) . phi(k_t') over t' <= t, in time linear in T.
 
     Args:
         query, key: non-negative features, (B, h, T, m).
         value: (B, h, T, v).
+        exponent: logarithms of factors of the keys, (B, h, T), without gradients. Default: 0. Each sum is divided by
+            the largest factor up to its position, so that no factor overflows and no later key changes a result.
 
     Returns:
         (B, h, T, v).
@@ -29,13 +34,19 @@ def causal_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch
     length = query.shape[2]
     # The denominator is the numerator of an additional value, which is 1.
     value = torch.cat([value, torch.ones_like(value[..., :1])], -1)
-    padding = -length % CHUNK_SIZE
-    query, key, value = (
-        nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK_SIZE)) for x in (query, key, value)
+    exponent = key.new_zeros(key.shape[:3]) if exponent is None else exponent
+    query, key, value, exponent = (
+        nn.functional.pad(x, (0, 0, 0, -length % CHUNK_SIZE)).unflatten(2, (-1, CHUNK_SIZE))
+        for x in (query, key, value, exponent.unsqueeze(-1))
     )
-    states = key.mT @ value  # (B, h, chunks, m, v + 1)
-    before = nn.functional.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
-    sums = (query @ key.mT).tril() @ value + query @ before
+    largest = exponent.flatten(2, 3).cummax(2).values.view_as(exponent)  # (B, h, chunks, CHUNK_SIZE, 1)
+    end = largest[..., -1, :]  # (B, h, chunks, 1)
+    states = (key * (exponent - end.unsqueeze(-1)).exp()).mT @ value  # (B, h, chunks, m, v + 1)
+    states = torch.einsum("bhij,bhjmv->bhimv", (end.mT - end).exp().tril(), states)
+    before = nn.functional.pad(states[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    end_before = nn.functional.pad(end[:, :, :-1], (0, 0, 1, 0), value=-math.inf).unsqueeze(-1)
+    sums = (query @ key.mT * (exponent.mT - largest).exp().tril()) @ value
+    sums = sums + (query * (end_before - largest).exp()) @ before
     sums = sums.flatten(2, 3)[:, :, :length]
     # elu(x) + 1 rounds to 0 for x below -17. If all features of a query are 0, the output is 0 and not 0 / 0.
     return sums[..., :-1] / sums[..., -1:].clamp_min(EPSILON**2)
@@ -57,9 +68,9 @@ class LinearAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, hidden_size)
         self.o_proj = nn.Linear(hidden_size, hidden_size)
 
-    def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """phi of queries and keys, (B, h, T, d_h) to (B, h, T, m)."""
-        return nn.functional.elu(query) + 1, nn.functional.elu(key) + 1
+    def context(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The averages of the values, (B, h, T, d_h)."""
+        return causal_linear_attention(nn.functional.elu(query) + 1, nn.functional.elu(key) + 1, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, d) to (B, T, d)."""
@@ -67,7 +78,7 @@ class LinearAttention(nn.Module):
         # Sums over the sequence lose precision in float16 and bfloat16.
         query, key, value = (y.float().unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected)
         with torch.autocast(x.device.type, enabled=False):
-            context = causal_linear_attention(*self.features(query, key), value)
+            context = self.context(query, key, value)
         return self.o_proj(context.transpose(1, 2).flatten(2).to(x.dtype))
 
 
@@ -102,15 +113,12 @@ class Performer(LinearAttention):
         lengths = torch.randn(count, size).norm(dim=1, keepdim=True)
         self.directions.copy_(orthogonal.mT.flatten(0, 1)[:count] * lengths)
 
-    def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def context(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key = (x * query.shape[-1] ** -0.25 for x in (query, key))
         of_query, of_key = (
             x @ self.directions.float().mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)
         )
-        # A factor of a query cancels in the quotient, and so does a common factor of all keys of a head. EPSILON is
-        # relative to the largest key feature of the whole sequence, including later tokens.
-        shift, shift_of_keys = of_query.amax(-1, keepdim=True), of_key.amax((-2, -1), keepdim=True)
-        return (
-            torch.exp(of_query - shift.detach()) + EPSILON,
-            torch.exp(of_key - shift_of_keys.detach()) + EPSILON,
-        )
+        # The factor of a query cancels in the quotient. That of a key does not.
+        factor_of_query, factor_of_key = (x.detach().amax(-1, keepdim=True) for x in (of_query, of_key))
+        query, key = torch.exp(of_query - factor_of_query) + EPSILON, torch.exp(of_key - factor_of_key) + EPSILON
+        return causal_linear_attention(query, key, value, factor_of_key.squeeze(-1))
