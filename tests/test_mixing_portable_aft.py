@@ -67,6 +67,20 @@ def test_a_convolution_is_exact_where_biases_are_very_negative(lowest, size, con
     assert_equal_to_the_reference(mixer, torch.randn(2, 72, WIDTH), -lowest, grid_size=GRID)
 
 
+@pytest.mark.parametrize(
+    ("grid_size", "center"),
+    [*(((4, 4), center) for center in (-100.0, -30.0, 100.0)), ((4, 3), -100.0), ((4, 5), -60.0), ((5, 4), -60.0)],
+    ids=str,
+)
+def test_a_convolution_is_exact_where_all_biases_of_a_kernel_are_far_from_0(grid_size, center, convolved, monkeypatch):
+    """A kernel of 7 x 7 reaches every pair of a grid of 4 x 4. A backend that reads it does not convolve it."""
+    monkeypatch.setattr(portable, "can_read_values", lambda *tensors: False)
+    mixer = on_grid(7)
+    torch.nn.init.uniform_(mixer.kernel, center - 1.0, center + 1.0)
+    x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
+    assert_equal_to_the_reference(mixer, x, abs(center), grid_size=grid_size)
+
+
 @pytest.mark.parametrize("size", (3, 25), ids=("smaller than the grid", "larger than the grid"))
 @pytest.mark.parametrize("span", (100.0, 300.0))
 def test_a_convolution_is_exact_where_biases_span_more_than_75(size, span, convolved):

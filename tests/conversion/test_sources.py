@@ -30,6 +30,7 @@ from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
 from aft_hf.conversion import read_source, save_converted, verify_conversion
+from aft_hf.conversion.image_processing import timm_image_processor
 
 
 # ------------------------------------------------------------------------------------------------------ transformers
@@ -336,6 +337,15 @@ def test_the_image_processor_of_the_original_deit_crops_224_out_of_256(tmp_path)
     assert processor.resample == Image.Resampling.BICUBIC
     np.testing.assert_allclose(processor.image_mean, [0.485, 0.456, 0.406])
     np.testing.assert_allclose(processor.image_std, [0.229, 0.224, 0.225])
+
+
+@pytest.mark.parametrize("image_size", ((32, 48), (48, 32)), ids=("wide", "tall"))
+def test_a_crop_that_is_not_square_lies_within_the_resized_image(image_size):
+    processor = timm_image_processor("name", {"mean": [0.0] * 3, "std": [1.0] * 3}, image_size)
+    for size in ((60, 60), (60, 90), (90, 60)):
+        pixels = processor(Image.new("RGB", size, "white"), return_tensors="np")["pixel_values"][0]
+        assert pixels.shape == (3, *image_size) and pixels.min() > 0.99  # no pixel of it is padding
+    assert processor.size["shortest_edge"] == int(48 / 0.875)
 
 
 def test_a_deit_of_transformers_without_a_processor_is_taken_to_see_what_deits_see(tmp_path):

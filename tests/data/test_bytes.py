@@ -67,6 +67,20 @@ def test_training_windows_are_full_and_begin_elsewhere_in_each_epoch(file):
     assert offsets == set(range(16))
 
 
+@pytest.mark.parametrize("size", (17, 18, 31, 32, 33, 34, 48, 49, 50))
+def test_training_windows_of_a_file_of_any_size_are_full_and_reach_its_first_and_last_bytes(tmp_path, size):
+    content = bytes(range(size))
+    (tmp_path / "file").write_bytes(content)
+    windows, reached = ByteWindows(tmp_path / "file", seq_len=16, seed=3), set()
+    for epoch in range(100):
+        for i in range(len(windows)):
+            window = windows[SampleKey(epoch, i)]
+            assert torch.equal(window["labels"], window["input_ids"] + 1)
+            assert torch.equal(window["input_ids"].diff(), torch.ones(15, dtype=torch.long))
+            reached |= {int(window["input_ids"][0]), int(window["labels"][-1])}
+    assert min(reached) == 0 and size - 16 <= max(reached) < size  # no window would fit behind the last one
+
+
 def test_characters_of_utf8_are_counted_by_their_first_bytes():
     text = "naïve文字 🙂"
     assert starts_character(torch.tensor(list(text.encode()))).sum() == len(text) < len(text.encode())

@@ -143,6 +143,13 @@ def test_what_was_not_measured_is_not_on_the_card(directory):
     assert not {"model-index", "metrics", "datasets", "base_model"} & metadata.keys()
 
 
+def test_what_was_measured_on_training_data_is_no_result(directory):
+    metrics = {"train_accuracy": 0.9191, "train": {"loss": 0.1357}, "test_accuracy": 0.7777}
+    (directory / "results.json").write_text(json.dumps(RESULTS | {"metrics": metrics}))
+    text = str(build_card(directory, repo_id="me/tiny"))
+    assert "0.7777" in text and "0.9191" not in text and "0.1357" not in text
+
+
 def test_results_stand_beside_the_file_that_holds_them(filled):
     text = str(build_card(filled, repo_id="me/tiny"))
     assert "| accuracy | 0.7312 | someone/pictures, validation | `results.json` |" in text
