@@ -143,6 +143,15 @@ def test_a_lambda_layer_is_a_function_of_contents_and_offsets():
     torch.testing.assert_close(layer(x), layer.o_proj(torch.stack(outputs, 1)), rtol=1e-4, atol=1e-4)
 
 
+def test_queries_and_keys_of_a_lambda_layer_are_normalized_in_training():
+    torch.manual_seed(0)
+    layer, x = LambdaLayer(WIDTH, HEADS, 4, (2, 3)), torch.randn(2, 6, WIDTH)
+    expected = layer(x)
+    for projection in (layer.q_proj, layer.k_proj):
+        projection.weight.data *= 10
+    torch.testing.assert_close(layer(x), expected, rtol=1e-2, atol=1e-2)
+
+
 def config_of(mixer):
     sizes = {"hidden_size": WIDTH, "num_heads": HEADS, "num_hidden_layers": 2, "max_position_embeddings": 32}
     images = {"modality": "image", "image_size": 8, "patch_size": 4, "use_cls_token": False, "num_labels": 5}

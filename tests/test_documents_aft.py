@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aft_hf.documents_aft import Documents
+from aft_hf.documents_aft import PACKING_INPUTS, Documents, packed_documents
 
 
 LENGTHS = ((3, 1, 4), (8,))
@@ -43,6 +43,34 @@ def test_a_document_ends_with_its_row():
 
 def test_positions_count_from_the_start_of_each_document(documents):
     assert documents.positions().equal(POSITIONS)
+
+
+def test_positions_skip_padding_and_only_a_row_s_first_document_continues_another():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        starts, mask = torch.rand(2, 3, 9, generator=generator) < torch.tensor([0.3, 0.6]).view(2, 1, 1)
+        starts[:, 0] = True
+        offsets = torch.randint(5, (3,), generator=generator)
+        found, rows = Documents(starts, offsets).positions(mask), Documents(starts, offsets).rows
+        begun = {int(first): each.position for each in rows for first in each.first}
+        for row in range(3):
+            position = int(offsets[row])
+            for t in range(9):
+                if starts[row, t]:
+                    position = position if t == 0 else 0
+                    assert begun.pop(9 * row + t) == position
+                if mask[row, t]:
+                    assert found[row, t] == position
+                    position += 1
+        assert not begun
+
+
+def test_positions_of_padding_are_ignored():
+    inputs = dict.fromkeys(PACKING_INPUTS) | {"position_ids": torch.tensor([[0, 1, 0, 1, 1]])}
+    documents = packed_documents(inputs, torch.tensor([[1, 1, 1, 1, 0]]), 1, 5)
+    assert documents.starts.tolist() == [[True, False, True, False, False]]
+    with pytest.raises(ValueError, match="position_ids must count"):
+        packed_documents(inputs, torch.ones(1, 5), 1, 5)
 
 
 def test_pairs_are_of_one_document(documents):

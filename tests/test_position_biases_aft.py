@@ -214,3 +214,24 @@ def test_the_gradient_of_a_grid_table_is_collected_by_offset(grid_size):
     of_table = torch.randn(2, rows * columns, rows * columns, dtype=torch.float64)
     (expected,) = torch.autograd.grad(grid_table(by_offset, grid_size), by_offset, of_table)
     torch.testing.assert_close(collect_grid_table(of_table, grid_size), expected)
+
+
+@pytest.mark.parametrize("key_rows", (1, 3, 5))
+def test_a_grid_table_may_have_more_or_fewer_rows_of_keys(key_rows):
+    rows, columns = GRID
+    by_offset = torch.randn(HEADS, rows + key_rows - 1, 2 * columns - 1)
+    table = grid_table(by_offset, GRID, key_rows).unflatten(1, GRID).unflatten(3, (key_rows, columns))
+    for i, j, k, m in product(range(rows), range(columns), range(key_rows), range(columns)):
+        assert torch.equal(table[:, i, j, k, m], by_offset[:, rows - 1 + k - i, columns - 1 + m - j])
+
+
+@pytest.mark.parametrize("make", (lambda: Dense(*factors()), lambda: Dense(table()), lambda: Window(table(), size=3)))
+@pytest.mark.parametrize("start", (-3, 0, 2, POSITIONS - 2))
+def test_biases_from_a_position_on_are_those_of_its_tokens(make, start):
+    biases, length = make(), 5
+    found = biases.from_position(start, length).dense(length)
+    inside = [t for t in range(length) if 0 <= start + t < POSITIONS]
+    places = torch.tensor([start + t for t in inside])
+    expected = biases.dense(POSITIONS)[:, places][:, :, places]
+    torch.testing.assert_close(found[:, inside][:, :, inside], expected)
+    assert found.shape == (HEADS, length, length)

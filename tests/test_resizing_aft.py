@@ -239,6 +239,42 @@ def test_adapting_does_not_depend_on_the_default_device():
         torch.testing.assert_close(other.state_dict()[name], parameter)
 
 
+@pytest.mark.parametrize("w", (-800.0, -3.0, 0.0, 3.0, 800.0))
+@pytest.mark.parametrize("ratios", ((2.0, 1.0), (1.0, 3.0), (1.4, 0.5)))
+def test_weights_beyond_the_range_of_exp_keep_their_place_among_those_of_1_outside(w, ratios):
+    """exp(-800) and exp(800) are 0 and infinite in float64."""
+    large = stretched(torch.full((1, 5, 5), w, dtype=torch.float64), ratios, longest=1000, outside=0.0)[0]
+    reach = large.shape[-1] // 2
+    assert large.isfinite().all() and large[reach, reach] == pytest.approx(w)
+    beyond = [(abs(torch.arange(-reach, reach + 1)) - 0.5) / ratio >= 2.5 for ratio in ratios]
+    outside = large[beyond[0][:, None] | beyond[1]]
+    assert len(outside) > 0 and outside.tolist() == pytest.approx([0.0] * len(outside))
+
+
+@pytest.mark.parametrize(("half", "new", "old"), ((3, 29, 7), (5, 25, 11), (6, 54, 26), (1, 2, 1)))
+def test_rounding_of_a_ratio_does_not_enlarge_a_kernel(half, new, old):
+    """(half + 1/2) new / old - 1/2 is a whole number for the ratios here, but not always in floating point."""
+    size = stretched(torch.ones(1, 2 * half + 1, 2 * half + 1), (new / old, new / old), 1000, outside=0.0).shape[-1]
+    assert size // 2 == -(-((2 * half + 1) * new - old) // (2 * old))
+
+
+@pytest.mark.parametrize("size", ((16, 64), (64, 16)))
+def test_a_kernel_reaches_over_the_longer_side_of_the_grid(size):
+    model = classifier(image_size=(16, 32), kernel_size=15)
+    model.adapt_to_image_size(size)
+    assert model.config.kernel_size == 2 * 16 - 1
+
+
+@pytest.mark.parametrize("multiplier", (1.0, 20.0))
+def test_a_constant_kernel_gets_one_that_is_learned_as_fast_as_a_new_one(multiplier):
+    model = classifier(position_bias_multiplier=multiplier)
+    for layer in model.aft.layers:
+        torch.nn.init.constant_(layer.mixer.kernel, 0.5)
+    model.adapt_to_image_size(64)
+    kernel = model.aft.layers[0].mixer.kernel
+    torch.testing.assert_close(kernel.std((1, 2), correction=0), torch.full((4,), 0.1 / multiplier))
+
+
 def test_offloaded_kernels_are_refused():
     model = classifier().to("meta")
     with pytest.raises(ValueError, match="offloaded"):

@@ -143,6 +143,14 @@ def test_a_kernel_that_covers_the_grid_is_centred():
     torch.testing.assert_close(bias, logs - logs.mean())
 
 
+def test_a_kernel_larger_than_the_grid_is_centred_over_the_offsets_of_the_grid():
+    attention = torch.rand(2, 6, 6).double() + 0.1
+    bias = conv_bias(attention, (2, 3), 5)
+    logs = relative_attention(attention, (2, 3)).log()
+    torch.testing.assert_close(bias[:, 1:4], logs - logs.mean((1, 2), keepdim=True))
+    assert (bias[:, ::4] == 0).all()
+
+
 def test_the_biases_of_full_are_centred_logs():
     attention = torch.rand(2, 9, 9).softmax(-1)
     expected = attention.log() - attention.log().mean(-1, keepdim=True)

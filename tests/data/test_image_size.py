@@ -28,7 +28,10 @@ def test_the_margin_that_a_centre_crop_cuts_off_keeps_its_share(size, expected):
     larger = resized_processor(processor, (384, 384))
     assert dict(larger.size) == expected
     assert dict(larger.crop_size) == {"height": 384, "width": 384}
-    assert pixels_of(resized_processor(processor, (32, 48))).shape == (3, 32, 48)
+    for height, width in ((32, 48), (48, 32)):
+        longer = resized_processor(processor, (height, width))
+        assert set(dict(longer.size).values()) == {54}  # 256 / 224 of the longer side, so no pixel is padding
+        assert pixels_of(longer).shape == (3, height, width)
 
 
 def test_the_processor_that_was_given_stays_as_it_is():

@@ -64,6 +64,7 @@ def dataset(labels: list, feature=None) -> Dataset:
         (dataset(["z", "a", "z"]), ["a", "z"]),
         (dataset([True, False]), ["False", "True"]),
         (dataset([10, 2]), [str(number) for number in range(11)]),
+        (dataset([0, 2]), ["0", "1", "2"]),
     ],
 )
 def test_classes_have_the_names_of_the_labels(rows, names):
@@ -89,6 +90,11 @@ def test_labels_are_numbered_by_name():
 def test_labels_of_other_classes_are_named(rows):
     with pytest.raises(ValueError, match=r"not among the 2 classes: \['c'"):
         class_numbers(rows, "label", ["a", "b"])
+
+
+def test_a_missing_label_is_told():
+    with pytest.raises(ValueError, match=r"not among the 2 classes: \['None'\]"):
+        class_numbers(dataset(["a", None]), "label", ["a", "b"])
 
 
 def test_rows_without_a_class_are_told():
@@ -131,6 +137,11 @@ def test_shift_moves_each_image_by_up_to_a_sixteenth_and_repeats_its_edges():
     shown = build_augmentation("shift", (32, 16))(images)
     offsets = {next(at for at in moved if torch.equal(image, moved[at])) for image in shown}
     assert len(offsets) > 10
+
+
+def test_shift_moves_images_of_fewer_than_16_pixels_by_one():
+    images = batch(1, 8, 8).expand(64, -1, -1, -1)
+    assert len({tuple(image.flatten().tolist()) for image in build_augmentation("shift", (8, 8))(images)}) == 9
 
 
 def test_resized_crop_shows_8_to_100_percent_of_each_image():

@@ -59,6 +59,10 @@ def test_the_random_numbers_of_a_sample_are_its_own():
     assert SampleKey(0, 1).random(1).random() == draws[SampleKey(0, 1)] != SampleKey(0, 1).random(2).random()
 
 
+def test_an_epoch_may_be_one_batch():
+    assert sorted(key.index for batch in batches(num_samples=8, stop=1) for key in batch) == list(range(8))
+
+
 def test_less_than_a_batch_is_an_error():
     with pytest.raises(ValueError, match="7 samples, fewer than global_batch_size=8"):
         batches(num_samples=7)

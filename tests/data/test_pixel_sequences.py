@@ -51,6 +51,15 @@ def test_larger_images_are_averaged_over_areas(pixels):
     )  # the mean is rounded after each of two passes
 
 
+@pytest.mark.parametrize("shape", ((2, 4, 3), (4, 2, 3), (8, 4, 3)))
+def test_an_image_that_is_not_square_becomes_square(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    labels = PixelSequences(rows_of(pixels), image_size=4)[0]["labels"].reshape(4, 4, 3).numpy()
+    repeated = pixels.repeat(-(-4 // shape[0]), 0).repeat(4 // shape[1], 1)
+    expected = repeated.reshape(4, repeated.shape[0] // 4, 4, 3).mean(1)
+    assert np.abs(labels - expected).max() <= 0.5
+
+
 def test_training_flips_half_of_the_images_and_shifts_all_channels_of_an_image_by_one_number_clipped(pixels):
     pixels[0, 0] = (0, 255, 128)
     dataset, shifts, flips = PixelSequences(rows_of(pixels), image_size=4, seed=1), set(), 0

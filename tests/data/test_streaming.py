@@ -88,6 +88,27 @@ def test_what_lies_before_a_position_is_not_read_again(files):
     assert len(read) == 10  # two blocks of 5: 2 rows are left of the first, and a batch needs 6
 
 
+def test_a_position_at_the_beginning_of_a_block_does_not_read_the_block_before(files):
+    batches = sampler(files, shuffle_buffer=6)
+    list(islice(batches, 2 * 3 + 1))
+    assert batches.position(2)[:3] == (12, 0, 2)
+
+
+def test_a_position_may_lie_between_the_repetitions_of_a_row(files):
+    options = {"size": 4, "shuffle_buffer": 1, "repetitions": 3}
+    batches = sampler(files, **options)
+    whole = numbers(batches)  # all batches are read ahead of the positions
+    for step in range(1, 12):
+        rest = sampler(files, start=step, position=batches.position(step), **options)
+        assert numbers(rest) == whole[step * 2 :]
+
+
+def test_each_block_has_an_order_of_its_own(files):
+    keys = [streamed.key for batch in sampler(files, size=8, micro=8, stop=2, shuffle_buffer=8) for streamed in batch]
+    first, second = ([key.index % 8 for key in keys[8 * i : 8 * i + 8]] for i in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(8)) and first != second
+
+
 def test_positions_of_all_checkpoints_of_a_run_can_be_asked_for_in_turn(files):
     batches, whole = sampler(files), numbers(sampler(files))
     iterator = iter(batches)

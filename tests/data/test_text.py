@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from aft_hf import build_byte_tokenizer
-from aft_hf.data.text import group_into_blocks
+from aft_hf.data.text import group_into_blocks, join_texts
 
 
 def test_texts_are_joined_and_lose_nothing_but_the_rest():
@@ -31,6 +31,13 @@ def test_a_text_longer_than_the_model_takes_is_nothing_to_warn_about(caplog, cap
 
 def test_a_short_text_gives_no_block():
     assert len(group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), 5)) == 0
+
+
+def test_the_separator_is_between_all_texts_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    texts = [str(i) for i in range(2001)]  # they are written a thousand at a time
+    path = join_texts(Dataset.from_dict({"text": texts}), "text", "|é|")
+    assert path.read_text(encoding="utf-8") == "|é|".join(texts)
 
 
 @pytest.mark.parametrize("block_size", [1, 0, -4])

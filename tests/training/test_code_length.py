@@ -16,6 +16,12 @@ def test_bits_are_summed_before_they_are_divided_by_each_unit():
     assert metric.compute(units=("byte", "character")) == expected
 
 
+def test_small_losses_count_beside_a_large_sum():
+    nats = [2.0**24 * math.log(2)] + [math.log(2)] * 1000  # float32 has 24 bits
+    result = CodeLength(keep_in_memory=True).compute(predictions=nats, references=[[1]] + [[0]] * 1000)
+    assert result["bits_per_byte"] == pytest.approx(2**24 + 1000, rel=1e-9)
+
+
 def test_guessing_a_sub_pixel_takes_eight_bits():
     metric = CodeLength(keep_in_memory=True)
     nats = [3072 * math.log(256)] * 3

@@ -75,6 +75,17 @@ def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images
         )
 
 
+@pytest.mark.parametrize("classes", (5, 6))
+def test_the_top_5_are_counted_if_there_are_more_than_5_classes_and_in_the_dtype_of_the_model(images, classes):
+    sizes = SIZES | {"num_labels": classes, "dtype": torch.bfloat16}
+    model = AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **sizes)).to(torch.bfloat16).eval()
+    dtypes = []
+    model.aft.embeddings.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
+    rows = images.select(range(classes)).cast_column("label", ClassLabel(classes))
+    result = evaluate_classifier(model, ViTImageProcessorPil(size={"height": 16, "width": 16}), rows)
+    assert ("top_5_accuracy" in result) == (classes == 6) and dtypes == [torch.bfloat16]
+
+
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT-conv", "ViT"])
 def test_images_of_another_size_go_through_models_that_can_take_them(images, aft):
     model, processor = classifier(aft), ViTImageProcessorPil(size={"height": 16, "width": 16})
@@ -282,6 +293,16 @@ def test_a_stride_that_leaves_tokens_out_is_refused(stride):
     dataset = Dataset.from_dict({"text": ["x" * 50]})
     with pytest.raises(ValueError, match=r"must be .*1"):
         evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, stride=stride)
+
+
+def test_a_text_may_be_one_block():
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
+    text = "0123456789"
+    result = evaluate_language_model(model, build_byte_tokenizer(), Dataset.from_dict({"text": [text]}), block_size=10)
+    ids = torch.tensor([list(text.encode())])
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss.item() / np.log(2)
+    assert result["bits_per_token"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_text_shorter_than_a_block_is_refused():

@@ -25,6 +25,11 @@ def test_accuracy_is_the_share_of_labels_among_the_highest_scores():
 def test_of_equal_scores_the_first_class_counts_as_argmax_has_it():
     scores, labels = np.zeros((4, 4)), np.arange(4)
     assert accuracies(scores, labels, top_k=(1, 2)) == {"accuracy": 0.25, "top_2_accuracy": 0.5}
+    random = np.random.default_rng(0)
+    scores, labels = random.integers(0, 3, (200, 1000)), random.integers(0, 1000, 200)  # enough for any sort to mix
+    own = scores[np.arange(200), labels][:, None]
+    before = (scores > own).sum(1) + ((scores == own) & (np.arange(1000) < labels[:, None])).sum(1)
+    assert accuracies(scores, labels, top_k=(100,)) == {"top_100_accuracy": (before < 100).mean()}
     tied = np.array([[1.0, 2.0, 2.0]] * 3)
     assert accuracies(tied, np.arange(3)) == {"accuracy": pytest.approx((tied.argmax(1) == np.arange(3)).mean())}
 
@@ -64,6 +69,12 @@ def test_bits_per_token_are_the_mean_loss_in_bits_of_what_counts():
 def test_a_loss_beyond_all_bounds_is_an_infinite_perplexity():
     result = BitsPerToken(keep_in_memory=True).compute(predictions=np.array([1e4]), references=np.array([1]))
     assert result["bits_per_token"] == pytest.approx(1e4 / np.log(2)) and result["perplexity"] == float("inf")
+
+
+def test_token_losses_of_half_precision_are_summed_in_float32():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 9, 500).bfloat16(), torch.randint(0, 500, (2, 9))
+    torch.testing.assert_close(token_losses(logits, labels), token_losses(logits.float(), labels))
 
 
 @pytest.mark.parametrize("alone", [True, False])
