@@ -103,7 +103,8 @@ def convert(
     num_heads: Annotated[
         int | None,
         typer.Option(
-            help="Number of position-bias heads h, a divisor of the hidden size. Default: 16 with conv, else 1."
+            help="Number of position-bias heads h, a divisor of the hidden size. Default: 1; with conv, one for each "
+            "24 features."
         ),
     ] = None,
     window_size: Annotated[int, typer.Option(help="Window size s of local.")] = WINDOW_SIZE,

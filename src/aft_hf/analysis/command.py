@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..modeling_aft import AFTPreTrainedModel
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Kinds of pictures."""
 
     biases = "biases"
@@ -129,7 +129,7 @@ def _implicit(request: Request) -> "Figure":
     inputs, image = _inputs(model, request)
     attention = implicit_attention(model, _position(model, inputs, request.position), **inputs)
     if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ only in their gates
-        attention = [each[:: len(each) // model.config.num_heads] for each in attention]
+        attention = [each[:: len(each) // cast(int, model.config.num_heads)] for each in attention]
     options = _maps_of_features(model, attention, inputs, request)
     return draw_maps(
         scale="own" if image else "positive", label="weight (Eq. 3)", picture=image, most=request.heads, **options

@@ -22,8 +22,8 @@ from .report import ConversionReport, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
-# The paper's smallest kernels and heads for a small model (AFT-conv 11/16), and its rank of factorized biases.
-KERNEL_SIZE, NUM_HEADS = 11, 16
+# The kernel size of the paper's AFT-conv small 11/16, and its rank of factorized biases.
+KERNEL_SIZE = 11
 POSITION_BIAS_DIM = 128
 WINDOW_SIZE = 32
 # With it, Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
@@ -86,8 +86,8 @@ def convert_deit(
         source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.
         aft_type: "conv", "full", "local" or "simple", or a list with one type for each layer.
         kernel_size: kernel size s of `conv`, odd.
-        num_heads: number of position-bias heads h; must divide the width of the source. Default: 16 if any layer is
-            `conv`, which has one key per head, else 1.
+        num_heads: number of position-bias heads h; must divide the width of the source. Default: that of
+            `AFTConfig` for this type and width.
         window_size: window size s of `local`.
         position_bias_dim: rank d' of the factorized biases of `full` and `local`; None for an unfactorized table.
         position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough. 1
@@ -110,8 +110,6 @@ def convert_deit(
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     _check_finite(source.name, source.tensors)
-    if num_heads is None:
-        num_heads = NUM_HEADS if "conv" in aft_type else 1
     options = {
         "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
         "kernel_size": kernel_size,

@@ -5,7 +5,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -86,7 +86,7 @@ def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
     try:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
