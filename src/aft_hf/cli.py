@@ -119,6 +119,9 @@ def convert(
         str | None,
         typer.Option(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
     ] = None,
+    num_labels: Annotated[
+        int | None, typer.Option(min=1, help="Number of classes of the new classifier, for a source without one.")
+    ] = None,
     init: Annotated[
         str | None,
         typer.Option(
@@ -217,6 +220,7 @@ def convert(
         position_bias_dim=position_bias_dim or None,
         position_bias_multiplier=position_bias_multiplier,
         image_size=_parse_size("--image-size", image_size),
+        num_labels=num_labels,
         init=init,
         images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
         source_image_size=_parse_size("--source-image-size", source_image_size),
@@ -224,12 +228,13 @@ def convert(
         seed=seed,
         distillation=distillation if distill else None,
     )
-    suggests_distilling = not distill and chooses_a_class(model.config)
+    suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
     console = Console()
     console.print(report.table())
     for line in (
         report.summary(),
         _proof(report),
+        f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
         "Next step, with labeled images:",

@@ -2,8 +2,10 @@
 one line.
 """
 
+import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoImageProcessor
@@ -12,7 +14,7 @@ from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
 from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json
 
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
@@ -67,8 +69,8 @@ def read_config(source: str | os.PathLike[str], error: type[ValueError] = Unread
 
 def read_image_processor(
     source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any
-) -> bool:
-    """Check the preprocessor_config.json of a saved model, and return whether there is one.
+) -> dict[str, Any] | None:
+    """Check the preprocessor_config.json of a saved model, and return its content, or None if there is none.
 
     The arguments are those of `find_file`.
 
@@ -76,9 +78,7 @@ def read_image_processor(
         UnreadableError, or the given `error`: the file cannot be used.
     """
     path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
-    if path is not None:
-        read_json(path, ImageProcessorConfig, error)
-    return path is not None
+    return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
 
 
 NOWHERE = (
@@ -99,10 +99,20 @@ def load(
     """
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     read_config(source, error, **hub)
-    if auto_class is AutoImageProcessor:
-        read_image_processor(source, error, **hub)
+    options = {"trust_remote_code": False, **options}
+    processor = read_image_processor(source, error, **hub) if auto_class is AutoImageProcessor else None
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
-        return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})
+        if processor and str(processor.get("image_processor_type")).endswith("FeatureExtractor"):
+            return _load_feature_extractor(processor, options)
+        return auto_class.from_pretrained(source, **options)
+
+
+def _load_feature_extractor(values: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Load an image processor under its former name, which transformers still accepts as `feature_extractor_type`."""
+    with TemporaryDirectory() as directory:
+        renamed = {**values, "image_processor_type": None, "feature_extractor_type": values["image_processor_type"]}
+        Path(directory, IMAGE_PROCESSOR_NAME).write_text(json.dumps(renamed))
+        return AutoImageProcessor.from_pretrained(directory, **options)
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
