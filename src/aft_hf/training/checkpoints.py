@@ -133,7 +133,7 @@ class Checkpoints:
                 if number > step:
                     aside = path.with_name(f"{ASIDE}{path.name}")
                     if is_own(aside):
-                        _remove(aside)
+                        shutil.rmtree(aside)
                     os.replace(path, aside)
                     self.accelerator.print(f"{path} is renamed to {aside}: the run resumes before it")
         self.accelerator.wait_for_everyone()
@@ -144,7 +144,10 @@ class Checkpoints:
                 # A partially removed directory must not look like a checkpoint.
                 aside = path.with_name(PARTIAL + path.name)
                 os.replace(path, aside)
-                _remove(aside)
+                if aside.is_symlink():
+                    aside.unlink()
+                else:
+                    shutil.rmtree(aside)
 
 
 def step_of(path: Path) -> int | None:
@@ -195,14 +198,6 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
     sums = {str(path.relative_to(directory)): file_checksum(path) for path in files}
     write_manifest(directory, Manifest(**state, files=sums))
     _sync(directory / MANIFEST)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, or a symlink to a checkpoint."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:
