@@ -350,15 +350,15 @@ def test_the_checkpoints_are_owned_until_the_model_is_written(vit, images, tmp_p
     refused, verify = [], verify_conversion
 
     def verify_and_try(*arguments):
-        with pytest.raises(OSError, match="is in use by") as error, owned(tmp_path / "out-distillation"):
+        with pytest.raises(OSError, match="is in use by") as error, owned(tmp_path / ".out-distillation"):
             pass
         refused.append(error)
         verify(*arguments)
 
     monkeypatch.setattr("aft_hf.conversion.saving.verify_conversion", verify_and_try)
     save_converted(vit, tmp_path / "out", distillation={"images": images, "steps": 1, "batch_size": 8}, **OPTIONS)
-    assert refused and not (tmp_path / "out-distillation").exists()
-    with owned(tmp_path / "out-distillation"):  # the lock is released, too
+    assert refused and not (tmp_path / ".out-distillation").exists()
+    with owned(tmp_path / ".out-distillation"):  # the lock is released, too
         pass
 
 
@@ -500,7 +500,7 @@ def test_the_agreement_of_a_short_run_is_a_plain_mean(vit, images, monkeypatch):
 def test_report_and_card_say_what_was_done(vit, images, tmp_path):
     out = tmp_path / "out"
     model, _ = save_converted(vit, out, distillation={"images": images, "steps": 3, "batch_size": 8}, **OPTIONS)
-    assert not (tmp_path / "out-distillation").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"vit", "out"}
     saved = ConversionReport.from_json((out / REPORT_NAME).read_text())
     done = saved.options["distillation"]
     assert (done["images"], done["steps"], done["batch_size"], done["seed"]) == (24, 3, 8, 0)

@@ -114,7 +114,7 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
 
 
 def copy_into(directory: Path, made: Path) -> None:
-    """Copy the files of `made` to `directory`, each atomically. A symlink of the same name is replaced."""
+    """Copy the files of `made` to `directory`, each atomically (see `write_atomic`)."""
     for path in made.iterdir():
         with write_atomic(directory / path.name) as file:
             file.write(path.read_bytes())
