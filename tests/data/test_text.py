@@ -63,5 +63,5 @@ def test_a_value_that_is_no_text_is_named_with_its_row_and_column(value, read):
 def test_a_missing_text_is_found_in_any_row_and_an_empty_one_is_a_text(read):
     texts = ["some text", ""] * 700
     read(Dataset.from_dict({"story": texts}), column="story")
-    with pytest.raises(ValueError, match="^row 1400: column 'story' holds None"):
+    with pytest.raises(ValueError, match=r"^row 1400: column 'story' holds None"):
         read(Dataset.from_dict({"story": [*texts, None]}), column="story")
