@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoImageProcessor
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
 
-from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json
+from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json, shortened
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
@@ -61,10 +61,17 @@ def read_config(source: str | os.PathLike[str], error: type[ValueError] = Unread
             raise
         raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
     if path is None and Path(name).is_dir():
-        raise error(f"{name}: the directory contains no {CONFIG_NAME}")
+        raise error(f"{name}: the directory contains no {CONFIG_NAME}{named_checkpoints(name)}")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
     return read_json(path, ModelConfig, error)
+
+
+def named_checkpoints(directory: str) -> str:
+    """Return '; give one of its checkpoints: ...' for the output directory of a Trainer, the newest first, else ''."""
+    found = [path.parent for path in Path(directory).glob(f"checkpoint-*/{CONFIG_NAME}")]
+    found.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
+    return f"; give one of its checkpoints: {shortened(', '.join(map(str, found)))}" if found else ""
 
 
 def read_image_processor(

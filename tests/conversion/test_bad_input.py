@@ -25,6 +25,7 @@ from transformers import (
 
 from aft_hf import cli, convert_deit
 from aft_hf.conversion import ConversionError, save_converted
+from aft_hf.loading import read_config
 
 
 def assert_refused(source, tmp_path, message, **options):
@@ -328,6 +329,17 @@ def test_a_directory_without_a_config_is_said_so(tmp_path):
     assert_refused(tmp_path / "empty", tmp_path, "no config.json in it")
     (tmp_path / "empty" / "config.json").write_text('{"name": "mine"}')
     assert_refused(tmp_path / "empty", tmp_path, "neither a config.json of transformers")
+
+
+def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
+    for steps in (500, 1000, 90):
+        (tmp_path / "out" / f"checkpoint-{steps}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{steps}" / "config.json").write_text("{}")
+    (tmp_path / "out" / "checkpoint-2000").mkdir()  # incomplete
+    newest_first = ", ".join(f"{tmp_path}/out/checkpoint-{steps}" for steps in (1000, 500, 90))
+    assert_refused(tmp_path / "out", tmp_path, f"no config.json in it; give one of its checkpoints: {newest_first}$")
+    with pytest.raises(ValueError, match=f"no config.json; give one of its checkpoints: {newest_first}$"):
+        read_config(tmp_path / "out")
 
 
 def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, capsys, monkeypatch):

@@ -138,6 +138,29 @@ def test_a_recipe_takes_over_what_it_does_not_say_from_its_base(recipe, tmp_path
     assert (smoke.steps, smoke.data.seq_len, smoke.model["num_hidden_layers"]) == (2, 16, 1)
 
 
+@pytest.mark.parametrize(
+    ("own", "directory"),
+    [
+        ("output_dir: own", "own"),
+        ("output_dir: own\nsmoke: {steps: 2}", "own"),
+        ("output_dir: own\nsmoke.output_dir: small", "small"),
+        ("output_dir: own\nsmoke: {output_dir: small}", "small"),
+        ("steps: 3", "of the base"),
+    ],
+)
+@pytest.mark.parametrize("between", ["", "base: recipe.yaml\nsteps: 4"], ids=["child", "grandchild"])
+def test_a_smoke_run_writes_to_the_directory_that_the_recipe_itself_names(own, directory, between, recipe, tmp_path):
+    recipe.write_text(MINIMAL.replace("smoke:", "smoke:\n  output_dir: of the base"))
+    base = "recipe.yaml"
+    if between:
+        base = "between.yaml"
+        (tmp_path / base).write_text(between)
+    path = tmp_path / "child.yaml"
+    path.write_text(f"base: {base}\n{own}")
+    assert load_recipe(path, smoke=True).output_dir == directory
+    assert load_recipe(path, ["output_dir=here"], smoke=True).output_dir == "here"
+
+
 def test_the_output_goes_by_the_name_of_the_file_where_the_recipe_names_none(tmp_path):
     path = tmp_path / "folder" / "name.yaml"
     path.parent.mkdir()

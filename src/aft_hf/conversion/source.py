@@ -22,10 +22,10 @@ from transformers import (
     ViTModel,
 )
 from transformers.image_processing_utils import BaseImageProcessor
-from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, logging
 
 from ..configuration_aft import pair
-from ..loading import load, read_config, read_image_processor
+from ..loading import load, named_checkpoints, read_config, read_image_processor
 from ..reading import explained
 from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
 from .checkpoint_formats import timm_derivations, transformers_derivations
@@ -36,6 +36,8 @@ from .image_processing import timm_image_processor, vit_image_processor
 from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config, check_tensors
 from .timm_config import PretrainedConfig, TimmConfig, infer_config, read_timm_config, usual_heads
 
+
+logger = logging.get_logger(__name__)
 
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES = {
@@ -183,13 +185,26 @@ def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) ->
 
 def _read_config(name: str) -> dict[str, Any]:
     if Path(name).is_dir() and not Path(name, CONFIG_NAME).exists():
-        raise ConversionError(f"{name}: no {CONFIG_NAME} in it; without a config, give the weight file itself")
+        advice = named_checkpoints(name) or "; without a config, give the weight file itself"
+        raise ConversionError(f"{name}: no {CONFIG_NAME} in it{advice}")
     config = read_config(name, ConversionError).model_dump(exclude_unset=True)
     if config.get("model_type") is None and config.get("architecture") is None:
         raise ConversionError(
             f"{name}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture) is in it"
         )
     return config
+
+
+def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str = "main", **options: Any) -> Any:
+    """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
+    if config.model_type not in CONFIG_CLASSES or read_image_processor(source, revision=revision):
+        return load(AutoImageProcessor, source, revision=revision, **options)
+    usual: Any = _usual_image_processor(source, config.model_type, pair(config.image_size))
+    logger.warning(
+        f"{source}: has no image processor, so the default of its type is used, with mean {usual.image_mean} and std "
+        f"{usual.image_std}; if it was trained with others, save its image processor beside it"
+    )
+    return usual
 
 
 def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransformerSource:

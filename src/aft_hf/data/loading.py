@@ -1,5 +1,6 @@
 """Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -7,17 +8,22 @@ import fsspec
 from datasets import (
     Dataset,
     DatasetDict,
+    Features,
     Image,
     IterableDataset,
     IterableDatasetDict,
+    Value,
     load_dataset,
     load_dataset_builder,
 )
 from PIL import Image as PILImage
+from transformers.utils import logging
 
 from ..reading import described
 from .image_files import open_image
 
+
+logger = logging.get_logger(__name__)
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
@@ -105,14 +111,24 @@ def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | Iterab
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
     else:
         reader, options = FORMATS[path.suffix], {"data_files": str(path)}
-    if reader == "text":
-        # A text file is one text: lines mean nothing to a language model of bytes, and line breaks must stay.
-        options["sample_by"] = "document"
     try:
+        if reader == "text":
+            return _read_document(path, streaming)
         return with_safe_images(load_dataset(reader, split="train", streaming=streaming, **options))
     except Exception as error:  # the readers can raise any exception
         what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
         raise ValueError(f"{path}: cannot be read as {what} ({described(error.__cause__ or error)})") from error
+
+
+def _read_document(path: Path, streaming: bool) -> Dataset | IterableDataset:
+    """Return a text file as one row; the text reader of `datasets` would change line breaks (CR and CRLF to LF)."""
+    kind: Any = IterableDataset if streaming else Dataset
+    source = {"path": str(path.resolve()), "changed": path.stat().st_mtime_ns}  # also the key in the cache
+    return kind.from_generator(_document, gen_kwargs=source, features=Features({"text": Value("large_string")}))
+
+
+def _document(path: str, changed: int) -> Iterator[dict[str, str]]:
+    yield {"text": Path(path).read_bytes().decode()}
 
 
 def local_files(
@@ -142,17 +158,17 @@ def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDatas
 
 
 def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:
-    """Return `splits` with a split "validation", held out from the training rows if it is missing.
+    """Return `splits` with a split "validation", held out from the training rows, with a message, if it is missing.
 
     Args:
         splits: the splits of a dataset, with a split "train".
-        share: the share of rows to hold out, in (0, 1).
+        share: the share of rows to hold out, less than 1; 0 holds out none.
         shuffle: whether to hold out random rows (with a fixed seed) or the last ones.
 
     Raises:
-        ValueError: the share is not in (0, 1), or there are less than two rows.
+        ValueError: the share is not in [0, 1), or there are less than two rows.
     """
-    if "validation" in splits:
+    if "validation" in splits or share == 0:
         return splits
     if not 0 < share < 1:
         raise ValueError(f"validation_share must be between 0 and 1, got {share}")
@@ -160,6 +176,10 @@ def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> Data
     if rows < 2:
         raise ValueError(f"{rows} rows cannot be split into training and validation data: give validation data")
     parts = splits["train"].train_test_split(share, seed=0, shuffle=shuffle)
+    logger.warning(
+        f"there is no validation data: {len(parts['test'])} of the {rows} training samples are held out for it "
+        f"(validation_share={share})"
+    )
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
 

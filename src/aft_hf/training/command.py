@@ -68,20 +68,21 @@ def evaluate_command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
-    """Evaluate a saved transformers model: accuracy and loss on images, or bits per token on text."""
+    """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
+    from datasets import DatasetDict
     from rich.console import Console
     from rich.table import Table
     from transformers import (
         AutoConfig,
-        AutoImageProcessor,
         AutoModelForCausalLM,
         AutoModelForImageClassification,
         AutoTokenizer,
     )
 
     from .. import baselines  # noqa: F401  (registers them with the Auto classes)
+    from ..conversion.source import load_image_processor
     from ..data.json_files import write_json
-    from ..data.loading import load_local
+    from ..data.loading import load_local, require_column
     from ..loading import load, load_trained
     from ..reading import explained
     from .evaluation import (
@@ -101,7 +102,7 @@ def evaluate_command(
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
-        processor = load(AutoImageProcessor, model)
+        processor = load_image_processor(model, config)
         columns = {"image_column": image_column, "label_column": label_column}
         sides: list[int | None] = [*image_size] if image_size else [None]
         for side in sides:
@@ -121,6 +122,7 @@ def evaluate_command(
     else:
         language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
         tokenizer = load(AutoTokenizer, model)
+        require_column(DatasetDict(given=dataset), text_column, "--text-column")
         block_size = own_block_size(config, tokenizer) if block_size is None else block_size
         with explained(f"{model}: cannot be evaluated on {data}"):
             results[f"blocks of {block_size}"] = evaluate_language_model(

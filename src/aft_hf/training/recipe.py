@@ -251,7 +251,8 @@ RECIPES: dict[str, type[Recipe]] = {"bytes": BytesRecipe, "pixels": PixelsRecipe
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
     """Load a recipe from a YAML file.
 
-    The file may name another recipe as `base`, relative to its folder, whose values it overrides. By default
+    The file may name another recipe as `base`, relative to its folder, whose values it overrides; its own
+    `output_dir` also overrides that in the section `smoke` of the base. By default
     `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file (outputs/smoke/... with `smoke`).
 
     Args:
@@ -297,7 +298,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{path}: base={shown(base)} must be the path of a recipe, relative to this one")
     if (path.parent / base).resolve() in above:
         raise ValueError(f"{path}: base={base!r} leads back to the same recipe: bases must not be circular")
-    return _merge(_read(path.parent / base, above), values)
+    inherited = _read(path.parent / base, above)
+    small = inherited.get("smoke")
+    if "output_dir" in values and isinstance(small, dict):
+        small.pop("output_dir", None)  # the directory of the base
+    return _merge(inherited, values)
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
