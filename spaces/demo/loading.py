@@ -15,6 +15,7 @@ from transformers import (
 
 import aft_hf
 from aft_hf.data.pixel_sequences import START_TOKEN
+from aft_hf.loading import load as load_model
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,15 @@ def load(kind: Kind, source: str) -> tuple[Any, Any]:
     is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
     if is_path and not (Path(source) / "config.json").is_file():
         raise Unavailable(f"There is no model in `{source}` yet. This command trains one: `{kind.command}`")
-    safely = {"trust_remote_code": False}  # the server runs no code of a model
-    try:
-        config = AutoConfig.from_pretrained(source, **safely)
+    try:  # `load_model` runs no code of a model
+        config = load_model(AutoConfig, source)
         config._attn_implementation = None  # the config could name a kernel on the Hub, which the server must not run
         if kind is IMAGE:
-            processor = AutoImageProcessor.from_pretrained(source, **safely)
-            loaded = AutoModelForImageClassification.from_pretrained(source, config=config, **safely), processor
+            processor = load_model(AutoImageProcessor, source)
+            loaded = load_model(AutoModelForImageClassification, source, config=config), processor
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source, **safely) if kind is TEXT else None
-            loaded = AutoModelForCausalLM.from_pretrained(source, config=config, **safely), tokenizer
+            tokenizer = load_model(AutoTokenizer, source) if kind is TEXT else None
+            loaded = load_model(AutoModelForCausalLM, source, config=config), tokenizer
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {reason}") from error

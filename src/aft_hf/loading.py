@@ -4,10 +4,14 @@ one line.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
+from torch.nn.modules import module as modules
 from transformers import AutoImageProcessor
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
 
@@ -15,6 +19,7 @@ from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explain
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
+FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a gigabyte, for weights of any size
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
@@ -106,9 +111,12 @@ def load(
     """
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     read_config(source, error, **hub)
+    config = find_file(str(source), CONFIG_NAME, error, **hub)
+    assert config is not None  # `read_config` requires it
     options = {"trust_remote_code": False, **options}
     processor = read_image_processor(source, error, **hub) if auto_class is AutoImageProcessor else None
-    with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
+    what = f"{source}: cannot be loaded by {auto_class.__name__}"
+    with explained(what, error), no_larger_than_weights(config.parent, error):
         if processor and str(processor.get("image_processor_type")).endswith("FeatureExtractor"):
             return _load_feature_extractor(processor, options)
         return auto_class.from_pretrained(source, **options)
@@ -120,6 +128,43 @@ def _load_feature_extractor(values: dict[str, Any], options: dict[str, Any]) -> 
         renamed = {**values, "image_processor_type": None, "feature_extractor_type": values["image_processor_type"]}
         Path(directory, IMAGE_PROCESSOR_NAME).write_text(json.dumps(renamed))
         return AutoImageProcessor.from_pretrained(directory, **options)
+
+
+@contextmanager
+def no_larger_than_weights(directory: Path, error: type[ValueError] = UnreadableError) -> Iterator[None]:
+    """Context manager that stops `from_pretrained` if the config describes a much larger model than the weights.
+
+    Weights that are missing would be initialized, which takes time and memory. The fields that determine the size
+    depend on the model type, so the tensors are counted while transformers builds the model on the meta device.
+
+    Args:
+        directory: the directory of the config and the weights.
+        error: the class of the error to raise.
+    """
+    tensors = elements = size = 0
+
+    def count(module: nn.Module, name: str, tensor: Any) -> None:
+        nonlocal tensors, elements, size
+        if tensor is None or not tensor.is_meta:
+            return
+        tensors, elements = tensors + 1, elements + tensor.numel()
+        if tensors <= FREE_TENSORS and elements <= FREE_ELEMENTS:
+            return
+        size = size or sum(path.stat().st_size for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES))
+        # In files, a tensor takes about 256 bytes with its name and shape, and an element at least 2 bits.
+        if tensors > FREE_TENSORS + size // 256 or elements > FREE_ELEMENTS + 4 * size:
+            raise error(
+                f"{directory / CONFIG_NAME}: describes a model of over {elements:,} elements in {tensors:,} tensors, "
+                f"but the weights beside it have only {size:,} bytes; use the config of these weights"
+            )
+
+    register = (modules.register_module_parameter_registration_hook, modules.register_module_buffer_registration_hook)
+    hooks = [each(count) for each in register]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import is_vision_available
 
 from ..configuration_aft import AFTConfig, pair
-from ..loading import read_image_processor
+from ..loading import no_larger_than_weights, read_image_processor
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, explained
 from ..reading import read_json as read_document
@@ -184,7 +184,7 @@ def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
 @torch.no_grad()
 def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) -> Iterator[str]:
     try:
-        with explained("the model does not load", PublishError):
+        with explained("the model does not load", PublishError), no_larger_than_weights(directory, PublishError):
             for path in directory.glob("*.safetensors"):
                 with safe_open(path, "pt"):
                     pass
