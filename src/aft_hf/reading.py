@@ -100,6 +100,7 @@ class ImageProcessorConfig(Document):
 
     size: Side | dict[str, Side] | None = None
     crop_size: Side | dict[str, Side] | None = None
+    pad_size: Side | dict[str, Side] | None = None
 
 
 class WeightsIndex(Document):

@@ -76,7 +76,7 @@ def test_data_comes_from_one_place(arguments):
         ("a.tar", b"", "ends in one of .parquet, .csv, .json, .jsonl, .txt"),
         ("a.parquet", b"no parquet", "a.parquet: cannot be read as a file of type parquet"),
         ("a.json", b"{no json", "a.json: cannot be read as a file of type json"),
-        ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type text"),
+        ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type txt"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
@@ -105,7 +105,7 @@ def test_a_text_file_that_was_changed_is_read_again(tmp_path):
 
 
 def test_a_folder_without_images_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read as a folder of images"):
+    with pytest.raises(ValueError, match="no images in it; give a folder of"):
         load_local(tmp_path)
 
 

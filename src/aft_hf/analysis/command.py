@@ -141,12 +141,15 @@ def _completions(request: Request) -> "Figure":
     import torch
     from PIL import Image
 
+    from ..data.image_files import check_resizing
     from .completions import complete_images, image_side
     from .pictures import draw_images
 
     model: Any = _load(request.checkpoint)  # `image_side` refuses other models
     side = image_side(model)
-    images = [image.resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)]
+    images = [
+        check_resizing(image, side, side).resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)
+    ]
     originals = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
     given = originals.clone()
     given[:, side // 2 if request.rows is None else request.rows :] = 0
@@ -228,8 +231,10 @@ def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, A
     if model.config.modality == "image":
         from transformers import AutoImageProcessor
 
+        from ..data.image_size import pixel_values
+
         image = _images(request, 1)[0]
-        return dict(load(AutoImageProcessor, request.checkpoint)(image, return_tensors="pt")), image
+        return {"pixel_values": pixel_values(load(AutoImageProcessor, request.checkpoint), [image])}, image
     if request.text is None:
         raise ValueError('the model reads text; give --text "..."')
     from transformers import AutoTokenizer

@@ -33,7 +33,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
-from ..data.image_size import processor_for
+from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
@@ -474,11 +474,11 @@ class _Images(Dataset[Image.Image]):
         self.images, self.processor = images, processor
 
     def __getitem__(self, key: SampleKey) -> Image.Image:
-        return self.images[key.index].convert("RGB")
+        return self.images[key.index]
 
     def collate(self, pictures: list[Image.Image]) -> torch.Tensor:
         """Return the pixel values of a batch, (B, channels, height, width)."""
-        return self.processor(pictures, return_tensors="pt")["pixel_values"]
+        return pixel_values(self.processor, pictures)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

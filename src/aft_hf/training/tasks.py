@@ -341,7 +341,8 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
         if data.streaming:
             return IterableDatasetDict({split: rows.to_iterable_dataset() for split, rows in drawn.items()})
         return DatasetDict(drawn)
-    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, streaming=data.streaming)
+    options = {"streaming": data.streaming, "labeled": recipe.task == "images"}
+    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, **options)
     require_train(splits, data)
     if data.streaming and "validation" not in splits:
         raise ValueError("a held-out set cannot be taken from a stream: give validation data, or data.streaming=false")
