@@ -69,7 +69,6 @@ def evaluate_command(
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per token on text."""
-    from rich.console import Console
     from rich.table import Table
     from transformers import (
         AutoConfig,
@@ -83,6 +82,7 @@ def evaluate_command(
     from ..data.json_files import write_json
     from ..data.loading import load_local
     from ..loading import load, load_trained
+    from ..progress import plain_console
     from ..reading import explained
     from .evaluation import (
         evaluate_classifier,
@@ -97,7 +97,6 @@ def evaluate_command(
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     config = load(AutoConfig, model)
-    config._attn_implementation = None  # the default of transformers; a saved name could be a kernel to download
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
@@ -136,6 +135,6 @@ def evaluate_command(
     table = Table("", *metrics, title=f"{model} on {data}")
     for name, values in results.items():
         table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
-    Console().print(table)
+    plain_console().print(table)
     if out is not None:
         write_json(out, results)
