@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aft_hf import cli
+from aft_hf.reading import TRACEBACK
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def assert_said(code: int, message: str, must_fail: bool = False) -> None:
     assert code in ((1, 2) if must_fail else (0, 1, 2))
     if code == 1:
         assert message.startswith("aft-hf: ") and message.isprintable() and len(message) < 2000
+        assert TRACEBACK not in message  # the line of an error that no reader expects
 
 
 FILES = [(reader, file) for reader, (_, files) in READERS.items() for file in files]
