@@ -49,7 +49,7 @@ from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_colu
 from aft_hf.data.text import group_into_blocks
 from aft_hf.loading import load
 from aft_hf.progress import no_bars_in_logs
-from aft_hf.reading import explained, read_json, read_text
+from aft_hf.reading import explained, read_json, read_text, reported
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner, SavedState
@@ -142,7 +142,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save, push if requested, and return the metrics."""
     no_bars_in_logs()
     model_args, data_args, training_args = _parse(arguments)
-    set_seed(training_args.seed)
+    with explained(f"the seed {training_args.seed} cannot be used; give a number below 2**32"):
+        set_seed(training_args.seed)
     hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
     config = load(AutoConfig, model_args.model_name_or_path, **hub)
     build = _classification if is_image_classifier(config) else _language_modeling
@@ -387,7 +388,5 @@ def _with_adapters(model: PreTrainedModel, model_args: ModelArguments) -> PreTra
 
 
 if __name__ == "__main__":
-    try:
+    with reported("finetune.py"):
         main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"finetune.py: {' '.join(str(error).split())}")

@@ -45,6 +45,7 @@ from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
 from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, read_images, save_converted
 from aft_hf.progress import no_bars_in_logs
+from aft_hf.reading import reported
 from aft_hf.training import build_optimizer
 from aft_hf.training.checkpoints import remove_checkpoints
 from aft_hf.training.loop import train as train_recipe
@@ -398,4 +399,5 @@ def pixels(
 
 
 if __name__ == "__main__":
-    app()
+    with reported("quickstart.py"):
+        app()

@@ -10,7 +10,6 @@ from platform import python_version
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .analysis.command import visualize_command
 from .benchmarking.command import benchmark_command
@@ -26,9 +25,9 @@ from .conversion import (
     save_converted,
 )
 from .data.classes import chooses_a_class
-from .progress import no_bars_in_logs
+from .progress import no_bars_in_logs, plain_console
 from .publishing.command import publish_command
-from .reading import printable
+from .reading import reported
 from .training.command import evaluate_command, train_command
 
 
@@ -229,7 +228,7 @@ def convert(
         distillation=distillation if distill else None,
     )
     suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
-    console = Console()
+    console = plain_console()
     console.print(report.table())
     for line in (
         report.summary(),
@@ -242,7 +241,7 @@ def convert(
         "--output_dir FINE_TUNED",
         *(("or with unlabeled images:", f"  {_distilling_command(context)}") if suggests_distilling else ()),
     ):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True)
 
 
 def _distilling_command(context: typer.Context) -> str:
@@ -307,24 +306,14 @@ def _describe(config: AFTConfig) -> str:
 
 
 def main(*command: str) -> None:
-    """Run the command line. Errors that a user can cause are printed as one line, without a traceback.
+    """Run the command line. Errors are printed as one line, without a traceback.
 
     Args:
         *command: for a script that runs a single command: the words between `aft-hf` and its other arguments.
     """
     no_bars_in_logs()
-    try:
+    with reported("aft-hf"):
         app([*command, *sys.argv[1:]], prog_name="aft-hf" if command else None)
-    except ModuleNotFoundError as error:
-        print(f"aft-hf: {error.name} is not installed: run pip install 'aft-hf[train]'", file=sys.stderr)
-        sys.exit(1)
-    except MemoryError:
-        print("aft-hf: out of memory: use a smaller model or batch size", file=sys.stderr)
-        sys.exit(1)
-    except (ValueError, OSError) as error:
-        message = printable(str(error)) or type(error).__name__
-        print(f"aft-hf: {message}", file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, and errors are
-one line.
+"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, no code of the
+source is executed, and errors are one line.
 """
 
 import json
@@ -10,16 +10,35 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from torch import nn
 from torch.nn.modules import module as modules
-from transformers import AutoImageProcessor
-from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
 
-from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json, shortened
+from .reading import (
+    ImageProcessorConfig,
+    ModelConfig,
+    TokenizerConfig,
+    UnreadableError,
+    explained,
+    read_json,
+    shortened,
+)
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
 FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a gigabyte, for weights of any size
+
+# Options that replace names of attention and experts in a config.json, also in its nested configs, by the default of
+# transformers: the name can be a kernel on the Hub, which transformers would download and run.
+OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implementation": None}
+# Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm), and
+# the config of another model. The `auto_map` of the whole model is not among them: it is used only if the source is
+# trusted, whereas transformers asks the user about nested ones.
+ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "backbone")
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
@@ -45,10 +64,12 @@ def find_file(source: str, filename: str, error: type[ValueError] = UnreadableEr
     return None if path is None else Path(path)
 
 
-def read_config(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> ModelConfig:
+def read_config(
+    source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, *, trusted: bool = False, **hub: Any
+) -> ModelConfig:
     """Read the config.json of a saved model of any type, and refuse it if a value is impossible for any model.
 
-    The arguments are those of `find_file`.
+    The arguments are those of `find_file`, and `trusted`: whether code that the config names may be executed.
 
     Raises:
         UnreadableError, or the given `error`: there is no such model, or its config.json cannot be used.
@@ -69,7 +90,21 @@ def read_config(source: str | os.PathLike[str], error: type[ValueError] = Unread
         raise error(f"{name}: the directory contains no {CONFIG_NAME}{named_checkpoints(name)}")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
-    return read_json(path, ModelConfig, error)
+    config = read_json(path, ModelConfig, error)
+    if not trusted and (found := next(_elsewhere(config.model_dump(exclude={"auto_map"})), None)):
+        raise error(
+            f"{path}: {found} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
+            "unquantized model of a class of transformers"
+        )
+    return config
+
+
+def _elsewhere(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if key in ELSEWHERE and value is not None:
+            yield f"{prefix}{key}"
+        if isinstance(value, (dict, list)):
+            yield from _elsewhere(value, f"{prefix}{key}.")
 
 
 def named_checkpoints(directory: str) -> str:
@@ -104,22 +139,45 @@ def load(
 ) -> Any:
     """Load a config, model, tokenizer or processor by `auto_class.from_pretrained(source, **options)`.
 
-    Code of the source is not executed, and the user is not asked to allow it, unless `trust_remote_code=True` is set.
+    Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
+    `trust_remote_code=True` is set. A `config` in `options` must be a result of this function. A tokenizer or image
+    processor is tried on a small input.
 
     Raises:
         UnreadableError, or the given `error`: the source cannot be loaded.
     """
-    hub = {key: options[key] for key in ("revision", "token") if key in options}
-    read_config(source, error, **hub)
-    config = find_file(str(source), CONFIG_NAME, error, **hub)
-    assert config is not None  # `read_config` requires it
     options = {"trust_remote_code": False, **options}
-    processor = read_image_processor(source, error, **hub) if auto_class is AutoImageProcessor else None
+    trusted = options["trust_remote_code"]
+    hub = {key: options[key] for key in ("revision", "token") if key in options}
+    optional = hub | {"_raise_exceptions_for_connection_errors": False}
+    read_config(source, error, trusted=trusted, **hub)
+    config, processor = find_file(str(source), CONFIG_NAME, error, **hub), None
+    assert config is not None  # `read_config` requires it
+    if auto_class is AutoImageProcessor:
+        processor = read_image_processor(source, error, **hub)
+    elif auto_class is AutoTokenizer:
+        if path := find_file(str(source), TOKENIZER_CONFIG_FILE, error, **optional):
+            read_json(path, TokenizerConfig, error)
+    elif not trusted:
+        if find_file(str(source), ADAPTER_CONFIG_NAME, error, **optional):  # it names another model
+            raise error(
+                f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
+            )
+        if "config" not in options:
+            options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
     what = f"{source}: cannot be loaded by {auto_class.__name__}"
     with explained(what, error), no_larger_than_weights(config.parent, error):
         if processor and str(processor.get("image_processor_type")).endswith("FeatureExtractor"):
-            return _load_feature_extractor(processor, options)
-        return auto_class.from_pretrained(source, **options)
+            loaded = _load_feature_extractor(processor, options)
+        else:
+            loaded = auto_class.from_pretrained(source, **options)
+        if auto_class is AutoTokenizer:
+            loaded("a")  # raises for invalid values, which from_pretrained accepts
+        elif auto_class is AutoImageProcessor:
+            pixels = loaded(Image.new("RGB", (32, 32)))["pixel_values"]
+            if not all(np.isfinite(image).all() for image in pixels):
+                raise ValueError("its pixel values are not finite")
+    return loaded
 
 
 def _load_feature_extractor(values: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -33,7 +33,7 @@ from aft_hf.conversion.distillation import DistillationOptions, Objectives, dist
 from aft_hf.conversion.identity import describe
 from aft_hf.data.image_size import resized_processor
 from aft_hf.publishing import write_card
-from aft_hf.training.manifest import find_changes
+from aft_hf.training.manifest import Manifest, find_changes, read_manifest, write_manifest
 from aft_hf.training.ownership import owned
 from aft_hf.training.stopping import StopSignal
 
@@ -191,6 +191,21 @@ def test_the_seed_decides_and_nothing_else(vit, images):
     torch.testing.assert_close(again, first, rtol=0, atol=0)
     other, _ = run(source, images, steps=3, seed=1)
     assert not torch.equal(other["classifier.weight"], first["classifier.weight"])
+
+
+@pytest.mark.parametrize("means", [[], [{}], [{"0": 1.0}], [{str(i): 0.5 for i in range(9)}], [{"0": 1.0}] * 2])
+def test_a_checkpoint_with_a_wrong_number_of_means_is_named(vit, images, tmp_path, monkeypatch, means):
+    source = read_source(vit)
+    stop_at(monkeypatch, 2)
+    with pytest.raises(SystemExit):
+        run(source, images, checkpoints=tmp_path)
+    monkeypatch.undo()
+    (checkpoint,) = tmp_path.glob("step-*")
+    content = read_manifest(checkpoint).model_dump(exclude={"sum"})
+    content["record"]["evaluations"] = means
+    write_manifest(checkpoint, Manifest(**content))
+    with pytest.raises(ValueError, match=r"step-\d+: its running means do not fit the model"):
+        run(source, images, checkpoints=tmp_path)
 
 
 def test_checkpoints_of_other_options_are_refused(vit, images, tmp_path, monkeypatch):

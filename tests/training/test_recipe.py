@@ -78,6 +78,8 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("model.architecture=gtp2", r"^model.architecture='gtp2' is not known to transformers; did you mean gpt2\?$"),
         ("optimizer.learning_rate=fast", r"^optimizer.learning_rate='fast': must be a valid number$"),
         ("optimizer.learning_rate=0", r"^optimizer.learning_rate=0: must be greater than 0$"),
+        ("seed=9223372036854775808", r"^seed=9223372036854775808: must be less than 9223372036854775808$"),
+        ("steps=100000000000000000000000000000", r"^steps=1000.*: must be less than 9223372036854775808$"),
         ("global_batch_size=8.5", r"^global_batch_size=8.5: must be a valid integer"),
         ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),

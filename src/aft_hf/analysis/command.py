@@ -75,7 +75,7 @@ def visualize_command(
         ),
     ] = None,
     rows: Annotated[int | None, typer.Option(help="For completions: number of given rows; by default half.")] = None,
-    seed: Annotated[int, typer.Option(help="For completions: random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For completions: random seed.")] = 0,
 ) -> None:
     """Draw what a checkpoint has learned, as pictures that are readable on light and dark backgrounds."""
     from .pictures import check_path, save

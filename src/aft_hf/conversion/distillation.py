@@ -37,6 +37,7 @@ from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
+from ..reading import explained
 from ..training.checkpoints import Checkpoints, is_own, remove_checkpoints
 from ..training.manifest import find_changes, read_manifest
 from ..training.optimization import parameter_groups
@@ -462,8 +463,11 @@ class _Run:
         self.checkpoints.set_aside(manifest.step)
         self.step = self.saved_at = manifest.step
         self.seconds = manifest.record.seconds
-        (means,) = manifest.record.evaluations
-        self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
+        with explained(f"{path}: its running means do not fit the model; remove this checkpoint"):
+            (means,) = manifest.record.evaluations
+            latest = torch.tensor(list(means.values()), device=self.accelerator.device)
+            # Divergence, agreement, and the errors of the embeddings and of each block but the last.
+            self.means = latest.float().reshape(2 + self.teacher.config.num_hidden_layers)
         self.accelerator.print(f"resuming from {path}")
 
 

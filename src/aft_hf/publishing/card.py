@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..data.atomic_files import write_atomic
-from ..loading import no_larger_than_weights
+from ..loading import load
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import first_line
 from .errors import PublishError
@@ -425,9 +425,7 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
     if facts.config.max_positions > MAX_POSITIONS_DRAWN and learned != {"conv"}:
         return
     try:
-        with no_larger_than_weights(directory):
-            options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
-            model = ARCHITECTURES[facts.architecture].from_pretrained(directory, **options)
+        model = load(ARCHITECTURES[facts.architecture], directory, dtype="auto")
     except Exception:  # the checks before an upload report why
         return
     plot_position_biases(model, made / PICTURE)

@@ -70,7 +70,6 @@ def evaluate_command(
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
     from datasets import DatasetDict
-    from rich.console import Console
     from rich.table import Table
     from transformers import (
         AutoConfig,
@@ -84,6 +83,7 @@ def evaluate_command(
     from ..data.json_files import write_json
     from ..data.loading import load_local, require_column
     from ..loading import load, load_trained
+    from ..progress import plain_console
     from ..reading import explained
     from .evaluation import (
         evaluate_classifier,
@@ -98,7 +98,6 @@ def evaluate_command(
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     config = load(AutoConfig, model)
-    config._attn_implementation = None  # the default of transformers; a saved name could be a kernel to download
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
@@ -138,6 +137,6 @@ def evaluate_command(
     table = Table("", *metrics, title=f"{model} on {data}")
     for name, values in results.items():
         table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
-    Console().print(table)
+    plain_console().print(table)
     if out is not None:
         write_json(out, results)

@@ -29,7 +29,7 @@ UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 # Limits of a YAML text (a file, or the value of an override): levels of nesting, and number of values.
 DEEPEST, LARGEST = 20, 10_000
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -175,7 +175,7 @@ class Recipe(Section):
     compile: bool = False
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # if set, the average is evaluated and saved
     label_smoothing: Share = 0.0
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: Count = 10  # steps
     evaluate_every: Count | None = None  # steps; None: once per epoch
     save_every: Count | None = None  # steps; None: once per epoch
