@@ -410,7 +410,7 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
     ("arguments", "message"),
     [
         (["--init", "attention"], "needs images"),
-        (["--init", "attention", "--images", "nowhere"], "no such folder"),
+        (["--init", "attention", "--images", "nowhere"], "no such file or folder"),
         (["--init", "attention", "--images", "empty"], "no images in it"),
         (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
         (["--init", "attention", "--images", "unreadable", "--num-images", 0], "at least 1"),
