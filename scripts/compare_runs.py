@@ -6,14 +6,13 @@ All values come from the `results.json` in the directory of each run, including 
 run repeats a row of the paper.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from aft_hf.analysis import draw_losses, metric_of, save
-from aft_hf.reading import explained, read_json
+from aft_hf.reading import explained, read_json, reported
 
 
 def name_of(results: dict[str, Any]) -> str:
@@ -51,7 +50,5 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
+    with reported("compare_runs.py"):
         typer.run(main)
-    except (OSError, ValueError) as error:
-        sys.exit(f"compare_runs.py: {error}")

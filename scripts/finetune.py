@@ -19,7 +19,6 @@ from datasets import DatasetDict, Image
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
@@ -30,11 +29,14 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from aft_hf.conversion import read_source
+from aft_hf.conversion.source import load_image_processor
 from aft_hf.data.images import (
     AUGMENTATIONS,
     ImagePipeline,
@@ -47,12 +49,12 @@ from aft_hf.data.loading import ImageColumn, hold_out, load_splits, require_colu
 from aft_hf.data.text import group_into_blocks
 from aft_hf.loading import load
 from aft_hf.progress import no_bars_in_logs
-from aft_hf.reading import explained, read_json, read_text
+from aft_hf.reading import explained, read_json, read_text, reported
 from aft_hf.training.distillation import DISTILLATIONS
 from aft_hf.training.evaluation import is_image_classifier
 from aft_hf.training.fine_tuning import FineTuner, SavedState
 from aft_hf.training.metrics import BitsPerToken, TopKAccuracy, token_losses
-from aft_hf.training.ownership import owned
+from aft_hf.training.ownership import RUN, owned
 from aft_hf.training.safe_loading import data_only
 
 
@@ -112,7 +114,8 @@ class DataArguments:
     validation_share: float = field(
         default=0.05,
         metadata={
-            "help": "Held-out share of the training data (for text the last blocks) if there is no validation data."
+            "help": "Share of the training data (for text the last blocks) that is held out if there is no validation "
+            "data. 0: train on all of it."
         },
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first images or blocks."})
@@ -139,7 +142,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save, push if requested, and return the metrics."""
     no_bars_in_logs()
     model_args, data_args, training_args = _parse(arguments)
-    set_seed(training_args.seed)
+    with explained(f"the seed {training_args.seed} cannot be used; give a number below 2**32"):
+        set_seed(training_args.seed)
     hub = {"revision": model_args.revision, "trust_remote_code": model_args.trust_remote_code}
     config = load(AutoConfig, model_args.model_name_or_path, **hub)
     build = _classification if is_image_classifier(config) else _language_modeling
@@ -150,6 +154,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         if "train" not in splits and (training_args.do_train or "validation" not in splits):
             raise ValueError("there is no training data: give --train, or a dataset with a split named train")
         model, options = build(model_args, data_args, splits, config, hub)
+    if training_args.do_eval and options["eval_dataset"] is None:
+        raise ValueError("there is no validation data: give --validation, or a --validation_share above 0")
     if model_args.lora_rank:
         model = _with_adapters(model, model_args)
 
@@ -168,6 +174,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         ema_decay=model_args.ema_decay,
         **options,
     )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            # Not among the files of the model, which `push_to_hub` uploads.
+            callback.logging_dir = str(Path(training_args.output_dir, RUN, default_logdir()))
+            _say(f"TensorBoard's files are in {callback.logging_dir}", training_args)
     metrics = _train(trainer, training_args) if training_args.do_train else {}
     if training_args.do_eval:
         result = trainer.evaluate()
@@ -279,7 +290,7 @@ def _classification(
         attn_implementation=model_args.attn_implementation,
         **hub,
     )
-    processor = load(AutoImageProcessor, model_args.model_name_or_path, **hub)
+    processor = load_image_processor(model_args.model_name_or_path, config, **hub)
     datasets = {
         split: ImageRows(
             rows.with_transform(
@@ -293,11 +304,11 @@ def _classification(
         )
         for split, rows in splits.items()
     }
-    height, width = datasets["validation"][0]["pixel_values"].shape[1:]
+    height, width = next(iter(datasets.values()))[0]["pixel_values"].shape[1:]
     accuracy = TopKAccuracy(keep_in_memory=True)
     return model, {
         "train_dataset": datasets.get("train"),
-        "eval_dataset": datasets["validation"],
+        "eval_dataset": datasets.get("validation"),
         "processing_class": processor,
         "augment": build_augmentation(data_args.augmentation, (height, width)),
         "compute_metrics": lambda p: accuracy.compute(predictions=p.predictions, references=p.label_ids),
@@ -343,20 +354,17 @@ def _language_modeling(
     if block_size is None:
         limits = (1024, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
         block_size = min(limit for limit in limits if limit is not None)
-    blocks = DatasetDict(
-        {
-            split: group_into_blocks(rows, tokenizer, block_size, column=data_args.text_column)
-            for split, rows in splits.items()
-        }
-    )
-    for split, rows in blocks.items():
-        if len(rows) == 0:
+    blocks = DatasetDict()
+    for split, rows in splits.items():
+        with explained(f"the {split} data cannot be used"):
+            blocks[split] = group_into_blocks(rows, tokenizer, block_size, column=data_args.text_column)
+        if len(blocks[split]) == 0:
             raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block_size")
     blocks = _first_rows(hold_out(blocks, data_args.validation_share, shuffle=False), data_args)
     bits = BitsPerToken(keep_in_memory=True)
     return model, {
         "train_dataset": blocks.get("train"),
-        "eval_dataset": blocks["validation"],
+        "eval_dataset": blocks.get("validation"),
         "processing_class": tokenizer,
         "data_collator": default_data_collator,
         "preprocess_logits_for_metrics": token_losses,
@@ -380,7 +388,5 @@ def _with_adapters(model: PreTrainedModel, model_args: ModelArguments) -> PreTra
 
 
 if __name__ == "__main__":
-    try:
+    with reported("finetune.py"):
         main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"finetune.py: {' '.join(str(error).split())}")

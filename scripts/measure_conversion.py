@@ -37,8 +37,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from aft_hf import AFTForImageClassification
 from aft_hf.data.json_files import write_json
 from aft_hf.data.loading import load_local
-from aft_hf.loading import load_trained
-from aft_hf.reading import read_json
+from aft_hf.loading import load, load_trained
+from aft_hf.reading import read_json, reported
 from aft_hf.training.evaluation import evaluate_classifier, usable_device
 
 
@@ -98,8 +98,8 @@ def new_aft(like: Path, out: Path, seed: int) -> None:
     if (out / "preprocessor_config.json").exists():
         return
     set_seed(seed)
-    AFTForImageClassification(AFTForImageClassification.from_pretrained(like).config).save_pretrained(out)
-    AutoImageProcessor.from_pretrained(like).save_pretrained(out)
+    AFTForImageClassification(load(AFTForImageClassification, like).config).save_pretrained(out)
+    load(AutoImageProcessor, like).save_pretrained(out)
 
 
 def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> bool:
@@ -198,7 +198,7 @@ def by_epoch(out: Path) -> dict[str, float]:
 def by_image_size(directory: Path, data: Path) -> dict[str, float]:
     """Accuracy at each of `IMAGE_SIZES`, as `aft-hf evaluate --image-size` measures it."""
     model = load_trained(AutoModelForImageClassification, str(directory), dtype="float32").to(usable_device(None))
-    processor, rows = AutoImageProcessor.from_pretrained(directory), load_local(data)
+    processor, rows = load(AutoImageProcessor, directory), load_local(data)
     scores = {}
     for side in IMAGE_SIZES:
         metrics = evaluate_classifier(model, processor, rows, image_size=(side, side), batch_size=250)
@@ -314,7 +314,5 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
+    with reported("measure_conversion.py"):
         typer.run(main)
-    except ValueError as error:
-        sys.exit(f"measure_conversion.py: {error}")

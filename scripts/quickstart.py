@@ -45,9 +45,13 @@ from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
 from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, read_images, save_converted
 from aft_hf.progress import no_bars_in_logs
+from aft_hf.reading import reported
 from aft_hf.training import build_optimizer
+from aft_hf.training.checkpoints import remove_checkpoints
 from aft_hf.training.loop import train as train_recipe
+from aft_hf.training.ownership import owned
 from aft_hf.training.recipe import load_recipe
+from aft_hf.training.setup import join_processes
 
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -380,7 +384,9 @@ def pixels(
     overrides = [f"{section}.{name}={value}" for section, values in changes.items() for name, value in values.items()]
     overrides += [f"steps={steps}", f"evaluate_every={steps}", f"save_every={steps}", "global_batch_size=16"]
     recipe = load_recipe(CONFIGS / "examples" / "pixels_aft_local.yaml", [*files, *overrides, f"output_dir={out}"])
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)  # do not resume an earlier run
+    join_processes()
+    with owned(out, out / "checkpoints"):  # no other run is using them
+        remove_checkpoints(out / "checkpoints")  # do not resume an earlier run
     results = train_recipe(recipe)
     again = AutoModelForCausalLM.from_pretrained(out)
     if again.num_parameters() != results["parameters"]:
@@ -393,4 +399,5 @@ def pixels(
 
 
 if __name__ == "__main__":
-    app()
+    with reported("quickstart.py"):
+        app()

@@ -27,7 +27,7 @@ from aft_hf.publishing.card import PICTURE, PICTURES, fill_card
 from aft_hf.publishing.errors import PublishError
 from aft_hf.publishing.facts import RESULTS, Facts, Results, add_results, read_json
 from aft_hf.publishing.licenses import DEFAULT
-from aft_hf.reading import ModelConfig
+from aft_hf.reading import ModelConfig, reported
 from aft_hf.reading import read_json as read_document
 from aft_hf.training.recipe import Recipe, load_recipe
 from aft_hf.training.setup import check_same_run
@@ -308,4 +308,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with reported("write_model_cards.py"):
+        typer.run(main)

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification
 from aft_hf.conversion import REPORT_NAME
@@ -115,3 +117,20 @@ def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path, aft_hf):
     done = aft_hf("convert", vit, tmp_path / "out", "--kernel-size", 3, "--num-heads", 2)
     assert done.returncode == 0, done.stderr
     assert AFTConfig.from_pretrained(tmp_path / "out").kernel_size == 3
+
+
+@pytest.mark.parametrize("name", ["x[/red]y", "[bold]", "a:smile:b", "[link=x", "\\[b]"])
+def test_a_name_with_brackets_is_printed_as_it_is(vit, tmp_path, aft_hf, name):
+    for label in ("LABEL_0", "LABEL_1"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "images" / label / "1.png")
+    source = shutil.copytree(vit, tmp_path / name / "vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(source)
+    done = aft_hf("convert", source, tmp_path / name / "aft", "--kernel-size", 3, "--num-heads", 2)
+    assert done.returncode == 0, done.stderr
+    assert f"{name}/vit" in "".join(done.stdout.split("\n")) and f"{name}/aft" in done.stdout
+    done = aft_hf("evaluate", tmp_path / name / "aft", tmp_path / "images")
+    assert done.returncode == 0, done.stderr
+    assert name in "".join(done.stdout.split())
+    done = aft_hf("evaluate", tmp_path / name / "nowhere", tmp_path / "images")
+    assert done.returncode == 1 and f"{name}/nowhere: no such directory" in done.stderr

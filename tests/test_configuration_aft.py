@@ -1,5 +1,6 @@
 """AFTConfig: default values, derived fields, every validator, and saving and loading."""
 
+import dataclasses
 import json
 import math
 
@@ -366,3 +367,55 @@ def test_the_stride_of_overlapping_patches_sets_the_grid():
 def test_names_of_labels_set_their_number():
     config = AFTConfig(**IMAGE, id2label={0: "cat", 1: "dog", 2: "owl"}, label2id={"cat": 0, "dog": 1, "owl": 2})
     assert config.num_labels == 3
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AFTConfig) if field.name[0] != "_"])
+def test_a_mistyped_field_is_refused_with_the_field_that_was_meant(name):
+    """A letter left out, doubled or swapped with the next one, or a word put in front."""
+    mistyped = {name[:i] + name[i + 1 :] for i in range(1, len(name))} | {f"my_{name}"}
+    mistyped |= {name[:i] + name[i] + name[i:] for i in range(1, len(name))}
+    mistyped |= {name[: i - 1] + name[i] + name[i - 1] + name[i + 1 :] for i in range(1, len(name))}
+    for wrong in mistyped - {name}:
+        with pytest.raises(ValueError, match=rf"unknown field .*; did you mean .*\b{name}\b"):
+            AFTConfig(**{wrong: 1})
+
+
+@pytest.mark.parametrize("other, meant", [("local_window_size", "window_size"), ("num_layers", "num_hidden_layers")])
+def test_names_of_other_libraries_are_refused_also_when_a_config_is_loaded(other, meant, tmp_path):
+    AFTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"'{other}'; did you mean .*{meant}"):
+        AFTConfig.from_pretrained(tmp_path, **{other: 4})
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {other: 4}))
+    with pytest.raises(ValueError, match=f"'{other}'; did you mean .*{meant}"):
+        AFTConfig.from_pretrained(tmp_path)
+
+
+def test_names_that_transformers_and_users_store_in_a_config_are_kept(tmp_path):
+    names = {"sep_token_id": 3, "num_beams": 2, "output_attentions": True, "num_attention_heads": 8, "my_note": "x"}
+    config = AFTConfig(**names, torch_dtype="bfloat16", attn_implementation="eager", num_labels=3)
+    config.later = 5
+    config.save_pretrained(tmp_path)
+    loaded = AFTConfig.from_pretrained(tmp_path)
+    assert (loaded.sep_token_id, loaded.num_attention_heads, loaded.my_note, loaded.later) == (3, 8, "x", 5)
+    assert (loaded.dtype, loaded.num_labels) == (torch.bfloat16, 3)
+
+
+@pytest.mark.parametrize(
+    "aft_type, hidden_size, num_heads",
+    [
+        ("local", 256, 1),
+        ("full", 384, 1),
+        ("alibi", 256, 8),
+        ("conv", 384, 16),  # the paper's AFT-conv small 11/16
+        ("conv", 768, 32),  # base 25/32
+        (["conv", "local"], 64, 2),
+        ("conv", 8, 1),
+        ("conv", 11 * 13, 1),
+    ],
+)
+def test_the_number_of_heads_follows_from_type_and_width(aft_type, hidden_size, num_heads):
+    depth = 2 if isinstance(aft_type, list) else 24
+    config = AFTConfig(aft_type=aft_type, hidden_size=hidden_size, num_hidden_layers=depth)
+    assert config.num_heads == num_heads and AFTConfig.from_dict(config.to_dict()).num_heads == num_heads
+    assert AFTConfig(hidden_size=256, aft_type="conv", num_heads=4).num_heads == 4

@@ -1,10 +1,13 @@
 """The models: the parameter counts of the paper, every type in both modalities, and the interfaces of transformers."""
 
 import copy
+import re
+from importlib import metadata
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors import safe_open
 from torch.nn import functional as F
@@ -901,3 +904,39 @@ def test_layers_may_lie_on_the_disk(aft_type, tmp_path):
     mask[1, :2] = 0
     for options in ({}, {"use_cache": False}, {"attention_mask": mask}, {"output_attentions": True}):
         torch.testing.assert_close(loaded(ids, **options).logits, model(ids, **options).logits)
+
+
+def test_the_old_name_of_the_cache_works_with_the_warning_of_the_library():
+    model = build(tiny_config("text", "local"))
+    tokens = torch.randint(0, 20, (2, 6))
+    with torch.no_grad():
+        expected = model(tokens).logits[:, 4:]
+        for one in (model, model.aft):
+            cache = one(tokens[:, :4], use_cache=True).cache
+            with pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
+                found = one(tokens[:, 4:], past_key_values=cache)
+            assert found.past_key_values is found.cache is cache and cache.get_seq_length() == 6
+            logits = found.logits if one is model else model.lm_head(found.last_hidden_state)
+            torch.testing.assert_close(logits, expected)
+
+
+def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refused(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
+    newest = ".".join(map(str, modeling_aft.NEWEST_TRANSFORMERS))
+    for version in (transformers.__version__, "5.24.0", "5.24.1.dev0", f"{newest}.9"):
+        modeling_aft._check_transformers(version)
+    assert said == []
+    for version in ("5.99.0", "6.0.0rc1", "5.99.0.dev0"):
+        modeling_aft._check_transformers(version)
+        assert f"tested with transformers up to {newest}, and this is {version}" in said.pop()
+    for version in ("5.23.1", "4.57.6", "5.9.0"):
+        with pytest.raises(ImportError, match=f"needs transformers 5.24 or newer.*{version}"):
+            modeling_aft._check_transformers(version)
+
+
+def test_the_package_requires_the_releases_that_the_models_are_tested_with():
+    (required,) = [one for one in metadata.requires("aft-hf") if re.match(r"transformers\b", one)]
+    (oldest, newest) = modeling_aft.OLDEST_TRANSFORMERS, modeling_aft.NEWEST_TRANSFORMERS
+    following = f"{newest[0]}.{newest[1] + 1}"
+    assert set(required.removeprefix("transformers").split(",")) == {f">={oldest[0]}.{oldest[1]}", f"<{following}"}

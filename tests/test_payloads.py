@@ -1,4 +1,4 @@
-"""No file in the folder of a model runs code when the model is converted, evaluated, published or shown by the demo.
+"""No file in the folder of a model runs code when a command or the demo uses the model.
 
 The payloads cover each form of code in a folder that a library could execute: a pickle, a module, and names of
 classes, kernels or functions in a config. A payload that runs leaves a trace. The result of the command is not tested
@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -20,14 +21,25 @@ import torch
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from typer.testing import CliRunner
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.cli import app
 from aft_hf.conversion import save_converted
+from aft_hf.loading import load
 from aft_hf.publishing import publish
+from aft_hf.reading import UnreadableError
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -84,12 +96,42 @@ def convert(folder):
     save_converted(folder, folder.parent / "aft", kernel_size=3, num_heads=2)
 
 
-def evaluate(folder):
-    data = folder.parents[1] / ("text.txt" if "text" in folder.name else "image.parquet")
-    options = ["--block-size", "8"] if "text" in folder.name else []
-    done = CliRunner().invoke(app, ["evaluate", str(folder), str(data), *options])
+def call(*words):
+    done = CliRunner().invoke(app, [*map(str, words)])
     if done.exception is not None:
         raise done.exception
+
+
+def data_of(folder):
+    return folder.parents[1] / ("text.txt" if "text" in folder.name else "image.parquet")
+
+
+def evaluate(folder):
+    call("evaluate", folder, data_of(folder), *(["--block-size", "8"] if "text" in folder.name else []))
+
+
+def fit(folder):
+    options = ["--init", "attention", "--images", data_of(folder), "--kernel-size", "3", "--num-heads", "2"]
+    call("convert", folder, folder.parent / "aft", *options)
+
+
+def distill(folder):
+    options = ["--distill", "--steps", "1", "--batch-size", "2", "--images", data_of(folder), "--init", "paper"]
+    call("convert", folder, folder.parent / "aft", *options, "--kernel-size", "3", "--num-heads", "2")
+
+
+def draw(folder):
+    kind = "attention" if folder.name == "vit" else "keys"
+    inputs = ["--text", "abc"] if "text" in folder.name else ["--images", data_of(folder)]
+    call("visualize", folder, kind, *inputs, "--out", folder.parent / "picture.png")
+
+
+def finetune(folder):
+    name = "block_size" if "text" in folder.name else "max_eval_samples"
+    values = {"model_name_or_path": folder, "train": data_of(folder), "validation": data_of(folder), name: 8}
+    values |= {"output_dir": folder.parent / "aft", "do_eval": True, "use_cpu": True, "report_to": "none"}
+    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "finetune.py"))
+    script["main"]([word for key, value in values.items() for word in (f"--{key}", str(value))])
 
 
 def publish_dry(folder):
@@ -215,23 +257,87 @@ def test_no_module_in_the_folder_runs(planted, trace, command, name):
         run(command, folder, trace)
 
 
-@pytest.mark.parametrize(("command", "name"), CASES)
-def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, monkeypatch):
+MORE_CASES = [
+    *CASES,
+    pytest.param(fit, "vit", id="fit vit"),
+    pytest.param(distill, "vit", id="distill vit"),
+    *(pytest.param(draw, name, id=f"draw {name}") for name in ("vit", "image", "text")),
+    *(pytest.param(finetune, name, id=f"finetune {name}") for name in ("vit", "image", "text")),
+]
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def fetching(trace, monkeypatch):
+    """Make each attempt to download a kernel leave a trace, as if the library kernels were installed."""
+
     def fetched(*_, **options):
         trace.mkdir()
 
     from transformers.integrations import hub_kernels
 
     for function in ("load_and_register_attn_kernel", "get_kernel", "lazy_load_kernel"):
-        if hasattr(hub_kernels, function):
-            monkeypatch.setattr(hub_kernels, function, fetched)
-    monkeypatch.setattr("transformers.modeling_utils.load_and_register_attn_kernel", fetched, raising=False)
+        monkeypatch.setattr(hub_kernels, function, fetched)
+    for module in ("modeling_utils", "integrations.hub_kernels", "utils.import_utils"):
+        monkeypatch.setattr(f"transformers.{module}.is_kernels_available", lambda: True)
+
+
+@pytest.mark.parametrize(("command", "name"), MORE_CASES)
+def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, fetching):
+    if command is not publish_dry:  # publish_dry refuses the short README
+        command(planted(name))
     for value in ("someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"):
         folder = planted(name)
-        content = json.loads((folder / "config.json").read_text())
-        content |= {"attn_implementation": value, "_attn_implementation": value, "use_kernels": True}
-        (folder / "config.json").write_text(json.dumps(content))
+        change_config(folder, attn_implementation=value, _attn_implementation=value, use_kernels=True)
+        change_config(folder, experts_implementation="deepgemm", _experts_implementation="sonicmoe")
         run(command, folder, trace)
+
+
+@pytest.mark.parametrize("place", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+def test_no_nested_config_names_a_kernel(tmp_path, trace, fetching, place):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    parts = {"vision_config": sizes | {"image_size": 8, "patch_size": 4}, "text_config": sizes | {"vocab_size": 9}}
+    CLIPModel(CLIPConfig(**parts, projection_dim=8)).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    named = {part: content[part] | {place: "someone/kernel"} for part in parts}
+    change_config(tmp_path, **named, **{place: {"": "someone/kernel", "text_config": "someone/kernel"}})
+    config = load(AutoConfig, tmp_path)
+    assert {each._attn_implementation for each in (config, config.vision_config, config.text_config)} == {None}
+    load(AutoModel, tmp_path)
+    load(CLIPModel, tmp_path, config=config)
+    assert load(AutoModel, tmp_path, attn_implementation="eager").config.text_config._attn_implementation == "eager"
+    assert not trace.exists()
+
+
+CODE = {
+    "a quantization": {"quantization_config": {"quant_method": "eetq"}},
+    "a nested quantization": {"text_config": {"quantization_config": {"quant_method": "mxfp4"}}},
+    "another model": {"model_type": "detr", "backbone": "someone/else", "use_timm_backbone": False},
+    "a pickle of timm": {"model_args": {"checkpoint_path": "evil.pth"}},
+    "code of a nested model": {"vision_config": {"auto_map": {"AutoModel": "someone/evil--evil.Evil"}}},
+    "code of a model in a list": {"parts": [{"auto_map": {"AutoModel": "evil.Evil"}}]},
+}
+
+
+@pytest.mark.parametrize("case", CODE)
+@pytest.mark.parametrize("auto_class", [AutoConfig, AutoModel, AutoTokenizer, AFTConfig, AFTForCausalLM])
+def test_a_config_that_makes_a_library_run_code_is_refused_by_the_key(planted, case, auto_class):
+    folder = planted("text")
+    change_config(folder, **CODE[case])
+    with pytest.raises(UnreadableError, match=r"config\.json: .* can load code or files") as refused:
+        load(auto_class, folder)
+    assert str(refused.value).count("\n") == 0
+
+
+def test_an_adapter_does_not_choose_another_model(planted):
+    folder = planted("text")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "someone/else"}')
+    with pytest.raises(UnreadableError, match=r"adapter_config\.json: merge the adapter into its model"):
+        load(AutoModelForCausalLM, folder)
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)

@@ -1,14 +1,18 @@
 """Validation of untrusted files: each gives a value of the declared types, or a one-line error."""
 
 import os
+import signal
 import struct
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from aft_hf.reading import (
     LARGEST_JSON,
     LONGEST_MESSAGE,
+    TRACEBACK,
     Document,
     ModelConfig,
     UnreadableError,
@@ -17,6 +21,7 @@ from aft_hf.reading import (
     parse_json,
     read_json,
     read_safetensors_header,
+    reported,
 )
 
 
@@ -149,7 +154,13 @@ def test_a_header_has_the_shapes_of_the_tensors(tmp_path):
 
 @pytest.mark.parametrize(
     "problem",
-    [KeyError("a"), TypeError("'int' object is not iterable"), RecursionError("deep"), OSError("first\nsecond")],
+    [
+        KeyError("a"),
+        TypeError("'int' object is not iterable"),
+        RecursionError("deep"),
+        OSError("first\nsecond"),
+        BaseException("a panic of a library in Rust"),
+    ],
     ids=lambda problem: type(problem).__name__,
 )
 def test_what_a_library_raises_becomes_one_line(problem):
@@ -161,10 +172,76 @@ def test_what_a_library_raises_becomes_one_line(problem):
     assert str(caught.value).isprintable() and caught.value.__cause__ is problem
 
 
-@pytest.mark.parametrize("passes", [KeyboardInterrupt, MemoryError, ModuleNotFoundError, UnreadableError])
+@pytest.mark.parametrize("passes", [KeyboardInterrupt, SystemExit, MemoryError, ModuleNotFoundError, UnreadableError])
 def test_what_is_no_fault_of_the_file_passes(passes):
     def raises() -> Any:
         raise passes("as it is")
 
     with pytest.raises(passes, match="as it is"), explained("model"):
         raises()
+
+
+def fails(error: BaseException) -> Any:
+    raise error
+
+
+class Broken(torch.utils.data.Dataset[int]):
+    """Dataset whose rows raise an error, or kill the process that reads them."""
+
+    def __init__(self, error: Exception | None):
+        self.error = error
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return fails(self.error) if self.error else os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[func-returns-value]
+
+
+FAILURES = {
+    "an error of the user": (lambda: fails(ValueError("x.json: is no\nrecipe")), "x.json: is no recipe"),
+    "an error of the system": (lambda: os.stat("/no/such/file"), "No such file"),
+    "an error without a message": (lambda: fails(ValueError()), "ValueError"),
+    "a file name in the colors of a terminal": (lambda: fails(ValueError("\x1b[31mx\ud800")), " [31mx "),
+    "a package that is not installed": (lambda: __import__("no_such_package"), "no_such_package is not installed"),
+    "no memory": (lambda: fails(MemoryError()), "out of memory: use a smaller model"),
+    "no memory for a tensor": (lambda: torch.empty(2**56), "out of memory: use a smaller model"),
+    "a bug": (lambda: {}["a"], "KeyError: 'a' in <lambda>"),
+    "a failed assertion": (lambda: fails(AssertionError()), "AssertionError:"),
+    "a long message": (lambda: fails(TypeError("x " * 10_000)), "..."),
+    "a panic of a library in Rust": (lambda: fails(BaseException("panicked")), "BaseException: panicked in fails"),
+    "a group": (lambda: fails(BaseExceptionGroup("some", [KeyError("a")])), "some (1 sub-exception)"),
+    "a killed worker": (lambda: list(DataLoader(Broken(None), num_workers=1)), "give fewer workers"),
+    "an error in a worker": (
+        lambda: list(DataLoader(Broken(OSError("x.png: is no image\nat all")), num_workers=1)),
+        "program: x.png: is no image",
+    ),
+    "a bug in a worker": (lambda: list(DataLoader(Broken(KeyError("a")), num_workers=1)), "KeyError: 'a'"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_command_that_fails_says_why_in_one_line(case, capsys):
+    raises, said = FAILURES[case]
+    with pytest.raises(SystemExit) as ended, reported("program"):
+        raises()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 1
+    assert line.startswith("program: ") and said in line and line.isprintable() and len(line) < 1000
+    assert "Traceback" not in line
+
+
+def test_the_traceback_of_a_command_is_shown_on_request(monkeypatch, capsys):
+    with pytest.raises(SystemExit), reported("program"):
+        fails(KeyError("a"))
+    assert f"{TRACEBACK}=1 shows the traceback" in capsys.readouterr().err
+    monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(KeyError), reported("program"):
+        fails(KeyError("a"))
+
+
+@pytest.mark.parametrize("passes", [KeyboardInterrupt(), SystemExit(130), GeneratorExit()])
+def test_the_end_of_a_process_is_no_error_of_a_command(passes, capsys):
+    with pytest.raises(type(passes)), reported("program"):
+        raise passes
+    assert capsys.readouterr().err == ""

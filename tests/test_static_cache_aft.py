@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from aft_hf import AFTCache, AFTConfig, AFTForCausalLM, modeling_aft
+from aft_hf import AFTCache, AFTConfig, AFTForCausalLM
 from aft_hf.caching_aft import AFTStaticLayerState
 
 
@@ -137,20 +137,6 @@ def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
     expected = generate(model, prompts)
     options = {} if implementation is None else {"cache_implementation": implementation}
     assert_same(generate(model, prompts, prefill_chunk_size=size, **options), expected)
-
-
-def test_a_prompt_is_prefilled_in_chunks_where_transformers_does_not_tell_them_from_new_tokens(model, monkeypatch):
-    """The behavior of transformers before 5.23."""
-    named = AFTForCausalLM.create_masks_for_generate
-
-    def unnamed(*arguments, is_first_iteration=False, **options):
-        return named(*arguments, **options)
-
-    prompts = padded_prompts()
-    expected = generate(model, prompts)
-    monkeypatch.setattr(modeling_aft, "CHUNKS_ARE_NAMED", False)
-    monkeypatch.setattr(AFTForCausalLM, "create_masks_for_generate", staticmethod(unnamed))
-    assert_same(generate(model, prompts, prefill_chunk_size=4, cache_implementation="static"), expected)
 
 
 def test_new_tokens_continue_the_static_cache_of_an_earlier_call(model):

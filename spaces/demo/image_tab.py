@@ -11,6 +11,7 @@ from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, m
 from PIL import Image
 
 from aft_hf.analysis import PatchMaps, patch_maps
+from aft_hf.data.image_size import pixel_values
 
 
 EXPLANATION = """Each patch takes an average over all patches with weights exp(K + w). The **key** K of a patch is the
@@ -31,7 +32,7 @@ class ImageDemo:
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """The pixel values of an image, (1, 3, height, width)."""
-        return self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"]
+        return pixel_values(self.processor, [image])
 
     def seen(self, pixels: torch.Tensor) -> Image.Image:
         """The image of pixel values, after undoing the normalization."""

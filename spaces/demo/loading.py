@@ -6,7 +6,6 @@ from typing import Any
 
 import transformers
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -14,7 +13,9 @@ from transformers import (
 )
 
 import aft_hf
+from aft_hf import loading as safely
 from aft_hf.data.pixel_sequences import START_TOKEN
+from aft_hf.reading import first_line
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,15 @@ def load(kind: Kind, source: str) -> tuple[Any, Any]:
     is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
     if is_path and not (Path(source) / "config.json").is_file():
         raise Unavailable(f"There is no model in `{source}` yet. This command trains one: `{kind.command}`")
-    safely = {"trust_remote_code": False}  # the server runs no code of a model
-    try:
-        config = AutoConfig.from_pretrained(source, **safely)
-        config._attn_implementation = None  # the config could name a kernel on the Hub, which the server must not run
+    try:  # the server runs no code of a model
         if kind is IMAGE:
-            processor = AutoImageProcessor.from_pretrained(source, **safely)
-            loaded = AutoModelForImageClassification.from_pretrained(source, config=config, **safely), processor
+            processor = safely.load(AutoImageProcessor, source)
+            loaded = safely.load(AutoModelForImageClassification, source), processor
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source, **safely) if kind is TEXT else None
-            loaded = AutoModelForCausalLM.from_pretrained(source, config=config, **safely), tokenizer
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {reason}") from error
+            tokenizer = safely.load(AutoTokenizer, source) if kind is TEXT else None
+            loaded = safely.load(AutoModelForCausalLM, source), tokenizer
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {first_line(error)}") from error
     model = loaded[0].eval()
     if kind is IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
         raise Unavailable(f"`{source}` is a {type(model).__name__}; this tab needs an AFT for image classification.")

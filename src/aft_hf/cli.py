@@ -10,7 +10,6 @@ from platform import python_version
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .analysis.command import visualize_command
 from .benchmarking.command import benchmark_command
@@ -26,9 +25,9 @@ from .conversion import (
     save_converted,
 )
 from .data.classes import chooses_a_class
-from .progress import no_bars_in_logs
+from .progress import no_bars_in_logs, plain_console
 from .publishing.command import publish_command
-from .reading import printable
+from .reading import reported
 from .training.command import evaluate_command, train_command
 
 
@@ -103,7 +102,8 @@ def convert(
     num_heads: Annotated[
         int | None,
         typer.Option(
-            help="Number of position-bias heads h, a divisor of the hidden size. Default: 16 with conv, else 1."
+            help="Number of position-bias heads h, a divisor of the hidden size. Default: 1; with conv, one for each "
+            "24 features."
         ),
     ] = None,
     window_size: Annotated[int, typer.Option(help="Window size s of local.")] = WINDOW_SIZE,
@@ -117,6 +117,9 @@ def convert(
     image_size: Annotated[
         str | None,
         typer.Option(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
+    ] = None,
+    num_labels: Annotated[
+        int | None, typer.Option(min=1, help="Number of classes of the new classifier, for a source without one.")
     ] = None,
     init: Annotated[
         str | None,
@@ -216,6 +219,7 @@ def convert(
         position_bias_dim=position_bias_dim or None,
         position_bias_multiplier=position_bias_multiplier,
         image_size=_parse_size("--image-size", image_size),
+        num_labels=num_labels,
         init=init,
         images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
         source_image_size=_parse_size("--source-image-size", source_image_size),
@@ -223,12 +227,13 @@ def convert(
         seed=seed,
         distillation=distillation if distill else None,
     )
-    suggests_distilling = not distill and chooses_a_class(model.config)
-    console = Console()
+    suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
+    console = plain_console()
     console.print(report.table())
     for line in (
         report.summary(),
         _proof(report),
+        f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
         "Next step, with labeled images:",
@@ -236,7 +241,7 @@ def convert(
         "--output_dir FINE_TUNED",
         *(("or with unlabeled images:", f"  {_distilling_command(context)}") if suggests_distilling else ()),
     ):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True)
 
 
 def _distilling_command(context: typer.Context) -> str:
@@ -301,24 +306,14 @@ def _describe(config: AFTConfig) -> str:
 
 
 def main(*command: str) -> None:
-    """Run the command line. Errors that a user can cause are printed as one line, without a traceback.
+    """Run the command line. Errors are printed as one line, without a traceback.
 
     Args:
         *command: for a script that runs a single command: the words between `aft-hf` and its other arguments.
     """
     no_bars_in_logs()
-    try:
+    with reported("aft-hf"):
         app([*command, *sys.argv[1:]], prog_name="aft-hf" if command else None)
-    except ModuleNotFoundError as error:
-        print(f"aft-hf: {error.name} is not installed: run pip install 'aft-hf[train]'", file=sys.stderr)
-        sys.exit(1)
-    except MemoryError:
-        print("aft-hf: out of memory: use a smaller model or batch size", file=sys.stderr)
-        sys.exit(1)
-    except (ValueError, OSError) as error:
-        message = printable(str(error)) or type(error).__name__
-        print(f"aft-hf: {message}", file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """AFT model configuration."""
 
+import dataclasses
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from reprlib import repr as shown  # shortens any value to one line
 from typing import Any, cast
@@ -14,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig
 
 
 AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
@@ -61,6 +64,13 @@ LARGEST_NUM_PARAMETERS = 2**43  # of a whole model: 9e12
 DIVISORS = {"layer_norm_eps": (1e-30, 1.0), "gumbel_temperature": (1e-4, 1e4), "initializer_range": (1e-12, 1e3)}
 DIVISORS["position_bias_multiplier"] = (1e-6, 1e6)
 
+# Features per position-bias head of `conv` and `alibi`: those of the paper's AFT-conv small 11/16 and base 25/32.
+HEAD_WIDTH = 24
+
+# Names that transformers accepts and that are not fields.
+OTHER_NAMES = {"attn_implementation", "experts_implementation", "name_or_path", "per_layer_config", "torch_dtype"}
+OTHER_NAMES |= {"is_decoder"} | {f"{token}_token_id" for token in ("cls", "decoder_start", "mask", "sep", "unk")}
+
 
 def raise_value_errors(cls: Any) -> Any:
     """Make the constructor raise a plain ValueError for an invalid field, instead of the errors of `@strict`."""
@@ -105,9 +115,10 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             Stochastic depth rate of the last layer. The rates increase linearly from 0 in the first layer.
         qkv_bias (`bool`, defaults to `True`): Whether the query, key and value projections have biases.
         use_output_projection (`bool`, defaults to `True`): Whether each mixer ends in an output projection.
-        num_heads (`int`, defaults to 1):
+        num_heads (`int`, *optional*):
             Number h of position-bias heads. All features of a head share the position biases: head i has the features
-            [i d/h, (i+1) d/h).
+            [i d/h, (i+1) d/h). Default: 1 if all layers are `full`, `local` or `simple`; otherwise the largest
+            divisor of `hidden_size` with at least 24 features per head, as in the paper's AFT-conv 11/16 and 25/32.
         position_bias_dim (`int`, *optional*, defaults to 256):
             Rank d' of the factorized position biases of `full` and `local` (Eq. 7). `None` learns the unfactorized
             table.
@@ -204,7 +215,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     drop_path_rate: float | int = 0.0
     qkv_bias: bool = True
     use_output_projection: bool = True
-    num_heads: int = 1
+    num_heads: int | None = None
     position_bias_dim: int | None = 256
     position_bias_init_std: float | int = 0.1
     position_bias_multiplier: float | int = 1.0
@@ -238,8 +249,12 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.validate_sizes()  # before memory is allocated by any of them
+        self._check_names(kwargs)
         self._check_inherited(kwargs)
         types = set(self.layer_aft_types)
+        if self.num_heads is None:
+            most = self.hidden_size // HEAD_WIDTH if types & {"conv", "alibi"} else 1
+            self.num_heads = next(count for count in range(max(most, 1), 0, -1) if self.hidden_size % count == 0)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if self.use_position_embeddings is None:
@@ -253,6 +268,17 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         if any(value is not None for value in stages.values()):
             self.set_output_features_output_indices(**stages)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def _check_names(cls, names: Iterable[str]) -> None:
+        """Refuse a name that is close to a field: it is mistyped, and the field would silently keep its default."""
+        known = {field.name for field in dataclasses.fields(cls)} | {"num_labels", "out_features", "out_indices"}
+        others = known | OTHER_NAMES | GenerationConfig._get_default_generation_params().keys()
+        for name in names:
+            if name in others or hasattr(cls, name):
+                continue
+            if near := get_close_matches(name, sorted(known), cutoff=0.7):
+                raise ValueError(f"unknown field {shown(name)}; did you mean {' or '.join(near)}?")
 
     def _check_inherited(self, kwargs: dict[str, Any]) -> None:
         """Check the fields that transformers uses without checks; in a damaged config.json they can be any JSON."""
@@ -331,7 +357,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     @property
     def approximate_num_parameters(self) -> int:
         """Number of parameters of a model with its head, without vectors (biases, layer norms, the class token)."""
-        width, heads, text = self.hidden_size, self.num_heads, self.modality == "text"
+        width, heads, text = self.hidden_size, cast(int, self.num_heads), self.modality == "text"
         positions, rank = self.max_positions, self.position_bias_dim
         table = heads * positions * (positions if rank is None else 2 * rank)
         kernel = heads * self.kernel_size ** (1 if text else 2)
@@ -354,6 +380,12 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             return self.max_position_embeddings
         rows, columns = self.grid_size
         return rows * columns + bool(self.use_cls_token)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build a config from a dictionary of fields, and more fields that replace them."""
+        cls._check_names(kwargs)  # the base class ignores unknown names
+        return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as a dictionary, without `out_features` and `out_indices` if they are not set."""
@@ -389,9 +421,10 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def validate_sizes(self) -> None:
         # The comparisons are negated so that NaN is refused too.
-        counts = ["hidden_size", "num_hidden_layers", "num_heads", "window_size", "kernel_size"]
+        counts = ["hidden_size", "num_hidden_layers", "window_size", "kernel_size"]
         counts += ["vocab_size", "max_position_embeddings", "num_channels"]
-        counts += [name for name in ("intermediate_size", "position_bias_dim") if getattr(self, name) is not None]
+        optional = ("intermediate_size", "num_heads", "position_bias_dim")
+        counts += [name for name in optional if getattr(self, name) is not None]
         for name in counts:
             if not 0 < getattr(self, name) <= LARGEST[name]:
                 raise ValueError(f"{name} must be in 1 .. {LARGEST[name]}, got {shown(getattr(self, name))}")
@@ -413,7 +446,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
                 f"aft_type lists {len(types)} types for num_hidden_layers={self.num_hidden_layers}: "
                 "give one type per layer, or one name for all of them"
             )
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % cast(int, self.num_heads):
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
                 "each head has hidden_size / num_heads features"

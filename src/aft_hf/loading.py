@@ -1,18 +1,44 @@
-"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, and errors are
-one line.
+"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, no code of the
+source is executed, and errors are one line.
 """
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoImageProcessor
-from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
+import numpy as np
+from PIL import Image
+from torch import nn
+from torch.nn.modules import module as modules
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
 
-from .reading import ImageProcessorConfig, ModelConfig, UnreadableError, explained, read_json
+from .reading import (
+    ImageProcessorConfig,
+    ModelConfig,
+    TokenizerConfig,
+    UnreadableError,
+    explained,
+    read_json,
+    shortened,
+)
 
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
+FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a gigabyte, for weights of any size
+
+# Options that replace names of attention and experts in a config.json, also in its nested configs, by the default of
+# transformers: the name can be a kernel on the Hub, which transformers would download and run.
+OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implementation": None}
+# Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm), and
+# the config of another model. The `auto_map` of the whole model is not among them: it is used only if the source is
+# trusted, whereas transformers asks the user about nested ones.
+ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "backbone")
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
@@ -38,10 +64,12 @@ def find_file(source: str, filename: str, error: type[ValueError] = UnreadableEr
     return None if path is None else Path(path)
 
 
-def read_config(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> ModelConfig:
+def read_config(
+    source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, *, trusted: bool = False, **hub: Any
+) -> ModelConfig:
     """Read the config.json of a saved model of any type, and refuse it if a value is impossible for any model.
 
-    The arguments are those of `find_file`.
+    The arguments are those of `find_file`, and `trusted`: whether code that the config names may be executed.
 
     Raises:
         UnreadableError, or the given `error`: there is no such model, or its config.json cannot be used.
@@ -59,16 +87,37 @@ def read_config(source: str | os.PathLike[str], error: type[ValueError] = Unread
             raise
         raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
     if path is None and Path(name).is_dir():
-        raise error(f"{name}: the directory contains no {CONFIG_NAME}")
+        raise error(f"{name}: the directory contains no {CONFIG_NAME}{named_checkpoints(name)}")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
-    return read_json(path, ModelConfig, error)
+    config = read_json(path, ModelConfig, error)
+    if not trusted and (found := next(_elsewhere(config.model_dump(exclude={"auto_map"})), None)):
+        raise error(
+            f"{path}: {found} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
+            "unquantized model of a class of transformers"
+        )
+    return config
+
+
+def _elsewhere(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if key in ELSEWHERE and value is not None:
+            yield f"{prefix}{key}"
+        if isinstance(value, (dict, list)):
+            yield from _elsewhere(value, f"{prefix}{key}.")
+
+
+def named_checkpoints(directory: str) -> str:
+    """Return '; give one of its checkpoints: ...' for the output directory of a Trainer, the newest first, else ''."""
+    found = [path.parent for path in Path(directory).glob(f"checkpoint-*/{CONFIG_NAME}")]
+    found.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
+    return f"; give one of its checkpoints: {shortened(', '.join(map(str, found)))}" if found else ""
 
 
 def read_image_processor(
     source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any
-) -> bool:
-    """Check the preprocessor_config.json of a saved model, and return whether there is one.
+) -> dict[str, Any] | None:
+    """Check the preprocessor_config.json of a saved model, and return its content, or None if there is none.
 
     The arguments are those of `find_file`.
 
@@ -76,9 +125,7 @@ def read_image_processor(
         UnreadableError, or the given `error`: the file cannot be used.
     """
     path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
-    if path is not None:
-        read_json(path, ImageProcessorConfig, error)
-    return path is not None
+    return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
 
 
 NOWHERE = (
@@ -92,17 +139,90 @@ def load(
 ) -> Any:
     """Load a config, model, tokenizer or processor by `auto_class.from_pretrained(source, **options)`.
 
-    Code of the source is not executed, and the user is not asked to allow it, unless `trust_remote_code=True` is set.
+    Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
+    `trust_remote_code=True` is set. A `config` in `options` must be a result of this function. A tokenizer or image
+    processor is tried on a small input.
 
     Raises:
         UnreadableError, or the given `error`: the source cannot be loaded.
     """
+    options = {"trust_remote_code": False, **options}
+    trusted = options["trust_remote_code"]
     hub = {key: options[key] for key in ("revision", "token") if key in options}
-    read_config(source, error, **hub)
+    optional = hub | {"_raise_exceptions_for_connection_errors": False}
+    read_config(source, error, trusted=trusted, **hub)
+    config, processor = find_file(str(source), CONFIG_NAME, error, **hub), None
+    assert config is not None  # `read_config` requires it
     if auto_class is AutoImageProcessor:
-        read_image_processor(source, error, **hub)
-    with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
-        return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})
+        processor = read_image_processor(source, error, **hub)
+    elif auto_class is AutoTokenizer:
+        if path := find_file(str(source), TOKENIZER_CONFIG_FILE, error, **optional):
+            read_json(path, TokenizerConfig, error)
+    elif not trusted:
+        if find_file(str(source), ADAPTER_CONFIG_NAME, error, **optional):  # it names another model
+            raise error(
+                f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
+            )
+        if "config" not in options:
+            options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
+    what = f"{source}: cannot be loaded by {auto_class.__name__}"
+    with explained(what, error), no_larger_than_weights(config.parent, error):
+        if processor and str(processor.get("image_processor_type")).endswith("FeatureExtractor"):
+            loaded = _load_feature_extractor(processor, options)
+        else:
+            loaded = auto_class.from_pretrained(source, **options)
+        if auto_class is AutoTokenizer:
+            loaded("a")  # raises for invalid values, which from_pretrained accepts
+        elif auto_class is AutoImageProcessor:
+            pixels = loaded(Image.new("RGB", (32, 32)))["pixel_values"]
+            if not all(np.isfinite(image).all() for image in pixels):
+                raise ValueError("its pixel values are not finite")
+    return loaded
+
+
+def _load_feature_extractor(values: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Load an image processor under its former name, which transformers still accepts as `feature_extractor_type`."""
+    with TemporaryDirectory() as directory:
+        renamed = {**values, "image_processor_type": None, "feature_extractor_type": values["image_processor_type"]}
+        Path(directory, IMAGE_PROCESSOR_NAME).write_text(json.dumps(renamed))
+        return AutoImageProcessor.from_pretrained(directory, **options)
+
+
+@contextmanager
+def no_larger_than_weights(directory: Path, error: type[ValueError] = UnreadableError) -> Iterator[None]:
+    """Context manager that stops `from_pretrained` if the config describes a much larger model than the weights.
+
+    Weights that are missing would be initialized, which takes time and memory. The fields that determine the size
+    depend on the model type, so the tensors are counted while transformers builds the model on the meta device.
+
+    Args:
+        directory: the directory of the config and the weights.
+        error: the class of the error to raise.
+    """
+    tensors = elements = size = 0
+
+    def count(module: nn.Module, name: str, tensor: Any) -> None:
+        nonlocal tensors, elements, size
+        if tensor is None or not tensor.is_meta:
+            return
+        tensors, elements = tensors + 1, elements + tensor.numel()
+        if tensors <= FREE_TENSORS and elements <= FREE_ELEMENTS:
+            return
+        size = size or sum(path.stat().st_size for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES))
+        # In files, a tensor takes about 256 bytes with its name and shape, and an element at least 2 bits.
+        if tensors > FREE_TENSORS + size // 256 or elements > FREE_ELEMENTS + 4 * size:
+            raise error(
+                f"{directory / CONFIG_NAME}: describes a model of over {elements:,} elements in {tensors:,} tensors, "
+                f"but the weights beside it have only {size:,} bytes; use the config of these weights"
+            )
+
+    register = (modules.register_module_parameter_registration_hook, modules.register_module_buffer_registration_hook)
+    hooks = [each(count) for each in register]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:

@@ -29,6 +29,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_torchdynamo_compiling, logging
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -44,8 +45,30 @@ from .sequence_shards_aft import active_group, average_over, following_labels, s
 
 logger = logging.get_logger(__name__)
 
-# Before 5.23, `generate` does not distinguish later chunks of a prompt (`prefill_chunk_size`) from generated tokens.
-CHUNKS_ARE_NAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 23)
+# The oldest and the newest minor release of transformers on which these models are tested. Requirements of a package
+# do not reach a checkpoint that is loaded as remote code, so the code checks the release itself.
+OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (5, 24), (5, 24)
+
+
+def _check_transformers(version: str) -> None:
+    """Refuse a release of transformers that is too old, and warn about one that is newer than the tested ones."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    oldest, newest = ("{}.{}".format(*known) for known in (OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS))
+    if release < OLDEST_TRANSFORMERS:
+        raise ImportError(
+            f"AFT needs transformers {oldest} or newer, which renamed past_key_values to cache: {version}"
+        )
+    if release > NEWEST_TRANSFORMERS:
+        logger.warning_once(
+            f"AFT is tested with transformers up to {newest}, and this is {version}. If an interface has changed, "
+            "generate can give wrong text: compare it with use_cache=False, or install a newer aft-hf"
+        )
+
+
+_check_transformers(transformers_version)
+
+# The library's own schedule for the old name.
+_renames_cache = deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
 
 
 class AFTPreTrainedModel(PreTrainedModel):
@@ -60,7 +83,6 @@ class AFTPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = True
-    _skip_keys_device_placement = ["cache"]
     _no_split_modules = ["AFTLayer"]  # `AFTModel` adds its embeddings
     _can_record_outputs = {
         "hidden_states": AFTLayer,
@@ -138,6 +160,7 @@ class AFTModel(AFTPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
+    @_renames_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -430,6 +453,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple
+    @_renames_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -545,7 +569,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         """Create the mask for a step with a static cache: the padding mask of the new tokens, which only a prompt
         needs.
         """
-        if attention_mask is None or (CHUNKS_ARE_NAMED and not is_first_iteration):
+        if attention_mask is None or not is_first_iteration:
             return None
         return attention_mask[:, -inputs_embeds.shape[1] :]
 

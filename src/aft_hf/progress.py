@@ -1,7 +1,10 @@
-"""Progress bars: shown in a terminal, but not written to log files."""
+"""What commands print: text as it is, and progress bars only in a terminal, not in log files."""
 
 import os
 import sys
+from typing import Any
+
+from rich.console import Console
 
 
 def no_bars_in_logs() -> None:
@@ -21,3 +24,8 @@ def no_bars_in_logs() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def plain_console(**options: Any) -> Console:
+    """A console that prints text as it is. By default, rich reads brackets, as in file names, as markup."""
+    return Console(markup=False, emoji=False, highlight=False, **options)

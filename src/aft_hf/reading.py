@@ -1,12 +1,16 @@
 """Validation of untrusted files and server responses: each becomes a value of a declared type, or a one-line error.
 
 A JSON document of any content, size or depth either becomes a `Document` with the declared types, or raises an error
-of one line. `explained` guards reads by other libraries: it converts any exception to a one-line error.
+of one line. `explained` guards reads by other libraries: it converts any exception to a one-line error. `reported`
+guards a whole command: it prints any exception as one line.
 """
 
+import os
 import re
 import reprlib
 import struct
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -19,6 +23,10 @@ LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results
 LARGEST_HEADER = 100_000_000  # bytes, as in the library safetensors
 LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
 SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
+TRACEBACK = "AFT_HF_TRACEBACK"  # environment variable: if it is set, a command that fails shows the traceback
+
+# Exceptions that end the process. A panic of a library in Rust, such as tokenizers, is no `Exception` either.
+ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 Content = TypeVar("Content")
 
@@ -65,6 +73,7 @@ Labels = Annotated[Any, _at_most(2**22)]
 Side = Annotated[Any, _at_most(2**13)]  # pixels
 Width = Annotated[Any, _at_most(2**20)]
 Length = Annotated[Any, _at_most(2**27)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Document):
@@ -96,10 +105,20 @@ class ModelConfig(Document):
 
 
 class ImageProcessorConfig(Document):
-    """Schema of preprocessor_config.json: the image sizes, each a number or numbers by name."""
+    """Schema of preprocessor_config.json: the image sizes, each a number or numbers by name, and the normalization."""
 
     size: Side | dict[str, Side] | None = None
     crop_size: Side | dict[str, Side] | None = None
+    pad_size: Side | dict[str, Side] | None = None
+    rescale_factor: Number | None = None
+    image_mean: Number | list[Number] | None = None
+    image_std: Number | list[Number] | None = None
+
+
+class TokenizerConfig(Document):
+    """Schema of tokenizer_config.json: the maximum length."""
+
+    model_max_length: Annotated[Number, Field(gt=0)] | None = None
 
 
 class WeightsIndex(Document):
@@ -218,10 +237,45 @@ def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[
     """
     try:
         yield
-    except (UnreadableError, error, MemoryError, ModuleNotFoundError):
+    except (*ENDS, UnreadableError, error, MemoryError, ModuleNotFoundError):
         raise
-    except Exception as problem:
+    except BaseException as problem:
         raise error(f"{what} ({described(problem)})") from problem
+
+
+@contextmanager
+def reported(program: str) -> Iterator[None]:
+    """Context manager for a whole command: print any error as one line, without a traceback, and exit with status 1.
+
+    An error that is neither a ValueError nor an OSError may be a bug, so its line also names the code that raised it.
+
+    Args:
+        program: the name of the program, with which the line begins.
+    """
+    try:
+        yield
+    except ENDS:
+        raise
+    except BaseException as problem:
+        if os.environ.get(TRACEBACK):
+            raise
+        print(f"{program}: {printable(_sentence(problem))}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _sentence(error: BaseException) -> str:
+    text = _message(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: run pip install 'aft-hf[train]'"
+    no_memory = isinstance(error, RuntimeError) and re.search("out of memory|(allocate|enough) memory", text)
+    if no_memory or isinstance(error, MemoryError):
+        return "out of memory: use a smaller model or batch size"
+    if isinstance(error, (ValueError, OSError)):
+        return text or type(error).__name__
+    if "DataLoader worker (pid" in text:
+        return f"a worker of the data loader was killed, usually for lack of memory: give fewer workers ({text})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{described(error)} in {frame.name} ({frame.filename}:{frame.lineno}); {TRACEBACK}=1 shows the traceback"
 
 
 def explain(problems: ValidationError) -> str:
@@ -256,15 +310,24 @@ def shown(value: Any) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, shortened; the name of its class if it has no message."""
-    return shortened((str(error).strip() or type(error).__name__).splitlines()[0])
+    return shortened((_message(error) or type(error).__name__).splitlines()[0])
 
 
 def described(error: BaseException) -> str:
     """An error's message in one line, shortened. The name of the class is added if the message alone says little, as
     in KeyError: 'shape'.
     """
-    words = shortened(" ".join(str(error).split()))
+    words = shortened(_message(error))
     return words if words and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {words}"
+
+
+def _message(error: BaseException) -> str:
+    """An error's message. For an error in a worker of a data loader, that is the end of the traceback in its text."""
+    text = str(error).strip()
+    if "Original Traceback (most recent call last)" in text:
+        last = text.rpartition("\n  File ")[2]
+        text = re.split(r"\n(?=\S)", last, maxsplit=1)[-1].partition(": ")[2] or text
+    return text
 
 
 def shortened(text: str) -> str:

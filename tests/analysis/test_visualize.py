@@ -20,6 +20,7 @@ from aft_hf.analysis import (
     key_features,
     on_patches,
     pictures,
+    save,
 )
 from aft_hf.cli import app
 
@@ -280,3 +281,11 @@ def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options
     done = visualize(checkpoints / name, kind, *options)
     assert done.exit_code == 1 and isinstance(done.exception, (ValueError, OSError))
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize("name", [r"x$\frac$y", r"$\foo{$", "a$b$c"])
+def test_a_name_with_dollars_is_no_formula(tmp_path, name):
+    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
+    results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses, "evaluations": []}
+    save(draw_losses([(name, results)]), tmp_path / "losses.svg")
+    assert name in (tmp_path / "losses.svg").read_text()

@@ -1,32 +1,30 @@
-"""Run the tests that depend most on versions with each supported Python on this machine and two transformers versions.
+"""Run the tests that depend most on versions with each supported Python here, or with the newest transformers.
 
-    python tests/audit/matrix.py [--only 3.13] [-- PYTEST_ARGUMENTS]
+    python tests/audit/matrix.py [--only 3.13] [--newest] [-- PYTEST_ARGUMENTS]
 
-Each Python gets a virtual environment in outputs/matrix with the versions of constraints.txt. transformers is
-installed in turn in the lowest version that setup.cfg allows and in that of constraints.txt. For each version,
-`smoke.py` runs in an empty folder, then TESTS. The table of results is printed and written to outputs/matrix/table.md,
-row by row; the output of each pair of versions goes to log files beside it. The exit code is 1 if a pair fails or none
-could be run. The first run downloads torch for each Python, up to 6 GB each.
+Each Python gets a virtual environment in outputs/matrix with the versions of constraints.txt. There, `smoke.py` runs
+in an empty folder, then TESTS. With `--newest`, one environment of this Python gets the newest transformers of the
+package index, even if setup.cfg does not allow it yet, and the common model tests of that release run, too. The table
+of results is printed and written to outputs/matrix/table.md, row by row; the output goes to log files beside it. The
+exit code is 1 if an environment fails or none could be run. The first run downloads torch for each Python, up to 6 GB.
 """
 
 import argparse
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "outputs" / "matrix"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 # Tests that depend on classes, files and messages of transformers and Python. The tests of the sums (test_mixing*,
-# test_backend_contract_aft.py and others) are left out: they only call torch, which has the same version in all pairs.
+# test_backend_contract_aft.py and others) are left out: they only call torch, which has one version everywhere.
 TESTS = (
     "tests/test_activations_aft.py",
     "tests/test_caching_aft.py",
@@ -50,21 +48,6 @@ TESTS = (
 )
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A version of Python and a version of transformers."""
-
-    python: str
-    transformers: str
-
-    @property
-    def environment(self) -> Path:
-        return WORK / f"python{self.python}"
-
-    def log(self, what: str) -> Path:
-        return WORK / f"python{self.python}-transformers{self.transformers}.{what}.log"
-
-
 def find_python(version: str) -> str | None:
     """Return a working interpreter of this version: python3.X from PATH, or one of pyenv; None if there is neither."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -76,30 +59,22 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def transformers_versions(python: str) -> list[str]:
-    """Return the lowest version that setup.cfg allows and the version in constraints.txt for this Python."""
-    lowest = re.search(r"^ *transformers>=([\d.]+)", (ROOT / "setup.cfg").read_text(), re.MULTILINE)[1]
-    pins = re.findall(r"^transformers==([\d.]+)(?:; (.*))?$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    newer = 'python_version >= "3.11"' if python != "3.10" else 'python_version < "3.11"'
-    return sorted({lowest, next(version for version, marker in pins if marker in ("", newer))})
+def install(folder: Path, interpreter: str, newest: bool) -> Path:
+    """Install the package with its tests in a virtual environment; return the interpreter of the environment.
 
-
-def install(pair: Pair, interpreter: str) -> Path:
-    """Install the pair's versions in the environment of its Python; return the interpreter of the environment.
-
-    The environment is created anew if setup.cfg or the other versions of constraints.txt have changed.
+    The environment is created anew if setup.cfg or constraints.txt have changed.
     """
-    folder = pair.environment
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    pins = re.sub(r"^transformers==.*\n", "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-    stamp, key = folder / "made-for", hashlib.sha256((pins + (ROOT / "setup.cfg").read_text()).encode()).hexdigest()
-    run = {"check": True, "stdin": subprocess.DEVNULL}
+    files = [ROOT / "setup.cfg", ROOT / "constraints.txt"]
+    stamp, key = folder / "made-for", hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    run = {"check": True, "stdin": subprocess.DEVNULL, "cwd": ROOT}
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not stamp.exists() or stamp.read_text() != key:
         subprocess.run([interpreter, "-m", "venv", "--clear", folder], **run)
-    (folder / "constraints.txt").write_text(f"{pins}transformers=={pair.transformers}\n")
-    options = ["--quiet", "--disable-pip-version-check", "--constraint", folder / "constraints.txt"]
-    subprocess.run([python, "-m", "pip", "install", *options, "--editable", ".[test]"], cwd=ROOT, **run)
-    stamp.write_text(key)
+        subprocess.run([*pip, "--constraint", "constraints.txt", "--editable", ".[test]"], **run)
+        stamp.write_text(key)
+    if newest:  # also a release that setup.cfg does not allow yet
+        subprocess.run([*pip, "--upgrade", "transformers"], **run)
     return python
 
 
@@ -112,37 +87,56 @@ def run_logged(log: Path, *command: str | Path, **options) -> tuple[bool, str]:
     return done.returncode == 0, lines[-1].strip("= ") if lines else "no output"
 
 
-def check(pair: Pair, interpreter: str, arguments: list[str]) -> tuple[bool, str]:
-    """Install and test a pair; return whether it passed, and its row of the table."""
+def check(name: str, interpreter: str, arguments: list[str], newest: bool) -> tuple[bool, str]:
+    """Install and test an environment; return whether it passed, and its row of the table."""
     try:
-        python = install(pair, interpreter)
+        python = install(WORK / name, interpreter, newest)
     except subprocess.CalledProcessError:
-        return False, f"| {pair.python} | {pair.transformers} | cannot be installed | |"
+        return False, f"| {name} | | cannot be installed | |"
+    version = [python, "-c", "import importlib.metadata as m; print(m.version('transformers'))"]
+    transformers = subprocess.run(version, capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory() as empty:
-        smoke = run_logged(pair.log("smoke"), python, ROOT / "tests/audit/smoke.py", cwd=empty)
+        checks = [run_logged(WORK / f"{name}.smoke.log", python, ROOT / "tests/audit/smoke.py", cwd=empty)]
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments]
-    tests = run_logged(pair.log("tests"), python, "-m", "pytest", *options, *TESTS, cwd=ROOT)
-    row = f"| {pair.python} | {pair.transformers} | {'ok' if smoke[0] else smoke[1]} | {tests[1]} |"
-    return smoke[0] and tests[0], row
+    checks.append(run_logged(WORK / f"{name}.tests.log", python, "-m", "pytest", *options, *TESTS, cwd=ROOT))
+    if newest:
+        fetched = run_logged(WORK / f"{name}.fetch.log", python, "tests/conformance/fetch.py", cwd=ROOT)
+        common = ["-W", "ignore::pytest.PytestUnknownMarkWarning", "tests/conformance/test_conformance.py"]
+        checks += [
+            fetched,
+            run_logged(WORK / f"{name}.conformance.log", python, "-m", "pytest", "-q", *common, cwd=ROOT),
+        ]
+    results = ["ok" if checks[0][0] else checks[0][1], checks[1][1], *(said for _, said in checks[3:])]
+    return all(well for well, _ in checks), f"| {name} | {transformers} | {' | '.join(results)} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", metavar="3.X", help="run only this Python; may be repeated")
+    parser.add_argument(
+        "--newest",
+        action="store_true",
+        help="test the newest transformers of the package index on this Python, and run transformers' own model tests",
+    )
     parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
     given = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
-    table, all_well = ["| Python | transformers | smoke test | tests |", "|---|---|---|---|"], []
-    for version in given.only or PYTHONS:
-        if (interpreter := find_python(version)) is None:
-            print(f"Python {version} was not found on this machine: skipped", flush=True)
+    table = ["| environment | transformers | smoke test | tests |", "|---|---|---|---|"]
+    if given.newest:
+        table = [line + more for line, more in zip(table, (" conformance |", "---|"))]
+        environments = {"newest": sys.executable}
+    else:
+        environments = {f"python{version}": find_python(version) for version in given.only or PYTHONS}
+    all_well = []
+    for name, interpreter in environments.items():
+        if interpreter is None:
+            print(f"{name} was not found on this machine: skipped", flush=True)
             continue
-        for transformers in transformers_versions(version):
-            started = time.monotonic()
-            well, row = check(Pair(version, transformers), interpreter, given.arguments)
-            print(f"{row} {time.monotonic() - started:.0f} s", flush=True)
-            table, all_well = [*table, row], [*all_well, well]
-            (WORK / "table.md").write_text("\n".join(table) + "\n")
+        started = time.monotonic()
+        well, row = check(name, interpreter, given.arguments, given.newest)
+        print(f"{row} {time.monotonic() - started:.0f} s", flush=True)
+        table, all_well = [*table, row], [*all_well, well]
+        (WORK / "table.md").write_text("\n".join(table) + "\n")
     print("\n".join(table))
     return 0 if all_well and all(all_well) else 1
 

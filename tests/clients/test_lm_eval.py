@@ -38,13 +38,15 @@ def evaluate(model, tokenizer, directory, rows, **task):
 
 
 def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, text, tmp_path):
-    """Each block is scored on all bytes but the first, which has no context."""
+    """Each block predicts its own bytes but the first, which has no context, and the first of the next block."""
     training = pytest.importorskip(
         "aft_hf.training.evaluation", reason="needs the extra `train`: pip install -e '.[train]'"
     )
     model = load()
     blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
-    rows = {"context": [block[0] for block in blocks], "rest": [block[1:] for block in blocks]}
+    following = [*(block[0] for block in blocks[1:]), ""]
+    rest = [block[1:] + first for block, first in zip(blocks, following)]
+    rows = {"context": [block[0] for block in blocks], "rest": rest}
     options = {"doc_to_text": "{{context}}", "doc_to_target": "{{rest}}", "target_delimiter": ""}
     metrics = [{"metric": "perplexity", "aggregation": "mean", "higher_is_better": True}]  # log-likelihoods
     task = {"output_type": "loglikelihood", "metric_list": metrics, **options}
@@ -52,7 +54,8 @@ def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, 
     expected = training.evaluate_language_model(
         model, tokenizer, Dataset.from_dict({"text": [text]}), block_size=BLOCK
     )
-    assert -found / (BLOCK - 1) / math.log(2) == pytest.approx(expected["bits_per_token"], rel=1e-5)
+    bits = -found * len(blocks) / (len(text) - 1) / math.log(2)
+    assert bits == pytest.approx(expected["bits_per_byte"], rel=1e-5)
 
 
 def test_rolling_bits_per_byte_equal_those_of_windows_after_an_end_of_text_token(load, tokenizer, text, tmp_path):

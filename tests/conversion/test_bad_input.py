@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import OPTIONS, SIZES, TIMM, save_pth, save_timm, timm_tensors
@@ -24,6 +25,7 @@ from transformers import (
 
 from aft_hf import cli, convert_deit
 from aft_hf.conversion import ConversionError, save_converted
+from aft_hf.loading import read_config
 
 
 def assert_refused(source, tmp_path, message, **options):
@@ -177,13 +179,13 @@ def test_a_truncated_pickle_is_refused(tmp_path, zipped):
     torch.save(timm_tensors(), tmp_path / "deit.pth", _use_new_zipfile_serialization=zipped)
     content = (tmp_path / "deit.pth").read_bytes()
     (tmp_path / "deit.pth").write_bytes(content[: len(content) // 2])
-    assert_refused(tmp_path / "deit.pth", tmp_path, "damaged, truncated", **TIMM)
+    assert_refused(tmp_path / "deit.pth", tmp_path, "damaged or truncated", **TIMM)
 
 
 @pytest.mark.parametrize("content", ["hello world\n", "", "{}"])
 def test_a_text_file_is_no_checkpoint(tmp_path, content):
     (tmp_path / "deit.pth").write_text(content)
-    assert_refused(tmp_path / "deit.pth", tmp_path, "no checkpoint of PyTorch|objects other than tensors")
+    assert_refused(tmp_path / "deit.pth", tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
 
 
 def test_a_pickle_without_a_state_dict_is_refused(tmp_path):
@@ -192,9 +194,9 @@ def test_a_pickle_without_a_state_dict_is_refused(tmp_path):
         assert_refused(tmp_path / "deit.pth", tmp_path, "no state dict")
 
 
-def test_a_file_with_another_suffix_is_refused(tmp_path):
-    (tmp_path / "deit.onnx").write_text("")
-    assert_refused(tmp_path / "deit.onnx", tmp_path, ".safetensors, .bin, .pth")
+def test_a_file_of_another_format_is_refused_whatever_its_suffix(tmp_path):
+    np.savez(tmp_path / "vit.npz", cls_token=np.zeros(3))
+    assert_refused(tmp_path / "vit.npz", tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
 
 
 def test_a_file_of_transformers_needs_its_directory(vit, tmp_path):
@@ -208,10 +210,16 @@ def test_a_file_of_transformers_needs_its_directory(vit, tmp_path):
         (lambda t: t.pop("blocks.1.attn.qkv.bias"), "blocks.1.attn.qkv.bias is missing"),
         (lambda t: t.pop("patch_embed.proj.weight"), "patch_embed.proj.weight is missing"),
         (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
-        (lambda t: t.update({"blocks.0.attn.q_norm.weight": torch.zeros(8)}), "q_norm.weight is no tensor"),
-        (lambda t: t.update({"reg_token": torch.zeros(1, 4, 24)}), "reg_token is no tensor"),
-        (lambda t: t.update({"norm_pre.weight": torch.zeros(24)}), "norm_pre.weight is no tensor"),
-        (lambda t: t.update({"fc_norm.weight": t.pop("norm.weight")}), "norm.weight is missing"),
+        (
+            lambda t: t.update({"blocks.0.attn.q_norm.weight": torch.zeros(8)}),
+            "q_norm.weight belongs to norms of queries",
+        ),
+        (lambda t: t.update({"reg_token": torch.zeros(1, 4, 24)}), "reg_token belongs to register tokens"),
+        (
+            lambda t: t.update({"norm_pre.weight": torch.zeros(24)}),
+            "norm_pre.weight belongs to a norm before the first",
+        ),
+        (lambda t: t.update({"fc_norm.weight": t.pop("norm.weight")}), "fc_norm.weight belongs to pooling"),
         (lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}), "head_dist.weight is no tensor"),
         (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(71, 24)}), r"\(71, 24\)"),
         (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}), "exactly once.*qkv.weight"),
@@ -293,10 +301,10 @@ def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tm
         ({"architecture": "resnet50"}, "'resnet50' cannot be converted"),
         ({"architecture": "vit_base_patch16_rope_224"}, "rope"),
         ({"architecture": "vit_base_patch16_clip_224"}, "clip"),
-        ({"architecture": 3}, "3 cannot be converted"),
+        ({"architecture": 3}, "architecture=3: must be a valid string"),
         ({"global_pool": "avg"}, "pools by 'avg'"),
         ({"model_args": {"act_layer": "mish"}}, "'mish' is not known"),
-        ({"model_args": {"num_heads": "many"}}, "no readable config.json"),
+        ({"model_args": {"num_heads": "many"}}, "model_args.num_heads='many': must be a valid integer"),
         ({"pretrained_cfg": {"crop_mode": "border"}}, "border"),
         ({"pretrained_cfg": {"input_size": [3, 40, 40]}}, "do not fit"),
     ],
@@ -321,6 +329,17 @@ def test_a_directory_without_a_config_is_said_so(tmp_path):
     assert_refused(tmp_path / "empty", tmp_path, "no config.json in it")
     (tmp_path / "empty" / "config.json").write_text('{"name": "mine"}')
     assert_refused(tmp_path / "empty", tmp_path, "neither a config.json of transformers")
+
+
+def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
+    for steps in (500, 1000, 90):
+        (tmp_path / "out" / f"checkpoint-{steps}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{steps}" / "config.json").write_text("{}")
+    (tmp_path / "out" / "checkpoint-2000").mkdir()  # incomplete
+    newest_first = ", ".join(f"{tmp_path}/out/checkpoint-{steps}" for steps in (1000, 500, 90))
+    assert_refused(tmp_path / "out", tmp_path, f"no config.json in it; give one of its checkpoints: {newest_first}$")
+    with pytest.raises(ValueError, match=f"no config.json; give one of its checkpoints: {newest_first}$"):
+        read_config(tmp_path / "out")
 
 
 def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, capsys, monkeypatch):
@@ -391,7 +410,7 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
     ("arguments", "message"),
     [
         (["--init", "attention"], "needs images"),
-        (["--init", "attention", "--images", "nowhere"], "no such folder"),
+        (["--init", "attention", "--images", "nowhere"], "no such file or folder"),
         (["--init", "attention", "--images", "empty"], "no images in it"),
         (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
         (["--init", "attention", "--images", "unreadable", "--num-images", 0], "at least 1"),

@@ -33,7 +33,7 @@ from aft_hf.conversion.distillation import DistillationOptions, Objectives, dist
 from aft_hf.conversion.identity import describe
 from aft_hf.data.image_size import resized_processor
 from aft_hf.publishing import write_card
-from aft_hf.training.manifest import find_changes
+from aft_hf.training.manifest import Manifest, find_changes, read_manifest, write_manifest
 from aft_hf.training.ownership import owned
 from aft_hf.training.stopping import StopSignal
 
@@ -193,6 +193,21 @@ def test_the_seed_decides_and_nothing_else(vit, images):
     assert not torch.equal(other["classifier.weight"], first["classifier.weight"])
 
 
+@pytest.mark.parametrize("means", [[], [{}], [{"0": 1.0}], [{str(i): 0.5 for i in range(9)}], [{"0": 1.0}] * 2])
+def test_a_checkpoint_with_a_wrong_number_of_means_is_named(vit, images, tmp_path, monkeypatch, means):
+    source = read_source(vit)
+    stop_at(monkeypatch, 2)
+    with pytest.raises(SystemExit):
+        run(source, images, checkpoints=tmp_path)
+    monkeypatch.undo()
+    (checkpoint,) = tmp_path.glob("step-*")
+    content = read_manifest(checkpoint).model_dump(exclude={"sum"})
+    content["record"]["evaluations"] = means
+    write_manifest(checkpoint, Manifest(**content))
+    with pytest.raises(ValueError, match=r"step-\d+: its running means do not fit the model"):
+        run(source, images, checkpoints=tmp_path)
+
+
 def test_checkpoints_of_other_options_are_refused(vit, images, tmp_path, monkeypatch):
     source = read_source(vit)
     stop_at(monkeypatch, 2)
@@ -350,15 +365,15 @@ def test_the_checkpoints_are_owned_until_the_model_is_written(vit, images, tmp_p
     refused, verify = [], verify_conversion
 
     def verify_and_try(*arguments):
-        with pytest.raises(OSError, match="is in use by") as error, owned(tmp_path / "out-distillation"):
+        with pytest.raises(OSError, match="is in use by") as error, owned(tmp_path / ".out-distillation"):
             pass
         refused.append(error)
         verify(*arguments)
 
     monkeypatch.setattr("aft_hf.conversion.saving.verify_conversion", verify_and_try)
     save_converted(vit, tmp_path / "out", distillation={"images": images, "steps": 1, "batch_size": 8}, **OPTIONS)
-    assert refused and not (tmp_path / "out-distillation").exists()
-    with owned(tmp_path / "out-distillation"):  # the lock is released, too
+    assert refused and not (tmp_path / ".out-distillation").exists()
+    with owned(tmp_path / ".out-distillation"):  # the lock is released, too
         pass
 
 
@@ -500,7 +515,7 @@ def test_the_agreement_of_a_short_run_is_a_plain_mean(vit, images, monkeypatch):
 def test_report_and_card_say_what_was_done(vit, images, tmp_path):
     out = tmp_path / "out"
     model, _ = save_converted(vit, out, distillation={"images": images, "steps": 3, "batch_size": 8}, **OPTIONS)
-    assert not (tmp_path / "out-distillation").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"vit", "out"}
     saved = ConversionReport.from_json((out / REPORT_NAME).read_text())
     done = saved.options["distillation"]
     assert (done["images"], done["steps"], done["batch_size"], done["seed"]) == (24, 3, 8, 0)

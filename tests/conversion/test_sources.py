@@ -31,6 +31,7 @@ from transformers import ViTForImageClassification
 from aft_hf import convert_deit
 from aft_hf.conversion import read_source, save_converted, verify_conversion
 from aft_hf.conversion.image_processing import timm_image_processor
+from aft_hf.conversion.timm_config import PretrainedConfig
 
 
 # ------------------------------------------------------------------------------------------------------ transformers
@@ -53,10 +54,11 @@ def test_a_vit_gives_its_values_outputs_mlps_norms_and_classifier(vit):
 def test_a_model_in_memory_is_converted_as_its_files_are(tmp_path, save):
     save(tmp_path)
     model = read_source(tmp_path).to_transformers()
+    options = OPTIONS | ({"num_labels": 3} if save is save_backbone else {})
     torch.manual_seed(0)
-    expected, report = convert_deit(tmp_path, **OPTIONS)
+    expected, report = convert_deit(tmp_path, **options)
     torch.manual_seed(0)
-    found, of_model = convert_deit(model, **OPTIONS)
+    found, of_model = convert_deit(model, **options)
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert found.config.to_dict() == expected.config.to_dict()
     assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
@@ -88,7 +90,8 @@ def test_a_distilled_deit_gives_the_mean_of_its_two_heads(tmp_path):
 
 def test_a_backbone_gets_a_new_classifier_and_loses_its_pooler(tmp_path):
     save_backbone(tmp_path)
-    model, report = convert_deit(tmp_path, **OPTIONS)
+    model, report = convert_deit(tmp_path, num_labels=7, **OPTIONS)
+    assert model.config.num_labels == 7
     assert_copied(model, transformers_copies(load_file(tmp_path / "model.safetensors"), ""))
     assert "classifier.weight" in {record.target for record in report.with_status("new")}
     assert ("pooler.dense.weight",) in {record.sources for record in report.with_status("dropped")}
@@ -249,7 +252,7 @@ def test_layer_scales_of_half_precision_are_multiplied_in_float32(tmp_path):
 
 def test_a_backbone_of_timm_gets_a_new_classifier(tmp_path):
     tensors = save_pth(tmp_path / "deit.pth", head=False)
-    model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
+    model, report = convert_deit(tmp_path / "deit.pth", num_labels=7, **OPTIONS, **TIMM)
     assert_copied(model, timm_copies(tensors))
     assert "classifier.weight" in {record.target for record in report.with_status("new")}
 
@@ -341,7 +344,7 @@ def test_the_image_processor_of_the_original_deit_crops_224_out_of_256(tmp_path)
 
 @pytest.mark.parametrize("image_size", ((32, 48), (48, 32)), ids=("wide", "tall"))
 def test_a_crop_that_is_not_square_lies_within_the_resized_image(image_size):
-    processor = timm_image_processor("name", {"mean": [0.0] * 3, "std": [1.0] * 3}, image_size)
+    processor = timm_image_processor("name", PretrainedConfig(mean=[0.0] * 3, std=[1.0] * 3), image_size)
     for size in ((60, 60), (60, 90), (90, 60)):
         pixels = processor(Image.new("RGB", size, "white"), return_tensors="np")["pixel_values"][0]
         assert pixels.shape == (3, *image_size) and pixels.min() > 0.99  # no pixel of it is padding

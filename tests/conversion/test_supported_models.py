@@ -17,7 +17,7 @@ from transformers import (
 
 from aft_hf import convert_deit
 from aft_hf.conversion import read_source, save_converted, verify_conversion
-from aft_hf.conversion.timm_config import check_timm_config
+from aft_hf.conversion.timm_config import read_timm_config
 
 
 WITHOUT_MLP = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
@@ -56,7 +56,7 @@ def test_a_relative_is_the_vit_that_it_computes(tmp_path, build, saved):
 
 def test_the_layer_scale_of_dinov2_is_folded_into_the_projection_before_it(tmp_path):
     dinov2().save_pretrained(tmp_path / "dinov2")
-    model, report = save_converted(tmp_path / "dinov2", tmp_path / "aft", **OPTIONS)
+    model, report = save_converted(tmp_path / "dinov2", tmp_path / "aft", num_labels=5, **OPTIONS)
     tensors = load_file(tmp_path / "dinov2" / "model.safetensors")
     layer = "encoder.layer.1"
     scale = tensors[f"{layer}.layer_scale1.lambda1"]
@@ -70,7 +70,7 @@ def test_the_layer_scale_of_dinov2_is_folded_into_the_projection_before_it(tmp_p
 
 
 def test_the_decoder_of_vit_mae_is_left_behind():
-    _, report = convert_deit(mae(), **OPTIONS)
+    _, report = convert_deit(mae(), num_labels=5, **OPTIONS)
     dropped = {record.sources[0]: record.note for record in report.with_status("dropped")}
     assert dropped["decoder.mask_token"] == "for pre-training only"
 
@@ -114,7 +114,7 @@ def test_what_has_more_than_a_vit_is_refused_with_the_reason(tmp_path, build, me
 )
 def test_timm_says_by_its_name_what_can_be_read(architecture, read):
     if read:
-        check_timm_config("name", {"architecture": architecture})
+        read_timm_config("name", {"architecture": architecture})
         return
     with pytest.raises(ValueError, match=f"'{architecture}' cannot be converted"):
-        check_timm_config("name", {"architecture": architecture})
+        read_timm_config("name", {"architecture": architecture})

@@ -11,10 +11,18 @@ import datasets
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
+from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf.conversion import ConversionError, read_images
+from aft_hf.conversion.distillation import _Images
+from aft_hf.conversion.images import pixel_batches
+from aft_hf.data import image_size
 from aft_hf.data.classification import TrainingImages
 from aft_hf.data.image_files import FORMATS, MAX_PIXELS, ImageError, open_image
+from aft_hf.data.image_size import pixel_values
+from aft_hf.data.images import ImagePipeline, ImageRows
 from aft_hf.data.loading import load_local, load_splits
 from aft_hf.data.order import SampleKey
 from aft_hf.data.pixel_sequences import PixelSequences
@@ -150,6 +158,79 @@ def test_a_missing_file_and_a_pipe_are_said_so(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(ImageError, match=r"pipe\.png: is not a regular file"):
         open_image(tmp_path / "pipe.png")
+
+
+# ------------------------------------------------------------------------------------------------------------ resizing
+
+
+SHORTER = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}
+PROCESSORS = {
+    "shorter side": DeiTImageProcessorPil(**SHORTER),
+    "of torchvision": ViTImageProcessorPil(
+        size={"shortest_edge": 256}, do_center_crop=True, crop_size=SHORTER["crop_size"]
+    ),
+    "divided by crop_pct": ConvNextImageProcessorPil(size={"shortest_edge": 224}, crop_pct=0.875),
+    "fixed size": ViTImageProcessorPil(size={"height": 224, "width": 224}),
+}
+
+
+def strip(width: int, height: int) -> bytes:
+    return encoded("PNG", Image.new("1", (width, height)))
+
+
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("size", [(1, 400_000), (2, 600_000)])
+def test_an_image_that_would_be_resized_to_too_many_pixels_is_named(processor, size):
+    image = open_image(strip(*size), "photo.png")
+    with pytest.raises(ImageError, match=f"photo.png: {size[0]} x {size[1]} pixels cannot be resized to .*67 million"):
+        pixel_values(processor, [image])
+    turned = image.transpose(Image.Transpose.ROTATE_90)
+    if processor is not PROCESSORS["fixed size"]:  # which a row of pixels fits
+        with pytest.raises(ImageError, match=f"photo.png: {size[1]} x {size[0]} pixels cannot be resized to"):
+            pixel_values(processor, [turned])
+
+
+@pytest.mark.parametrize("size", [{"shortest_edge": 64, "longest_edge": 96}, {"longest_edge": 96}])
+def test_a_limit_of_the_longer_side_limits_the_image(size):
+    image = open_image(strip(1, 50_000), "photo.png")
+    processor = ViTImageProcessorPil(size=size)
+    assert max(image_size._resized(processor, *image.size)) <= 96
+    assert pixel_values(ViTImageProcessorPil(do_resize=False), [image]).shape == (1, 3, 50_000, 1)
+
+
+def test_what_fits_the_limit_is_resized(monkeypatch):
+    monkeypatch.setattr("aft_hf.data.image_files.MAX_PIXELS", 64 * 128)
+    processor = DeiTImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 56, "width": 56})
+    assert pixel_values(processor, [Image.new("L", (10, 20))]).shape == (1, 3, 56, 56)
+    with pytest.raises(ImageError, match="an image: 10 x 21 pixels cannot be resized to 64 x 134"):
+        pixel_values(processor, [Image.new("L", (10, 21))])
+
+
+@pytest.mark.parametrize("make", [TrainingImages, PixelSequences, ImagePipeline])
+def test_an_image_to_train_or_evaluate_with_that_is_too_long_is_named(tmp_path, make):
+    for name, content in (("a", encoded("PNG")), ("b", strip(1, 400_000))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(content)
+    rows = load_local(tmp_path)
+    if make is TrainingImages:
+        samples = TrainingImages(rows, {0: 0, 1: 1}, size=224, crop_scale=None, seed=0)
+    elif make is PixelSequences:
+        samples = PixelSequences(rows, image_size=224)
+    else:
+        samples = ImageRows(rows.with_transform(ImagePipeline(PROCESSORS["shorter side"])))
+    first, second = (SampleKey(0, 0), SampleKey(0, 1)) if make is TrainingImages else (0, 1)
+    assert samples[first]
+    with pytest.raises(ImageError, match=r"b/1\.png: 1 x 400000 pixels cannot be resized"):
+        samples[second]
+
+
+def test_an_image_to_convert_with_that_is_too_long_is_named(tmp_path):
+    write_parquet(tmp_path / "1.parquet", [encoded("PNG"), strip(1, 50_000)])
+    with pytest.raises(ImageError, match=r"1\.parquet, row 1: 1 x 50000 pixels cannot be resized to 256 x 12800000"):
+        list(pixel_batches(read_images(tmp_path / "1.parquet", 5), PROCESSORS["shorter side"]))
+    images = _Images(list(read_images(tmp_path / "1.parquet", 5)), PROCESSORS["shorter side"])
+    with pytest.raises(ImageError, match=r"1\.parquet, row 1: 1 x 50000 pixels"):
+        images.collate([images[SampleKey(0, i)] for i in range(2)])
 
 
 # ------------------------------------------------------------------------------------------- folders and parquet files

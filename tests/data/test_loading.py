@@ -1,12 +1,14 @@
 """Loading datasets from folders and files, and holding out validation data."""
 
 import json
+import os
 
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from PIL import Image
+from transformers.testing_utils import CaptureLogger
 
-from aft_hf.data.loading import hold_out, load_local, load_splits, require_column
+from aft_hf.data.loading import hold_out, load_local, load_splits, logger, require_column
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -74,7 +76,7 @@ def test_data_comes_from_one_place(arguments):
         ("a.tar", b"", "ends in one of .parquet, .csv, .json, .jsonl, .txt"),
         ("a.parquet", b"no parquet", "a.parquet: cannot be read as a file of type parquet"),
         ("a.json", b"{no json", "a.json: cannot be read as a file of type json"),
-        ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type text"),
+        ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type txt"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
@@ -84,8 +86,26 @@ def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
         load_local(tmp_path / name)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "text", ["one\r\ntwo\r\n", "one\rtwo", "\r\n\r\r\n\n", "\ufeff\x85\u2028\0é 🙂\r", ""], ids=repr
+)
+def test_a_text_file_is_one_row_with_all_its_bytes(text, streaming, tmp_path):
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    rows = load_local(tmp_path / "a.txt", streaming=streaming)
+    assert rows.column_names == ["text"] and [row["text"] for row in rows] == [text]
+
+
+def test_a_text_file_that_was_changed_is_read_again(tmp_path):
+    path = tmp_path / "a.txt"
+    for number, text in enumerate(["one", "two"]):
+        path.write_text(text)
+        os.utime(path, (number, number))
+        assert load_local(path)["text"][:] == [text]
+
+
 def test_a_folder_without_images_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read as a folder of images"):
+    with pytest.raises(ValueError, match="no images in it; give a folder of"):
         load_local(tmp_path)
 
 
@@ -102,6 +122,16 @@ def test_a_share_of_the_rows_is_held_out_the_same_ones_each_time():
     assert sorted([*splits["train"]["x"], *splits["validation"]["x"]]) == list(range(20))
     assert hold_out(numbers(20), 0.25)["validation"][:] == splits["validation"][:] != {"x": [15, 16, 17, 18, 19]}
     assert hold_out(splits, 0.5) is splits
+    assert hold_out(numbers(20), 0).num_rows == {"train": 20}
+
+
+def test_rows_that_are_held_out_are_told():
+    with CaptureLogger(logger) as log:
+        hold_out(numbers(20), 0.25)
+    assert "no validation data: 5 of the 20 training samples are held out" in log.out
+    with CaptureLogger(logger) as log:
+        hold_out(DatasetDict(numbers(20), validation=numbers(3)["train"]), 0.25)
+    assert log.out == ""
 
 
 def test_without_shuffling_the_last_rows_are_held_out():
@@ -109,7 +139,7 @@ def test_without_shuffling_the_last_rows_are_held_out():
     assert splits["validation"]["x"][:] == [15, 16, 17, 18, 19] and splits["train"]["x"][:] == list(range(15))
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.5, 7])
+@pytest.mark.parametrize("share", [1, -0.5, 7, float("nan")])
 def test_a_share_is_between_0_and_1(share):
     with pytest.raises(ValueError, match=f"validation_share must be between 0 and 1, got {share}"):
         hold_out(numbers(20), share)

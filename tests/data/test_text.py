@@ -1,10 +1,16 @@
 """Splitting texts into blocks of tokens."""
 
+from datetime import date
+from functools import partial
+
 import pytest
 from datasets import Dataset
 
 from aft_hf import build_byte_tokenizer
 from aft_hf.data.text import group_into_blocks, join_texts
+
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def test_texts_are_joined_and_lose_nothing_but_the_rest():
@@ -33,8 +39,7 @@ def test_a_short_text_gives_no_block():
     assert len(group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), 5)) == 0
 
 
-def test_the_separator_is_between_all_texts_of_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+def test_the_separator_is_between_all_texts_of_a_file():
     texts = [str(i) for i in range(2001)]  # they are written a thousand at a time
     path = join_texts(Dataset.from_dict({"text": texts}), "text", "|é|")
     assert path.read_text(encoding="utf-8") == "|é|".join(texts)
@@ -44,3 +49,25 @@ def test_the_separator_is_between_all_texts_of_a_file(tmp_path, monkeypatch):
 def test_a_block_has_a_token_to_predict(block_size):
     with pytest.raises(ValueError, match=f"block_size must be at least 2, got {block_size}"):
         group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), block_size)
+
+
+READERS = {
+    "blocks": partial(group_into_blocks, tokenizer=build_byte_tokenizer(), block_size=2),
+    "a joined file": partial(join_texts, separator=" "),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("value", [None, 5, 1.5, True, b"bytes", ["list"], {"a": "dict"}, date(2020, 1, 1)], ids=repr)
+def test_a_value_that_is_no_text_is_named_with_its_row_and_column(value, read):
+    rows = Dataset.from_dict({"story": [value]})
+    with pytest.raises(ValueError, match=r"^row 0: column 'story' holds .*, not a text: correct the row or remove it"):
+        read(rows, column="story")
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_a_missing_text_is_found_in_any_row_and_an_empty_one_is_a_text(read):
+    texts = ["some text", ""] * 700
+    read(Dataset.from_dict({"story": texts}), column="story")
+    with pytest.raises(ValueError, match=r"^row 1400: column 'story' holds None"):
+        read(Dataset.from_dict({"story": [*texts, None]}), column="story")

@@ -2,7 +2,7 @@
 
     python tests/publishing/make_fixtures.py
 
-Each archive holds a directory that `save_pretrained` wrote, including the code, with `expected.safetensors` beside the
+Each archive holds a directory that `save_pretrained` wrote, without the code, with `expected.safetensors` beside the
 weights. An existing archive is never overwritten, since it has to stay as the old release wrote it.
 """
 

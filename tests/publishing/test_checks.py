@@ -63,13 +63,17 @@ def test_a_backbone_and_a_model_in_shards_have_no_problems(tmp_path):
     ("file", "change", "told"),
     [
         ("config.json", {"model_type": "vit"}, "model_type is 'vit', not \"aft\""),
-        ("config.json", {"num_heads": 3}, "config.json: cannot be read"),
+        ("config.json", {"num_heads": 3}, "cannot be loaded by AFTConfig"),
         ("config.json", {"architectures": ["AFTForDreams"]}, "architectures is ['AFTForDreams']"),
         ("config.json", {"auto_map": None}, "no auto_map"),
         ("config.json", {"auto_map": {"AutoModel": "someone/else--modeling_aft.AFTModel"}}, "another repository"),
         ("config.json", {"intermediate_size": 32}, "has another shape"),
         ("config.json", {"num_hidden_layers": 1}, "are unexpected"),
-        ("preprocessor_config.json", {"image_processor_type": "NoProcessor"}, "the image processor does not load"),
+        (
+            "preprocessor_config.json",
+            {"image_processor_type": "NoProcessor"},
+            "cannot be loaded by AutoImageProcessor",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_told(directory, file, change, told):

@@ -42,16 +42,11 @@ def nobody_is_asked(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory, old):
-    """Models of all types of both tasks and the models of earlier versions, after `without_aft_hf.py` has checked,
-    trained and saved each of them twice."""
+def cases(tmp_path_factory):
+    """Models of all types of both tasks; `without_aft_hf.py` has checked, trained and saved each of them twice."""
     directory = tmp_path_factory.mktemp("cases")
     path = tiny.write_all_cases(directory)
     listed = json.loads(path.read_text())
-    for name, source in old.items():
-        expected, out = str(source / "expected.safetensors"), str(directory / name)
-        listed.append({"source": str(source), "task": name.split("-")[0], "expected": expected, "out": out})
-    path.write_text(json.dumps(listed))
     done = run(HERE / "without_aft_hf.py", path, env=environment(directory / "cache"))
     return listed, done.stdout
 
@@ -88,14 +83,10 @@ def test_what_was_trained_and_saved_without_aft_hf_loads_with_it(cases):
             torch.testing.assert_close(logits.logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
 
 
-def test_old_checkpoints_run_by_their_own_code_where_there_is_no_aft_hf(cases, old):
-    assert len(old) >= 2 and all(f"checked {source}" in cases[1] for source in old.values())
-
-
-def test_every_generation_has_the_code_and_the_places_of_its_classes(cases, old):
+def test_every_generation_has_the_code_and_the_places_of_its_classes(cases):
     for case in cases[0]:
         code = {path.name for path in Path(case["source"]).glob("*.py")}
-        assert code == set(CODE) or case["source"] in map(str, old.values())  # old checkpoints have other files
+        assert code == set(CODE)
         places = json.loads(AutoConfig.from_pretrained(case["source"]).to_json_string())["auto_map"]
         for directory in (case["source"], f"{case['out']}/second", f"{case['out']}/third", f"{case['out']}/backbone"):
             for name in code:

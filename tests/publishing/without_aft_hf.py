@@ -67,8 +67,7 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: 
     tokenizer = AutoTokenizer.from_pretrained(source, **REMOTE)
     assert tokenizer.decode(tokenizer("Ünicode")["input_ids"]) == "Ünicode"
 
-    if "AutoModelForSequenceClassification" in model.config.auto_map:  # older checkpoints have no code for it
-        check_classifiers(source, model, inputs, tokenizer, out)
+    check_classifiers(source, model, inputs, tokenizer, out)
 
     logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
     save_again(AutoModelForCausalLM, model, tokenizer, inputs, logits, out, push)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as PILImage
+from transformers import DeiTForImageClassification, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.conversion import read_source
 
 
 SCRIPT = "evaluate_model.py"
@@ -48,7 +50,50 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path, run_command):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (metrics,) = json.loads((tmp_path / "out" / "metrics.json").read_text()).values()
-    assert 7 < metrics["bits_per_token"] < 9  # an untrained model of 256 byte values is near 8 bits
+    assert 7 < metrics["bits_per_byte"] == metrics["bits_per_token"] < 9  # an untrained model of bytes is near 8 bits
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,n\none,1\n,2\n", "rows.csv (row 1: column 'text' holds None"),
+        ("text,n\nNA,1\ntwo,2\n", "rows.csv (row 0: column 'text' holds None"),
+        ("text\n1\n2\n", "rows.csv (row 0: column 'text' holds 1, not a text"),
+        ("story\none\n", "--text-column: the given data has no column 'text', it has 'story'"),
+        ('{"text": "one"}\n{"text": 5}\n', "rows.jsonl (row 1: column 'text' holds 5, not a text"),
+        ('{"text": "one"}\n{"text": null}\n', "rows.jsonl (row 1: column 'text' holds None"),
+        ('{"text": "one"}\n{"text": ["two"]}\n', "rows.jsonl (row 1: column 'text' holds ['two'], not a text"),
+        ('{"text": "one"}\n{"n": 1}\n', "rows.jsonl (row 1: column 'text' holds None"),
+    ],
+    ids=["empty cell", "NA", "numbers", "other column", "number", "null", "list", "no key"],
+)
+def test_rows_without_text_end_in_a_line_that_names_row_and_column(content, message, tmp_path, run_command):
+    AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, vocab_size=258)).save_pretrained(tmp_path)
+    build_byte_tokenizer().save_pretrained(tmp_path)
+    rows = tmp_path / ("rows.jsonl" if content.startswith("{") else "rows.csv")
+    rows.write_text(content)
+    done = run_command(SCRIPT, tmp_path, rows)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("model_type", ["vit", "deit"])
+def test_a_model_without_image_processor_gets_that_of_its_conversion(model_type, tmp_path, run_command, caplog):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    kind = {"vit": ViTForImageClassification, "deit": DeiTForImageClassification}[model_type]
+    kind(kind.config_class(**sizes, image_size=8, patch_size=2, num_labels=2)).save_pretrained(tmp_path / "model")
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 12, 9, 3), dtype=np.uint8)
+    rows = {"image": [PILImage.fromarray(x) for x in pixels], "label": [0, 1] * 3}
+    features = Features({"image": Image(), "label": ClassLabel(2)})
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "test.parquet")
+    arguments = [SCRIPT, tmp_path / "model", tmp_path / "test.parquet", "--out"]
+    done = run_command(*arguments, tmp_path / "without.json")
+    assert done.returncode == 0 and "has no image processor" in caplog.text
+    caplog.clear()
+    read_source(tmp_path / "model").image_processor.save_pretrained(tmp_path / "model")
+    done = run_command(*arguments, tmp_path / "with.json")
+    assert done.returncode == 0 and "has no image processor" not in caplog.text
+    assert (tmp_path / "without.json").read_text() == (tmp_path / "with.json").read_text()
 
 
 @pytest.mark.parametrize("option", ["--max-samples", "--image-size"])

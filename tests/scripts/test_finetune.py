@@ -27,9 +27,12 @@ from transformers import (
     ViTForImageClassification,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
+from aft_hf.training.ownership import RUN
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
@@ -225,18 +228,10 @@ def test_a_test_split_serves_to_validate(classifier, images, tmp_path):
     assert metrics["eval_runtime"] > 0 and metrics["eval_accuracy"] in [i / 6 for i in range(7)]
 
 
-def test_max_samples_are_the_first_rows(classifier, images, tmp_path, monkeypatch):
-    seen = {}
-
-    class Tuner(finetune.FineTuner):
-        def __init__(self, **options):
-            seen.update({name: len(options[name]) for name in ("train_dataset", "eval_dataset")})
-            super().__init__(**options)
-
-    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+def test_max_samples_are_the_first_rows(classifier, images, tmp_path, sizes):
     counts = ["--max_train_samples", 7, "--max_eval_samples", 3, "--validation_share", 0.5]
     start(classifier, tmp_path, "--do_eval", "--train", images, *counts)
-    assert seen == {"train_dataset": 7, "eval_dataset": 3}
+    assert sizes == [7, 3]
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -291,6 +286,66 @@ def test_images_and_text_are_trained_with_the_attention_that_was_asked_for(vit, 
     for model, data in ((vit, images), (tmp_path, text)):
         start(model, tmp_path / "out", *BOTH, "--train", data, "--max_steps", 1, "--attn_implementation", "eager")
     assert used == ["eager", "eager"]  # transformers' default is sdpa for both
+
+
+@pytest.mark.parametrize("content", ['text\none\n""\n', "text\none\nNA\n", "text\none\nnull\n"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_row_without_text_is_named_with_its_split(split, content, language_model, text, tmp_path):
+    (tmp_path / "rows.csv").write_text(content)
+    data = {"train": text, "validation": text, split: tmp_path / "rows.csv"}
+    with pytest.raises(ValueError, match=f"^the {split} data cannot be used .row 1: column 'text' holds None"):
+        start(language_model, tmp_path, *BOTH, "--train", data["train"], "--validation", data["validation"])
+
+
+# Held-out data
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The number of training and evaluation samples that the last Trainer was given."""
+    seen = []
+
+    class Tuner(finetune.FineTuner):
+        def __init__(self, train_dataset, eval_dataset, **options):
+            seen[:] = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
+            super().__init__(train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
+
+    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(kind, request, sizes, tmp_path):
+    model = request.getfixturevalue({"images": "classifier", "text": "language_model"}[kind])
+    data = request.getfixturevalue(kind)
+    options = ["--train", data, "--max_steps", 1, *(["--block_size", 45] if kind == "text" else [])]  # 40 samples
+    with CaptureLogger(loading.logger) as log:
+        start(model, tmp_path, "--do_train", *options)
+    assert sizes == [38, 2] and "2 of the 40 training samples are held out" in log.out
+    with CaptureLogger(loading.logger) as log:
+        start(model, tmp_path, "--do_train", *options, "--validation_share", 0)
+    assert sizes == [40, None] and log.out == ""
+    with pytest.raises(ValueError, match="no validation data: give --validation, or a --validation_share above 0"):
+        start(model, tmp_path, *BOTH, *options, "--validation_share", 0)
+
+
+def test_tensorboard_writes_no_folder_among_the_files_of_the_model(classifier, images, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorboard")
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    options = ["--do_train", "--train", images, "--max_steps", 1, "--report_to", "tensorboard"]
+    start(classifier, tmp_path / "out", *options)
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == [RUN]
+    (events,) = (tmp_path / "out" / RUN).rglob("events.out.*")
+    assert f"TensorBoard's files are in {events.parent}" in capsys.readouterr().out
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    start(classifier, tmp_path / "other", *options)
+    assert len(list((tmp_path / "events").iterdir())) == 1
+
+
+def test_a_vit_without_image_processor_is_fine_tuned_with_the_default_of_its_type(vit, images, tmp_path):
+    expected = start(vit, tmp_path / "out", "--do_eval", "--train", images)["eval_loss"]
+    bare = shutil.copytree(vit, tmp_path / "bare", ignore=shutil.ignore_patterns("preprocessor_config.json"))
+    assert start(bare, tmp_path / "out", "--do_eval", "--train", images)["eval_loss"] == expected
 
 
 # Resuming

@@ -32,3 +32,16 @@ def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
     assert "64 px" in done.stdout and "80 px" in done.stdout and "as before" in " ".join(done.stdout.split())
     assert (tmp_path / "out" / "position_biases.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_nothing_but_the_checkpoints_of_an_earlier_run_is_deleted(tmp_path):
+    (tmp_path / "checkpoints" / "step-500").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-500" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "step-000000001").mkdir()
+    command = [sys.executable, SCRIPT, "pixels", "--short", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-500", "step-000000020"}
+    assert (tmp_path / "checkpoints" / "step-500" / "notes.txt").read_text() == "mine"

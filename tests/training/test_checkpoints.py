@@ -1,6 +1,7 @@
 """Checkpoints: they are complete or absent, and do not interfere with each other."""
 
 import json
+import os
 import resource
 import shutil
 from itertools import product
@@ -15,6 +16,7 @@ from aft_hf.reading import UnreadableError
 from aft_hf.training import loop
 from aft_hf.training.checkpoints import find_damage
 from aft_hf.training.manifest import MANIFEST, checksum, read_manifest, sealed, write_manifest
+from aft_hf.training.records import UNFINISHED
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +150,87 @@ def test_what_is_no_checkpoint_by_its_name_is_left_alone(copied, original):
     assert (checkpoints / "step-\u00b2").is_dir() and (checkpoints / "step-000000099").is_file()
 
 
+FOREIGN = {
+    "step-500": True,  # as other tools name their checkpoints
+    "step-000000001": True,  # without a manifest
+    "step-10": False,
+    ".partial-notes": True,
+    ".partial-000000001": False,
+    "xpartial-step-000000001": True,
+    "set-aside-notes": True,
+    "set-aside-step-000000009": False,
+    "notes.txt": False,
+}
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_only_what_the_run_has_written_is_renamed_or_deleted(copied, original, resumes):
+    values, checkpoints = copied
+    if not resumes:
+        for path in checkpoints.glob("step-*"):
+            shutil.rmtree(path)
+    for name, is_folder in FOREIGN.items():
+        if is_folder:
+            (checkpoints / name).mkdir()
+        (checkpoints / name / "notes" if is_folder else checkpoints / name).write_text("mine")
+    assert run(values | {"keep_checkpoints": 1})["losses"] == original[1]["losses"]
+    for name, is_folder in FOREIGN.items():
+        path = checkpoints / name
+        if name == "step-000000001" and not resumes:  # nothing tells it from a damaged checkpoint of an earlier run
+            path = checkpoints / f"set-aside-{name}"
+        assert (path / "notes" if is_folder else path).read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "broken link"])
+def test_what_has_the_name_of_the_next_checkpoint_stays(tmp_path, copied, kind):
+    values, checkpoints = copied
+    path, elsewhere = checkpoints / "step-000000012", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "notes").write_text("mine")
+    create = {"file": path.touch, "folder": path.mkdir}
+    create |= {"link": lambda: path.symlink_to(elsewhere), "broken link": lambda: path.symlink_to("nowhere")}
+    take_steps = loop.take_steps
+
+    def take_steps_after(run):
+        create[kind]()
+        if kind == "folder":
+            (path / "notes").write_text("mine")
+        take_steps(run)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="cannot write the checkpoint of step 12"):
+        patch.setattr(loop, "take_steps", take_steps_after)
+        run(values)
+    assert os.path.lexists(path) and not list(checkpoints.glob(".*"))
+    assert (elsewhere / "notes").exists() and (kind != "folder" or (path / "notes").exists())
+
+
+NAMES = ["config.json", "model.safetensors", "results.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["link", "broken link", "folder", "pipe"])
+def test_a_model_replaces_regular_files_alone_and_all_of_them_or_none(tmp_path, original, name, kind):
+    values = original[0] | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    path, elsewhere = tmp_path / "run" / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(elsewhere if kind == "link" else "nowhere")
+    before = {each: (each.lstat().st_mtime_ns, each.lstat().st_mode) for each in (tmp_path / "run").iterdir()}
+    others = [tmp_path / "run" / each for each in NAMES if name == "results.json" or each != "results.json"]
+    content = elsewhere.read_bytes()
+    with pytest.raises(OSError, match=f"cannot write the model and its results to .*{name}: (is|exists)") as error:
+        run(values)
+    assert "\n" not in str(error.value) and elsewhere.read_bytes() == content
+    changed = {each for each, state in before.items() if (each.lstat().st_mtime_ns, each.lstat().st_mode) != state}
+    assert path not in changed and (name == "results.json" or not changed & set(others))
+    assert not list((tmp_path / "run").glob(".*"))
+
+
 def test_a_link_to_a_checkpoint_is_one_and_is_removed_as_a_link(tmp_path, copied, original):
     values, checkpoints = copied
     elsewhere = tmp_path / "elsewhere"
@@ -162,14 +245,14 @@ def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_ski
     values, checkpoints = copied
     flip_a_bit(checkpoints / "step-000000009/optimizer.bin")
     (checkpoints / "step-000000006" / MANIFEST).unlink()
-    (checkpoints / ".partial-000000010").mkdir()
+    (checkpoints / ".partial-step-000000010").mkdir()
     results = run(values)
     said = capsys.readouterr().out
     assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin does not match its checksum): skipped" in said
     assert f"{checkpoints}/step-000000006 is damaged (no checkpoint.json): skipped" in said
     assert f"resuming from {checkpoints}/step-000000003" in said
     assert results["losses"] == original[1]["losses"]
-    assert not (checkpoints / ".partial-000000010").exists()
+    assert not (checkpoints / ".partial-step-000000010").exists()
 
 
 def test_a_finished_run_started_again_removes_what_a_kill_left_of_a_checkpoint(tmp_path, original):
@@ -243,10 +326,19 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path
     assert run(values)["losses"] == original[1]["losses"]
 
 
+def test_a_folder_with_a_name_of_many_tools_stays(tmp_path, original):
+    values = original[0] | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(original[0]["output_dir"], values["output_dir"])
+    (tmp_path / "run/.unfinished").mkdir()
+    (tmp_path / "run/.unfinished/notes").write_text("mine")
+    run(values)
+    assert (tmp_path / "run/.unfinished/notes").read_text() == "mine"
+
+
 def test_what_a_kill_left_of_a_model_holds_no_room_while_the_run_goes_on(tmp_path, original):
     values = original[0] | {"output_dir": str(tmp_path / "run"), "steps": 15}
     shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    left = tmp_path / "run/.unfinished"
+    left = tmp_path / "run" / UNFINISHED
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     seen = []

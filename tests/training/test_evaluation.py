@@ -7,12 +7,14 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, ViTConfig, ViTForImageClassification
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.data.bytes import ByteWindows
 from aft_hf.data.image_files import ImageError
 from aft_hf.data.loading import ImageColumn, load_local
 from aft_hf.training.evaluation import (
@@ -238,77 +240,126 @@ def test_the_block_size_of_a_text_model_is_the_longest_that_it_takes(config, lim
     assert own_block_size(config, build_byte_tokenizer(**options)) == expected
 
 
-@pytest.mark.parametrize("aft", [True, False], ids=["AFT", "GPT-2"])
-def test_bits_per_token_are_those_of_each_block_alone(aft):
+TEXT = "The quick brown fox jumps over the lazy dog, again. "  # 52 bytes
+
+
+def language_model(aft=True, vocab_size=258):
+    torch.manual_seed(0)
     if aft:
-        model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
-    else:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=8, n_layer=1, n_head=1, n_positions=10))
-    text = "The quick brown fox jumps over the lazy dog, again."
-    dataset = Dataset.from_dict({"text": [text]})
-    result = evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, batch_size=2)
-    tokens, losses = torch.tensor(list(text.encode())), []
-    for block in tokens[: len(tokens) // 10 * 10].view(-1, 10):
-        with torch.no_grad():
-            logits = model.eval()(input_ids=block[None]).logits[0].double()
-        losses += [-torch.log_softmax(logits[i], -1)[block[i + 1]].item() for i in range(9)]
-    bits = np.mean(losses) / np.log(2)
-    assert result["bits_per_token"] == pytest.approx(bits, rel=1e-5)
-    assert result["perplexity"] == pytest.approx(2**bits, rel=1e-5)
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 10, "window_size": 4}
+        return AFTForCausalLM(AFTConfig(vocab_size=vocab_size, **sizes)).eval()
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 10, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **sizes)).eval()
 
 
-@pytest.mark.parametrize("stride", [1, 4, 9])
-def test_with_a_stride_every_token_but_the_first_counts_once_and_with_context(stride):
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
-    text = "The quick brown fox jumps over the lazy dog, again."
-    dataset = Dataset.from_dict({"text": [text]})
-    result = evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, stride=stride)
-    tokens, losses = torch.tensor(list(text.encode())), []
-    piece = max(stride, 2)
-    last = 10 + (len(tokens) // piece * piece - 10) // stride * stride
-    for position in range(1, last):
-        begin = max(0, -(-(position - 9) // stride) * stride)  # start of the first block that contains the token
+def bpe_tokenizer(normalizer=None):
+    """Return a byte-level BPE tokenizer with merged tokens and an end-of-text token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    special, alphabet = ["<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def rows_of(*texts):
+    return Dataset.from_dict({"text": list(texts)})
+
+
+@pytest.mark.parametrize("aft", [True, False], ids=["AFT", "GPT-2"])
+@pytest.mark.parametrize("length", [2, 3, 9, 10, 11, 12, 20, 21, 31, 52])
+@pytest.mark.parametrize("stride", [1, 3, 9, 10, None])
+def test_every_token_but_the_first_is_scored_once_whatever_the_length_and_stride(stride, length, aft):
+    model, text = language_model(aft), TEXT[:length]
+    options = {"block_size": 10, "stride": stride, "batch_size": 3}
+    result = evaluate_language_model(model, build_byte_tokenizer(), rows_of(text), **options)
+    tokens, losses, step = torch.tensor(list(text.encode())), [], stride or 10
+    for position in range(1, length):
+        begin = max(0, -(-(position - 10) // step) * step)  # start of the first block that predicts the token
         with torch.no_grad():
             logits = model(input_ids=tokens[None, begin:position]).logits[0, -1].double()
         losses.append(-torch.log_softmax(logits, -1)[tokens[position]].item())
-    assert len(losses) >= len(tokens) - 1 - 2 * stride
-    assert result["bits_per_token"] == pytest.approx(np.mean(losses) / np.log(2), rel=1e-5)
+    bits = np.mean(losses) / np.log(2)
+    assert result == pytest.approx({"bits_per_byte": bits, "bits_per_token": bits, "perplexity": 2**bits}, rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [None, 4])
+@pytest.mark.parametrize("text", [TEXT, "one\r\ntwo\rthree\n\r\n", "é 文字 🙂\0 " * 9], ids=ascii)
+def test_a_byte_model_has_the_bits_per_byte_that_its_training_reports(text, stride, tmp_path):
+    model, path = language_model(), tmp_path / "text.txt"
+    path.write_bytes(text.encode())
+    result = evaluate_language_model(model, build_byte_tokenizer(), load_local(path), block_size=10, stride=stride)
+    nats = count = 0.0
+    windows = ByteWindows(path, seq_len=10, stride=stride)
+    for window in map(windows.__getitem__, range(len(windows))):
+        with torch.no_grad():
+            logits = model(input_ids=window["input_ids"][None]).logits[0].double()
+        nats += torch.nn.functional.cross_entropy(logits, window["labels"], reduction="sum").item()
+        count += int((window["labels"] >= 0).sum())
+    assert count == len(text.encode()) - 1
+    assert result["bits_per_byte"] == pytest.approx(nats / count / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("texts", [[TEXT], ["é 文字 🙂 \r\n" * 3, "", TEXT, "a"]], ids=["one row", "four rows"])
+def test_bits_per_byte_are_the_bits_of_the_tokens_over_the_bytes_of_the_text(texts):
+    tokenizer, model = bpe_tokenizer(), language_model(aft=False, vocab_size=300)
+    with CaptureLogger(logger) as log:
+        result = evaluate_language_model(model, tokenizer, rows_of(*texts), block_size=10)
+    tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    num_bytes = len("".join(texts).encode())
+    assert len(tokens) < num_bytes and log.out == ""
+    assert result["bits_per_byte"] == pytest.approx(result["bits_per_token"] * len(tokens) / num_bytes)
+
+
+def test_a_uniform_model_has_the_same_bits_per_byte_by_any_tokenizer_of_equal_tokens():
+    """With logits of 0, each token has log2(V) bits: 8 for 256 bytes, and log2(V) x tokens / bytes for BPE."""
+    model, tokenizer = language_model(aft=False, vocab_size=300), bpe_tokenizer()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    result = evaluate_language_model(model, tokenizer, rows_of(TEXT), block_size=10)
+    tokens = tokenizer(TEXT)["input_ids"]
+    assert result["bits_per_byte"] == pytest.approx(np.log2(300) * len(tokens) / len(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text", "message"),
+    [
+        (normalizers.Lowercase(), TEXT, "does not reproduce 1 of 1 texts"),
+        (normalizers.NFC(), "e\u0301 and more", "does not reproduce 1 of 1 texts"),
+        (None, TEXT + "<|endoftext|>", "the text has 1 special tokens: each is scored as a single token"),
+    ],
+    ids=["lower case", "NFC", "special token"],
+)
+def test_tokens_that_are_not_the_bytes_of_the_text_are_told(normalizer, text, message):
+    model = language_model(aft=False, vocab_size=300)
+    with CaptureLogger(logger) as log:
+        evaluate_language_model(model, bpe_tokenizer(normalizer), rows_of(text), block_size=10)
+    assert message in log.out
 
 
 def test_the_bits_are_those_of_the_texts_and_not_of_their_ends():
-    tokenizer = build_byte_tokenizer()
+    tokenizer, model = build_byte_tokenizer(), language_model()
     assert tokenizer.eos_token_id is not None
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
-    texts = ["The quick brown ", "fox jumps ", "over the lazy dog."]
+    texts = ["The quick brown ", "", "fox jumps ", "over the lazy dog."]
     results = [
-        evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": rows}), block_size=10)
-        for rows in (texts, ["".join(texts)])
+        evaluate_language_model(model, tokenizer, rows_of(*rows), block_size=10) for rows in (texts, ["".join(texts)])
     ]
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("stride", [-1, 10, 11])
-def test_a_stride_that_leaves_tokens_out_is_refused(stride):
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
-    dataset = Dataset.from_dict({"text": ["x" * 50]})
-    with pytest.raises(ValueError, match=r"must be .*1"):
-        evaluate_language_model(model, build_byte_tokenizer(), dataset, block_size=10, stride=stride)
+@pytest.mark.parametrize(("block_size", "stride"), [(10, -1), (10, 0), (10, 11), (0, None), (-3, None)])
+def test_a_stride_that_leaves_tokens_out_is_refused(block_size, stride):
+    with pytest.raises(ValueError, match=r"block_size must be at least 1 and stride in 1 .. block_size"):
+        evaluate_language_model(
+            language_model(), build_byte_tokenizer(), rows_of(TEXT), block_size=block_size, stride=stride
+        )
 
 
-def test_a_text_may_be_one_block():
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10)).eval()
-    text = "0123456789"
-    result = evaluate_language_model(model, build_byte_tokenizer(), Dataset.from_dict({"text": [text]}), block_size=10)
-    ids = torch.tensor([list(text.encode())])
-    with torch.no_grad():
-        expected = model(input_ids=ids, labels=ids).loss.item() / np.log(2)
-    assert result["bits_per_token"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_text_shorter_than_a_block_is_refused():
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=10))
-    with pytest.raises(ValueError, match="shorter than one block of 100"):
-        evaluate_language_model(model, build_byte_tokenizer(), Dataset.from_dict({"text": ["x"]}), block_size=100)
+@pytest.mark.parametrize("texts", [["x"], [""], ["", "x", ""]], ids=repr)
+def test_a_text_without_a_token_to_predict_is_refused(texts):
+    with pytest.raises(ValueError, match="a text needs 2 tokens"):
+        evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(*texts), block_size=10)
 
 
 @pytest.mark.parametrize("name", ["no device", "cuda:99", "meta"])

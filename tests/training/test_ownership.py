@@ -119,6 +119,47 @@ def test_a_folder_that_cannot_be_written_is_refused_and_leaves_the_directory_fre
         assert kept.value is not None  # the error, whose traceback refers to the lock, is still there
 
 
+def test_a_link_in_place_of_the_folder_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RUN).symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run \(.*/{RUN} is a link"),
+        owned(tmp_path / "run"),
+    ):
+        pass
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", [LOCK, OWNER])
+def test_a_link_in_place_of_a_file_of_the_lock_is_not_followed(tmp_path, name):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run" / RUN).mkdir(parents=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run \("), owned(tmp_path / "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine" and (tmp_path / "run" / name).is_symlink()
+
+
+def test_a_temporary_directory_is_removed_unless_it_holds_anything_else(tmp_path):
+    for name in ("empty", "note", "link"):
+        (tmp_path / name / RUN).mkdir(parents=True)
+    (tmp_path / "note" / "note").touch()
+    (tmp_path / "link" / "link").symlink_to(tmp_path)
+    for name in ("empty", "note", "link", "new"):
+        with owned(tmp_path / name, temporary=True):
+            pass
+    assert {path.name for path in tmp_path.iterdir()} == {"note", "link"}
+    assert (tmp_path / "note" / "note").exists() and (tmp_path / "link" / "link").is_symlink()
+
+
+def test_a_link_that_was_made_in_a_new_directory_stays(tmp_path):
+    with pytest.raises(RuntimeError), owned(tmp_path / "run"):
+        (tmp_path / "run" / "link").symlink_to(tmp_path)
+        raise RuntimeError
+    assert (tmp_path / "run" / "link").is_symlink()
+
+
 def test_a_run_that_ends_in_an_error_leaves_the_directory_free(tmp_path):
     with pytest.raises(RuntimeError), owned(tmp_path / "run"):
         (tmp_path / "run" / "log").touch()

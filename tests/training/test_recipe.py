@@ -78,6 +78,8 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("model.architecture=gtp2", r"^model.architecture='gtp2' is not known to transformers; did you mean gpt2\?$"),
         ("optimizer.learning_rate=fast", r"^optimizer.learning_rate='fast': must be a valid number$"),
         ("optimizer.learning_rate=0", r"^optimizer.learning_rate=0: must be greater than 0$"),
+        ("seed=9223372036854775808", r"^seed=9223372036854775808: must be less than 9223372036854775808$"),
+        ("steps=100000000000000000000000000000", r"^steps=1000.*: must be less than 9223372036854775808$"),
         ("global_batch_size=8.5", r"^global_batch_size=8.5: must be a valid integer"),
         ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
@@ -136,6 +138,29 @@ def test_a_recipe_takes_over_what_it_does_not_say_from_its_base(recipe, tmp_path
     assert (child.optimizer.learning_rate, child.optimizer.weight_decay) == (0.003, 0.5)
     assert (child.steps, child.epochs, child.output_dir) == (3, None, "other")
     assert (smoke.steps, smoke.data.seq_len, smoke.model["num_hidden_layers"]) == (2, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "directory"),
+    [
+        ("output_dir: own", "own"),
+        ("output_dir: own\nsmoke: {steps: 2}", "own"),
+        ("output_dir: own\nsmoke.output_dir: small", "small"),
+        ("output_dir: own\nsmoke: {output_dir: small}", "small"),
+        ("steps: 3", "of the base"),
+    ],
+)
+@pytest.mark.parametrize("between", ["", "base: recipe.yaml\nsteps: 4"], ids=["child", "grandchild"])
+def test_a_smoke_run_writes_to_the_directory_that_the_recipe_itself_names(own, directory, between, recipe, tmp_path):
+    recipe.write_text(MINIMAL.replace("smoke:", "smoke:\n  output_dir: of the base"))
+    base = "recipe.yaml"
+    if between:
+        base = "between.yaml"
+        (tmp_path / base).write_text(between)
+    path = tmp_path / "child.yaml"
+    path.write_text(f"base: {base}\n{own}")
+    assert load_recipe(path, smoke=True).output_dir == directory
+    assert load_recipe(path, ["output_dir=here"], smoke=True).output_dir == "here"
 
 
 def test_the_output_goes_by_the_name_of_the_file_where_the_recipe_names_none(tmp_path):

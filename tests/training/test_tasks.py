@@ -10,12 +10,18 @@ from datasets import Dataset
 from PIL import Image as PILImage
 from runs import CLASSES, bytes_recipe, images_recipe, pixels_recipe, run
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.training.recipe import build_recipe
-from aft_hf.training.tasks import BytesTask
+from aft_hf.training.tasks import BytesTask, ImagesTask
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -70,6 +76,15 @@ def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):
     assert results["metrics"]["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def test_a_recipe_starts_from_a_vit_without_image_processor(tmp_path, images):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path / "vit")
+    values = images_recipe(tmp_path, images)
+    expected = ImagesTask(build_recipe(values)).processor.to_dict()
+    values["model"] = {"pretrained": str(tmp_path / "vit")}
+    assert ImagesTask(build_recipe(values)).processor.to_dict() == expected
+
+
 def test_augmented_images_go_on_as_if_never_stopped(tmp_path, images):
     values = images_recipe(tmp_path, images, steps=6)
     expected = run(values | {"output_dir": str(tmp_path / "whole")})
@@ -120,7 +135,7 @@ def test_overlapping_windows_count_each_byte_once_with_the_longest_context_there
     assert results["metrics"]["test"]["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
 
 
-TEXTS = {"train": ["naïve\n", "", "文字 🙂"] * 50, "validation": ["eins", None, "zwei"] * 9, "test": ["drei"] * 9}
+TEXTS = {"train": ["naïve\n", "", "文字 🙂"] * 50, "validation": ["eins", "", "zwei"] * 9, "test": ["drei"] * 9}
 
 
 def text_dataset(directory: Path, splits: tuple[str, ...] = ("train", "validation", "test")) -> Path:
@@ -141,10 +156,9 @@ def parts_of(values: dict) -> dict[str, bytes]:
 def test_the_texts_of_a_dataset_are_trained_on_as_bytes_in_its_own_splits(tmp_path):
     values = bytes_recipe(tmp_path, steps=2)
     values["data"] = {"dataset": str(text_dataset(tmp_path / "texts")), "text_column": "content", "seq_len": 16}
-    texts = {split: [text or "" for text in rows] for split, rows in TEXTS.items()}
-    assert parts_of(values) == {split: "\n".join(rows).encode() for split, rows in texts.items()}
+    assert parts_of(values) == {split: "\n".join(rows).encode() for split, rows in TEXTS.items()}
     values["data"]["text_separator"] = " | "
-    assert parts_of(values) == {split: " | ".join(rows).encode() for split, rows in texts.items()}
+    assert parts_of(values) == {split: " | ".join(rows).encode() for split, rows in TEXTS.items()}
     assert run(values)["metrics"].keys() == {"validation", "test"}
 
 
@@ -174,12 +188,20 @@ def test_texts_are_written_once_and_again_when_they_change(tmp_path):
     ("data", "message"),
     [
         ({"train": "file"}, "give either data.dataset or data.train"),
-        ({"text_column": "text"}, "data.text_column: the train data has no column 'text', it has 'content', 'number'"),
-        ({"text_column": "number"}, "column 'number' must hold texts, it holds Value"),
+        (
+            {"text_column": "text"},
+            "data.text_column: the train data has no column 'text', it has 'content', 'number', 'gaps'",
+        ),
+        (
+            {"text_column": "number"},
+            "a.parquet: the train data cannot be used .row 0: column 'number' holds 1, not a text",
+        ),
+        ({"text_column": "gaps"}, "row 1: column 'gaps' holds None"),
     ],
 )
 def test_a_dataset_without_texts_is_an_error(tmp_path, data, message):
-    Dataset.from_dict({"content": ["a"], "number": [1]}).to_parquet(tmp_path / "a.parquet")
+    rows = {"content": ["a", "b"], "number": [1, 2], "gaps": ["a", None]}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "a.parquet")
     data = {"dataset": str(tmp_path / "a.parquet"), "text_column": "content"} | data
     with pytest.raises(ValueError, match=message):
         run(bytes_recipe(tmp_path, data=data))

@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..modeling_aft import AFTPreTrainedModel
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Kinds of pictures."""
 
     biases = "biases"
@@ -75,7 +75,7 @@ def visualize_command(
         ),
     ] = None,
     rows: Annotated[int | None, typer.Option(help="For completions: number of given rows; by default half.")] = None,
-    seed: Annotated[int, typer.Option(help="For completions: random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For completions: random seed.")] = 0,
 ) -> None:
     """Draw what a checkpoint has learned, as pictures that are readable on light and dark backgrounds."""
     from .pictures import check_path, save
@@ -129,7 +129,7 @@ def _implicit(request: Request) -> "Figure":
     inputs, image = _inputs(model, request)
     attention = implicit_attention(model, _position(model, inputs, request.position), **inputs)
     if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ only in their gates
-        attention = [each[:: len(each) // model.config.num_heads] for each in attention]
+        attention = [each[:: len(each) // cast(int, model.config.num_heads)] for each in attention]
     options = _maps_of_features(model, attention, inputs, request)
     return draw_maps(
         scale="own" if image else "positive", label="weight (Eq. 3)", picture=image, most=request.heads, **options
@@ -141,12 +141,15 @@ def _completions(request: Request) -> "Figure":
     import torch
     from PIL import Image
 
+    from ..data.image_files import check_resizing
     from .completions import complete_images, image_side
     from .pictures import draw_images
 
     model: Any = _load(request.checkpoint)  # `image_side` refuses other models
     side = image_side(model)
-    images = [image.resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)]
+    images = [
+        check_resizing(image, side, side).resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)
+    ]
     originals = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
     given = originals.clone()
     given[:, side // 2 if request.rows is None else request.rows :] = 0
@@ -228,8 +231,10 @@ def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, A
     if model.config.modality == "image":
         from transformers import AutoImageProcessor
 
+        from ..data.image_size import pixel_values
+
         image = _images(request, 1)[0]
-        return dict(load(AutoImageProcessor, request.checkpoint)(image, return_tensors="pt")), image
+        return {"pixel_values": pixel_values(load(AutoImageProcessor, request.checkpoint), [image])}, image
     if request.text is None:
         raise ValueError('the model reads text; give --text "..."')
     from transformers import AutoTokenizer

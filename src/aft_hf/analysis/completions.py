@@ -55,7 +55,7 @@ def complete_images(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        tokens = model.generate(  # type: ignore[misc]  # transformers gives its `self` a type that no model has
+        tokens = model.generate(
             torch.cat([start, given], 1),
             max_new_tokens=3 * side * (side - rows),
             do_sample=True,

@@ -36,6 +36,7 @@ STYLE = {
     "font.size": 8.0,
     "axes.titlesize": 8.0,
     "legend.frameon": False,
+    "text.parse_math": False,  # a name with dollars is no formula
     "svg.hashsalt": "aft-hf",  # the same picture gives the same file
 }
 FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}

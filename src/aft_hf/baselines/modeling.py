@@ -1,6 +1,6 @@
 """Baseline models: the models of AFT with the mixers of `BaselineConfig`."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class _Mixer(nn.Module):
 
 def build_layer(config: BaselineConfig) -> nn.Module:
     """Build the layer that replaces the AFT mixer."""
-    sizes = config.hidden_size, config.num_heads
+    sizes = config.hidden_size, cast(int, config.num_heads)
     if config.mixer == "linear":
         return LinearAttention(*sizes)
     if config.mixer == "performer":

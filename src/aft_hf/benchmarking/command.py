@@ -38,15 +38,16 @@ def benchmark_command(
     measured, and the same command resumes after an interruption.
     """
     import torch
-    from rich.console import Console
 
+    from ..progress import plain_console
+    from ..reading import explained
     from .cases import FULL, SMOKE
     from .measuring import keep_freed_memory
     from .rows import measure_cases, read_rows
     from .suites import select_cases
     from .tables import HEADINGS, SLOPE_HEADINGS, comparisons, growth_slopes, rich_table, write_markdown
 
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = plain_console(width=None if sys.stdout.isatty() else 190)
     if measure:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if place.type == "cpu" and sys.platform != "linux" and memory:
@@ -62,18 +63,19 @@ def benchmark_command(
             with_memory=memory,
             sizes=sizes,
             fresh=fresh,
-            show=lambda row: console.print(f"{row['case']}: {_in_short(row)}", highlight=False, markup=False),
+            show=lambda row: console.print(f"{row['case']}: {_in_short(row)}"),
         )
         everything = read_rows(json)
     else:
         rows = everything = read_rows(json)
-    if compared := [line for row in rows for line in comparisons(row)]:
-        console.print(rich_table(HEADINGS, compared))
-    if found := list(growth_slopes(rows)):
-        console.print(rich_table(SLOPE_HEADINGS, found))
-    if markdown is not None:
-        write_markdown(markdown, everything)
-    _draw(picture or json.with_suffix(".png"), everything, console)
+    with explained(f"{json}: its rows cannot be shown; give another --json"):
+        if compared := [line for row in rows for line in comparisons(row)]:
+            console.print(rich_table(HEADINGS, compared))
+        if found := list(growth_slopes(rows)):
+            console.print(rich_table(SLOPE_HEADINGS, found))
+        if markdown is not None:
+            write_markdown(markdown, everything)
+        _draw(picture or json.with_suffix(".png"), everything, console)
     if failed := [row["case"] for row in rows if "failed" in row]:
         raise ValueError(f"{len(failed)} of {len(rows)} cases failed: {', '.join(failed)}")
 
@@ -92,4 +94,4 @@ def _draw(path: Path, rows: list[dict[str, Any]], console: "Console") -> None:
         console.print("matplotlib is not installed: no picture")
         return
     if plot_growth(path, rows):
-        console.print(f"picture: {path}", highlight=False, soft_wrap=True)
+        console.print(f"picture: {path}", soft_wrap=True)

@@ -14,17 +14,29 @@ import torch
 from rich.progress import track
 
 from ..data.json_files import write_json
-from ..reading import Document, UnreadableError, read_json
+from ..reading import Document, UnreadableError, explained, read_json
 from .cases import Case, Sizes
 from .growth import Row, slopes
 from .measuring import ratio, release_freed_memory, seconds_in_turns, state_bytes
 from .peak import SIZES, measure_peak
+from .tables import comparisons
+
+
+class SavedRow(Document):
+    """Schema of the keys that describe the measurement in a row."""
+
+    case: str
+    suite: str
+    sizes: str
+    machine: dict[str, str]
+    versions: dict[str, str]
+    repeats: int
 
 
 class SavedRows(Document):
     """The file that `measure_cases` writes."""
 
-    rows: list[Row]
+    rows: list[SavedRow]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -34,7 +46,12 @@ def read_rows(path: Path) -> list[Row]:
         ValueError: the file is not a result of the benchmark.
     """
     try:
-        return read_json(path, SavedRows).rows
+        rows = [row.model_dump(exclude_unset=True) for row in read_json(path, SavedRows).rows]
+        with explained(f"{path}: has rows that cannot be compared"):
+            slopes(rows)
+            for row in rows:
+                _identity(row), list(comparisons(row))
+        return rows
     except UnreadableError as error:
         raise ValueError(f"{error}; it is not a result of the benchmark: give another --json") from error
 

@@ -3,7 +3,6 @@ Table 8 of the paper, and AFT-local of labml."""
 
 from .deit import (
     KERNEL_SIZE,
-    NUM_HEADS,
     POSITION_BIAS_DIM,
     POSITION_BIAS_MULTIPLIER,
     WINDOW_SIZE,
@@ -20,7 +19,6 @@ from .verification import verify_conversion
 
 __all__ = [
     "KERNEL_SIZE",
-    "NUM_HEADS",
     "POSITION_BIAS_DIM",
     "POSITION_BIAS_MULTIPLIER",
     "REPORT_NAME",

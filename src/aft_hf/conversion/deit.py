@@ -22,8 +22,8 @@ from .report import ConversionReport, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
-# The paper's smallest kernels and heads for a small model (AFT-conv 11/16), and its rank of factorized biases.
-KERNEL_SIZE, NUM_HEADS = 11, 16
+# The kernel size of the paper's AFT-conv small 11/16, and its rank of factorized biases.
+KERNEL_SIZE = 11
 POSITION_BIAS_DIM = 128
 WINDOW_SIZE = 32
 # With it, Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
@@ -70,6 +70,7 @@ def convert_deit(
     position_bias_dim: int | None = POSITION_BIAS_DIM,
     position_bias_multiplier: float = POSITION_BIAS_MULTIPLIER,
     image_size: int | tuple[int, int] | None = None,
+    num_labels: int | None = None,
     init: str = "paper",
     images: Iterable[torch.Tensor | Image.Image] | None = None,
     source_image_size: int | tuple[int, int] | None = None,
@@ -86,14 +87,15 @@ def convert_deit(
         source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.
         aft_type: "conv", "full", "local" or "simple", or a list with one type for each layer.
         kernel_size: kernel size s of `conv`, odd.
-        num_heads: number of position-bias heads h; must divide the width of the source. Default: 16 if any layer is
-            `conv`, which has one key per head, else 1.
+        num_heads: number of position-bias heads h; must divide the width of the source. Default: that of
+            `AFTConfig` for this type and width.
         window_size: window size s of `local`.
         position_bias_dim: rank d' of the factorized biases of `full` and `local`; None for an unfactorized table.
         position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough. 1
             is the value of the paper, to be used with `position_bias_scale` of `build_optimizer`.
         image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
             Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
+        num_labels: number of classes of the new classifier, for a source without one, and only then.
         init: "paper" for new position biases and keys, or "attention" to fit the position biases, and the keys of
             `conv`, to the attention of the source on `images` (`fit_to_attention`).
         images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
@@ -110,8 +112,6 @@ def convert_deit(
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     _check_finite(source.name, source.tensors)
-    if num_heads is None:
-        num_heads = NUM_HEADS if "conv" in aft_type else 1
     options = {
         "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
         "kernel_size": kernel_size,
@@ -120,6 +120,7 @@ def convert_deit(
         "position_bias_dim": position_bias_dim,
         "position_bias_multiplier": position_bias_multiplier,
         "image_size": source.config.image_size if image_size is None else image_size,
+        **_num_labels(source, num_labels),
     }
     config = _target_config(source, options)
     _check_init(init, images, source, config)
@@ -155,6 +156,18 @@ def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def _num_labels(source: VisionTransformerSource, num_labels: int | None) -> dict[str, Any]:
+    """Return the number of classes as an option of the target, if no classifier of the source determines it."""
+    if source.heads and num_labels is not None:
+        raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
+    if not source.heads and not num_labels:
+        raise ConversionError(
+            f"{source.name}: has no classifier; give num_labels (--num-labels), the number of classes that the new "
+            "one is to be fine-tuned for"
+        )
+    return {} if source.heads else {"num_labels": num_labels}
+
+
 def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) -> AFTConfig:
     names: tuple[str, ...] = (
         "patch_size",
@@ -164,8 +177,9 @@ def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) 
         "intermediate_size",
         "hidden_act",
     )
-    names += ("hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias", "id2label", "label2id")
-    names += ("problem_type",)
+    names += ("hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias")
+    if source.heads:
+        names += ("id2label", "label2id", "problem_type")
     return AFTConfig(modality="image", **{name: getattr(source.config, name) for name in names}, **options)
 
 
@@ -262,6 +276,7 @@ def _reading(source: VisionTransformerSource) -> dict[str, Any]:
         "source_image_size": config.image_size,
         "source_num_heads": config.num_attention_heads if source.num_heads_known else None,
         "image_processor": processor,
+        "source_weights": source.part or "all",
     }
 
 

@@ -13,15 +13,16 @@ held in memory, so memory does not depend on the number of images.
 """
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
 from torch import nn
@@ -32,15 +33,17 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
-from ..data.image_size import processor_for
+from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
-from ..training.checkpoints import Checkpoints
+from ..reading import explained
+from ..training.checkpoints import Checkpoints, is_own, remove_checkpoints
 from ..training.manifest import find_changes, read_manifest
 from ..training.optimization import parameter_groups
-from ..training.ownership import owned
+from ..training.ownership import RUN, owned
 from ..training.stopping import StopSignal
+from .errors import ConversionError
 from .identity import describe, distillation_identity
 from .source import VisionTransformerSource
 
@@ -114,7 +117,7 @@ def distill(
     accelerator: Accelerator | None = None,
     workers: int = 0,
     conversion: Mapping[str, Any] | None = None,
-    lock_stack: ExitStack | None = None,
+    lock: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
@@ -125,15 +128,14 @@ def distill(
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
-        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, when the run is stopped
-            (SIGTERM, Ctrl-C), and, in a single process, when `images` raises an error. The run resumes from the newest
-            one. Only one distillation at a time can use the directory. Default: no checkpoints.
+        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, when the run
+            is stopped (SIGTERM, Ctrl-C), and, in a single process, when `images` raises an error. The run resumes from
+            the newest one. Only one distillation at a time can use the directory. Default: no checkpoints.
         accelerator: the `Accelerator` to train with. Default: a new one.
         workers: number of processes that load images.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
             Checkpoints of another conversion are refused.
-        lock_stack: exit stack that holds the lock of the checkpoint directory until it is closed, for a caller that
-            still has to save the model. By default, the lock is released on return.
+        lock: whether to lock the checkpoint directory; False if the caller holds its lock.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -155,10 +157,9 @@ def distill(
     # Accelerate creates a process group on CPUs only with cpu=True.
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
-    with ExitStack() as alone:
-        identity = {}
+    identity = {}
+    with owned(Path(checkpoints)) if lock and checkpoints is not None else nullcontext():
         if checkpoints is not None:
-            (alone if lock_stack is None else lock_stack).enter_context(owned(Path(checkpoints)))
             identity = distillation_identity(asdict(settings), model, source, images, conversion or {})
         try:
             run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)
@@ -166,6 +167,29 @@ def distill(
         finally:
             model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
+
+
+@contextmanager
+def locked_checkpoints(directory: Path) -> Iterator[bool]:
+    """Hold the lock of a directory for the checkpoints of a distillation; remove them if the context ends normally.
+
+    It yields whether this is the main process of the launch.
+
+    Raises:
+        ConversionError: the path is a link or a file, or the directory holds anything but checkpoints.
+        OSError: another process uses the directory, or it cannot be written.
+    """
+    present = directory.iterdir() if directory.is_dir() and not directory.is_symlink() else [directory]
+    if foreign := [path for path in present if os.path.lexists(path) and not is_own(path) and path.name != RUN]:
+        raise ConversionError(
+            f"{foreign[0]}: is no checkpoint of a distillation, and checkpoints are saved in {directory}; move it, or "
+            "give another output directory"
+        )
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    with owned(directory, temporary=True):
+        yield state.is_main_process
+        if state.is_main_process:
+            remove_checkpoints(directory)
 
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Image.Image]) -> None:
@@ -254,7 +278,7 @@ class _Run:
             Objectives(model), torch.optim.AdamW(groups, lr=settings.learning_rate)
         )
         self.augment = build_augmentation(settings.augmentation, self.size)
-        self.step, self.resumed_at, self.seconds = 0, 0, 0.0
+        self.step, self.saved_at, self.seconds = 0, 0, 0.0
         self.means: torch.Tensor | None = None  # running means of divergence, agreement and errors
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
         set_seed(settings.seed, device_specific=True)
@@ -312,6 +336,13 @@ class _Run:
                     self.accelerator.print(f"stopped after {self.step} steps; {place}")
                     raise SystemExit(128 + stopped)
         self._check()
+        if self.checkpoints is not None and self.step > self.saved_at:
+            try:
+                self._save()
+            except OSError as failed:  # the model, which is smaller, may fit on the disk
+                if self.accelerator.num_processes > 1:  # the others wait for this process to save
+                    raise
+                self.accelerator.print(failed)
 
     def _next(self, batches: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return the next batch. If an image cannot be read, save a checkpoint: the image can then be replaced."""
@@ -319,7 +350,7 @@ class _Run:
             return next(batches)
         except Exception:
             # The other processes do not know of the error, and a checkpoint needs all of them.
-            if self.checkpoints is not None and self.accelerator.num_processes == 1 and self.step > self.resumed_at:
+            if self.checkpoints is not None and self.accelerator.num_processes == 1 and self.step > self.saved_at:
                 try:
                     self.accelerator.print(f"the next images cannot be read; run again to resume from {self._save()}")
                 except OSError as failed:
@@ -409,7 +440,9 @@ class _Run:
         means = {str(i): mean for i, mean in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
         state = {"recipe": self.identity, "record": record, "data": "", "position": (), "rates": []}
-        return self.checkpoints.save(self.step, state)
+        path = self.checkpoints.save(self.step, state)
+        self.saved_at = self.step
+        return path
 
     def _resume(self) -> None:
         """Resume from the newest checkpoint, if there is one."""
@@ -428,10 +461,13 @@ class _Run:
             )
         self.checkpoints.load(path)
         self.checkpoints.set_aside(manifest.step)
-        self.step = self.resumed_at = manifest.step
+        self.step = self.saved_at = manifest.step
         self.seconds = manifest.record.seconds
-        (means,) = manifest.record.evaluations
-        self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
+        with explained(f"{path}: its running means do not fit the model; remove this checkpoint"):
+            (means,) = manifest.record.evaluations
+            latest = torch.tensor(list(means.values()), device=self.accelerator.device)
+            # Divergence, agreement, and the errors of the embeddings and of each block but the last.
+            self.means = latest.float().reshape(2 + self.teacher.config.num_hidden_layers)
         self.accelerator.print(f"resuming from {path}")
 
 
@@ -442,11 +478,11 @@ class _Images(Dataset[Image.Image]):
         self.images, self.processor = images, processor
 
     def __getitem__(self, key: SampleKey) -> Image.Image:
-        return self.images[key.index].convert("RGB")
+        return self.images[key.index]
 
     def collate(self, pictures: list[Image.Image]) -> torch.Tensor:
         """Return the pixel values of a batch, (B, channels, height, width)."""
-        return self.processor(pictures, return_tensors="pt")["pixel_values"]
+        return pixel_values(self.processor, pictures)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Reading the weights of a checkpoint: a directory, a repository of the Hub, or a single weight file."""
 
-import argparse
 import os
 import pickle  # nosec B403  # only for its exception; torch reads the files, with weights_only=True
+import re
 import warnings
 import zipfile
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,33 +18,87 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from ..loading import WEIGHT_SUFFIXES, find_file
-from ..reading import WeightsIndex, explained, read_json
+from ..loading import find_file
+from ..reading import WeightsIndex, described, explained, read_json, shortened
 from .errors import ConversionError
 
 
-PICKLE_SUFFIXES = (".bin", ".pth", ".pt")
-# Keys under which training scripts store the weights, next to optimizer states and the like.
-WEIGHT_KEYS = ("model", "state_dict")
+# The patch embedding under its names in timm and in transformers, behind the names of the modules around the ViT.
+PATCH_EMBEDDING = re.compile(
+    r"((?:[^.]+\.)*?)(?:patch_embed\.proj|(?:(?:vit|deit|dinov2)\.)?embeddings\.patch_embeddings\.projection)\.weight"
+)
+# Parts of names that wrappers add at any depth: DDP and AveragedModel (module), torch.compile (_orig_mod), FSDP
+# (_fsdp_wrapped_module), activation checkpointing (_checkpoint_wrapped_module).
+WRAPPER = re.compile(r"(?:(?<=\.)|^)(?:_[^.]+|module)\.")
+AVERAGED = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])|averag", re.IGNORECASE)
+DEEPEST = 5  # levels of a training checkpoint that are searched for state dicts
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def read_tensors(source: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by their names in its files, memory-mapped: pages are loaded on access.
+class Ignored:
+    """Takes the place of any class or function of a pickle, so that none of their code is run."""
+
+    def __new__(cls, *args: Any) -> "Ignored":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], str]:
+    """Return all tensors of a checkpoint, memory-mapped, and the part of its files that they are, as dotted keys.
+
+    Names of wrappers are removed, and so are the counters that wrappers store beside the weights. Of a checkpoint
+    with weights and averaged weights, the averaged ones are read, as by timm.
 
     Raises:
-        ConversionError: the weights are missing, damaged or not floating point, or a file holds other objects.
+        ConversionError: the weights are missing, damaged or not floating point, or it is not clear which to read.
     """
     tensors: dict[str, torch.Tensor] = {}
+    parts = set()
     for path in _weight_files(str(source)):
-        for name, tensor in _read_weight_file(path).items():
-            if name in tensors:
-                raise ConversionError(f"{source}: {name} is in two of the weight files")
-            if tensor.dtype not in FLOAT_DTYPES:
-                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-                raise ConversionError(f"{path}: {name} is {tensor.dtype}; weights must be one of {dtypes}")
-            tensors[name] = tensor
-    return tensors
+        part, content = _read_weight_file(path)
+        parts.add(part)
+        for name, tensor in content.items():
+            if tensors.setdefault(bare := WRAPPER.sub("", name), tensor) is not tensor:
+                raise ConversionError(f"{source}: {bare} is in its weights twice")
+    prefix, tensors = _without_prefix(str(source), tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+            raise ConversionError(f"{source}: {name} is {tensor.dtype}; weights must be one of {dtypes}")
+    return tensors, ".".join(filter(None, [*sorted(parts), prefix.rstrip(".")]))
+
+
+def _without_prefix(source: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the names of the modules around the ViT, and its tensors without them."""
+    prefixes = {match[1] for match in map(PATCH_EMBEDDING.fullmatch, tensors) if match}
+    if not prefixes:
+        return "", dict(tensors)
+    prefix = _choose(source, prefixes)
+    others = tuple(prefixes - {prefix})
+    inside = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0:  # a counter of a wrapper, such as n_averaged
+            continue
+        if name.startswith(prefix):
+            inside[name.removeprefix(prefix)] = tensor
+        elif not name.startswith(others):
+            raise ConversionError(
+                f"{source}: {name} is no tensor of the ViT, which is under {prefix.rstrip('.')!r}; save the state "
+                "dict of the ViT alone"
+            )
+    return prefix, inside
+
+
+def _choose(source: str, names: Collection[str]) -> str:
+    """Return the name of the only model, or of the only one with averaged weights."""
+    averaged = [name for name in names if AVERAGED.search(name)]
+    if len(choice := averaged or list(names)) != 1:
+        found = shortened(", ".join(sorted(name.rstrip(".") or "(top level)" for name in choice)))
+        raise ConversionError(
+            f"{source}: holds {len(choice)} models ({found}); save the state dict of one of them alone"
+        )
+    return choice[0]
 
 
 def _weight_files(source: str) -> list[Path]:
@@ -65,40 +121,59 @@ def _shard(source: str, filename: str) -> Path:
     return path
 
 
-def _read_weight_file(path: Path) -> dict[str, torch.Tensor]:
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    if path.suffix in PICKLE_SUFFIXES:
-        return _read_pickle(path)
-    known = ", ".join(WEIGHT_SUFFIXES)
-    raise ConversionError(f"{path}: is no weight file by its suffix; give a file that ends in one of {known}")
+def _read_weight_file(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """Read a file in the format that its content has, whatever its suffix."""
+    with path.open("rb") as opened:
+        start = opened.read(9)
+    if start[8:] != b"{":  # safetensors: 8 bytes with the length of the header, which is JSON
+        return _read_pickle(path, is_pickle=start[:2] == b"PK" or start[:1] == pickle.PROTO)
+    with (
+        explained(f"{path}: damaged or truncated safetensors file", ConversionError),
+        safe_open(path, framework="pt") as file,
+    ):
+        return "", {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    damaged = f"{path}: damaged or truncated safetensors file"
-    with explained(damaged, ConversionError), safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-
-
-def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a pickle; nothing is executed. Options of a training script (a `Namespace`) are ignored."""
+def _read_pickle(path: Path, is_pickle: bool) -> tuple[str, dict[str, torch.Tensor]]:
+    """Read the tensors of a pickle; nothing is executed, and other objects, such as a `Namespace`, are ignored."""
+    # Files in the format of torch < 1.6 are not zip archives: neither can be memory-mapped nor their classes listed.
+    zipped = zipfile.is_zipfile(path)
+    mapped = zipped and path.suffix != ".safetensors"  # torch takes the format from this suffix
+    others: list[str] = []
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else ["argparse.Namespace"]
+        ignored = torch.serialization.safe_globals([(Ignored, name) for name in others])
+        with warnings.catch_warnings(), ignored, path.open("rb") as file:
             warnings.simplefilter("ignore")
-            # Files in the format of torch < 1.6 are not zip archives and cannot be memory-mapped.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # reading an arbitrary file as a pickle can raise anything
-        if isinstance(error, pickle.UnpicklingError):
+        unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message advises to load it with its code
+        if unsafe and is_pickle:
+            names = f" ({shortened(', '.join(sorted(others)))})" if zipped else ""
             raise ConversionError(
-                f"{path}: holds objects other than tensors, which are not loaded, since a pickle can run code; "
+                f"{path}: holds objects other than tensors{names}, which are not loaded, since a pickle can run code; "
                 "save the state dict alone, preferably as safetensors"
             ) from error
-        raise ConversionError(f"{path}: damaged, truncated, or no checkpoint of PyTorch; download it again") from error
-    for key in WEIGHT_KEYS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ConversionError(
-            f"{path}: holds no state dict, neither at the top level nor under {' or '.join(WEIGHT_KEYS)}"
-        )
-    return {str(name): tensor.detach() for name, tensor in content.items()}
+            f"{path}: damaged or truncated, or neither a safetensors file nor a checkpoint of PyTorch"
+            + ("" if unsafe else f" ({described(error)})")
+        ) from error
+    found = dict(_state_dicts(content))
+    if isinstance(content, dict) and not found and all(isinstance(value, torch.Tensor) for value in content.values()):
+        found = {"": content}  # a shard, or no ViT
+    if not found:
+        keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
+        raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
+    part = _choose(str(path), found)
+    return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
+
+
+def _state_dicts(content: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the dictionaries with the tensors of a ViT, by their dotted keys."""
+    if not isinstance(content, dict) or depth > DEEPEST:
+        return
+    tensors = (str(name) for name, value in content.items() if isinstance(value, torch.Tensor))
+    if any(PATCH_EMBEDDING.fullmatch(WRAPPER.sub("", name)) for name in tensors):
+        yield key, content
+    for name, value in content.items():
+        yield from _state_dicts(value, f"{key}.{name}".lstrip("."), depth + 1)

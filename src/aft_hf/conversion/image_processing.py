@@ -1,16 +1,14 @@
 """Image processors of transformers that reproduce the preprocessing that a checkpoint was trained with."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import PILImageResampling
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from .errors import ConversionError
+from .timm_config import PretrainedConfig
 
 
 INTERPOLATIONS = {
@@ -28,7 +26,7 @@ def vit_image_processor(image_size: tuple[int, int]) -> BaseImageProcessor:
 
 
 def timm_image_processor(
-    name: str, pretrained_cfg: Mapping[str, Any], image_size: tuple[int, int]
+    name: str, pretrained_cfg: PretrainedConfig, image_size: tuple[int, int]
 ) -> BaseImageProcessor:
     """Return timm's evaluation transform: resize the shorter side to floor(size / crop_pct), center crop, normalize.
 
@@ -38,16 +36,13 @@ def timm_image_processor(
 
     Args:
         name: name of the checkpoint, for error messages.
-        pretrained_cfg: the `pretrained_cfg` of timm's config.json; may be empty.
+        pretrained_cfg: the `pretrained_cfg` of timm's config.json; may be without values.
         image_size: (height, width) in pixels.
 
     Raises:
         ConversionError: transformers does not have the crop mode or the interpolation.
     """
-    crop_mode, interpolation = (
-        pretrained_cfg.get("crop_mode", "center"),
-        pretrained_cfg.get("interpolation", "bicubic"),
-    )
+    crop_mode, interpolation = pretrained_cfg.crop_mode, pretrained_cfg.interpolation
     if crop_mode != "center" or interpolation not in INTERPOLATIONS:
         raise ConversionError(
             f"{name}: crop_mode {crop_mode!r} with interpolation {interpolation!r} is not supported; set crop_mode to "
@@ -56,9 +51,9 @@ def timm_image_processor(
     height, width = image_size
     return DeiTImageProcessorPil(
         do_convert_rgb=True,
-        size={"shortest_edge": math.floor(max(image_size) / pretrained_cfg.get("crop_pct", 0.875))},
+        size={"shortest_edge": math.floor(max(image_size) / pretrained_cfg.crop_pct)},
         crop_size={"height": height, "width": width},
         resample=INTERPOLATIONS[interpolation],
-        image_mean=list(pretrained_cfg.get("mean", IMAGENET_DEFAULT_MEAN)),
-        image_std=list(pretrained_cfg.get("std", IMAGENET_DEFAULT_STD)),
+        image_mean=pretrained_cfg.mean,
+        image_std=pretrained_cfg.std,
     )

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
-from ..data.image_files import SUFFIXES, ImageError, open_image
+from ..data.image_files import PARQUET, ImageError, list_images, open_image
+from ..data.image_size import pixel_values
 from ..reading import first_line
 from .errors import ConversionError
 
@@ -59,13 +60,13 @@ class ImagesOnDisk(Sequence[Image.Image]):
 
 def _find_images(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
     """Return the number of images, and a function that opens the image at an index."""
-    if not path.exists():
-        raise ConversionError(f"{path}: no such folder or file of images")
-    parquet = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
-    total, image_at = _parquet_images(path, parquet) if parquet else _image_files(path)
-    if not total:
-        raise ConversionError(f"{path}: no images in it; give a folder of image files, or parquet files")
-    return total, image_at
+    try:
+        files = list_images(path)
+    except (OSError, ValueError) as error:
+        raise ConversionError(first_line(error)) from error
+    if files[0].suffix.lower() == PARQUET:
+        return _parquet_images(path, files)
+    return len(files), lambda index: _opened(files[index], str(files[index]))
 
 
 def pixel_batches(
@@ -77,18 +78,12 @@ def pixel_batches(
         if isinstance(image, torch.Tensor):
             yield image if image.dim() == 4 else image.unsqueeze(0)
             continue
-        waiting.append(image.convert("RGB"))
+        waiting.append(image)
         if len(waiting) == BATCH_SIZE:
-            yield processor(waiting, return_tensors="pt")["pixel_values"]
+            yield pixel_values(processor, waiting)
             waiting = []
     if waiting:
-        yield processor(waiting, return_tensors="pt")["pixel_values"]
-
-
-def _image_files(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
-    """As `_find_images`, for a folder of image files or a single file."""
-    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES] if path.is_dir() else [path]
-    return len(files), lambda index: _opened(files[index], str(files[index]))
+        yield pixel_values(processor, waiting)
 
 
 def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int], Image.Image]]:
@@ -96,10 +91,12 @@ def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int],
     try:
         import datasets  # from the extra "train", needed only here
         from pyarrow import parquet
+
+        from ..data.loading import read_files
     except ImportError as error:
         raise ConversionError(f"{path}: parquet files need the library datasets: pip install datasets") from error
     try:
-        table = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
+        table = read_files(files)
         ends = list(accumulate(parquet.read_metadata(file).num_rows for file in files))
     except Exception as error:  # pyarrow and datasets raise many types
         raise ConversionError(f"{path}: no readable parquet file ({first_line(error)})") from error
@@ -112,8 +109,13 @@ def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int],
         number = bisect_right(ends, index)
         image = rows[index][columns[0]] or {}
         row = index - (ends[number - 1] if number else 0)
-        return _opened(image.get("bytes") or image.get("path"), f"{files[number]}, row {row}")
+        content, source = image.get("bytes"), image.get("path")
+        return _opened(
+            content or source, f"{files[number]}, row {row}" + (f", {source}" if source and not content else "")
+        )
 
+    if not len(rows):
+        raise ConversionError(f"{path}: no images in it")
     return len(rows), image_at
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from ..configuration_aft import AFTConfig
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
+from ..reading import explained, shortened
 from .errors import ConversionError
 
 
@@ -52,9 +53,14 @@ def convert_labml(
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
     """
     state = dict(state_dict)
-    if "pos_bias" in state:
-        return _layer(state, causal)
-    return _model(state, hidden_act)
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise ConversionError(f"{shortened(str(name))} is a {type(value).__name__}, but must name a dense tensor")
+    dtypes = {str(value.dtype) for name, value in state.items() if not name.endswith("local_mask")}
+    if len(dtypes) > 1:
+        raise ConversionError(f"weights of different dtypes: {', '.join(sorted(dtypes))}; convert them to one")
+    with explained("these are not the weights of labml's AFT-local", ConversionError):
+        return _layer(state, causal) if "pos_bias" in state else _model(state, hidden_act)
 
 
 def _layer(state: dict[str, torch.Tensor], causal: bool) -> AFTLocal:
@@ -92,7 +98,7 @@ def _model(state: dict[str, torch.Tensor], hidden_act: str) -> AFTForCausalLM:
     head = tensors["lm_head.weight"] = _take(state, "generator.projection.weight")
     tensors["aft.layernorm.weight"] = _take(state, "encoder.norm.weight")
     shift = _shift_of_head(head, state.pop("generator.projection.bias", None))
-    tensors["aft.layernorm.bias"] = _take(state, "encoder.norm.bias") + shift
+    tensors["aft.layernorm.bias"] = torch.stack([_take(state, "encoder.norm.bias"), shift]).sum(0)
     vocabulary, width = embeddings["word_embeddings"].shape
     config = AFTConfig(
         aft_type="local",
@@ -140,7 +146,7 @@ def _embeddings(state: dict[str, torch.Tensor], length: int) -> dict[str, torch.
     if len(positions) < length:
         raise ConversionError(f"{EMBEDDINGS[1]} has {len(positions)} positions, but pos_bias has {length}")
     scaled = tokens * math.sqrt(tokens.shape[1])
-    return {"word_embeddings": scaled, "position_embeddings": positions[:length, 0].to(tokens.dtype)}
+    return {"word_embeddings": scaled, "position_embeddings": positions[:length].squeeze(1)}
 
 
 def _shift_of_head(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -173,10 +179,8 @@ def _take(state: dict[str, torch.Tensor], name: str, *, peek: bool = False) -> t
 def _loaded(module: Module, tensors: dict[str, torch.Tensor], left: dict[str, torch.Tensor]) -> Module:
     """Return a module with these weights in its dtype, if no tensor is left over."""
     if left:
-        raise ConversionError(f"AFT has no place for {', '.join(sorted(left))}")
+        raise ConversionError(f"AFT has no place for {shortened(', '.join(sorted(left)))}")
     module = module.to(tensors[next(name for name in tensors if name.endswith("position_bias_table"))].dtype)
-    try:
+    with explained("the weights do not fit each other", ConversionError):
         module.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ConversionError(f"the weights do not fit each other: {error}") from error
     return module.eval()

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def save_converted(
     """Convert a checkpoint, and save the model, its image processor, the report and the manifest.
 
     The files are verified before they are moved to `directory`. A distillation saves its checkpoints next to
-    `directory`, in `NAME-distillation`, until the model is saved; after an interruption, the same call resumes from
-    them.
+    `directory`, in the hidden directory `.NAME-distillation`, until the model is saved; after an interruption, the
+    same call resumes from them.
 
     Args:
         source, source_image_size, source_num_heads: as for `read_source`, but no model in memory.
@@ -60,7 +60,7 @@ def save_converted(
 
     Raises:
         ConversionError: as for `convert_deit` and `verify_conversion`; or `directory` holds anything but an earlier
-            conversion, or cannot be written.
+            conversion, or cannot be written; or the directory of the checkpoints holds anything else.
         TypeError: the source is a model in memory, which has no files to verify against.
     """
     if not isinstance(source, (str, os.PathLike)):
@@ -68,26 +68,33 @@ def save_converted(
             "a saved conversion is verified against the files of the source; give their directory or Hub id, or call "
             f"convert_deit on the {type(source).__name__} and save the model that it returns"
         )
-    directory = Path(directory).resolve()
+    directory = Path(os.path.realpath(directory))
     _check_target(directory, source, overwrite)
     reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     if seed is None and distillation is not None:
         seed = distillation.get("seed", 0)
-    checkpoints = directory.with_name(f"{directory.name}-distillation")
-    with ExitStack() as lock_stack:  # holds the lock of the checkpoints until the model is saved
-        if distillation is not None:
-            distillation = {"checkpoints": checkpoints, "lock_stack": lock_stack, **distillation}
+    lock: AbstractContextManager[bool] = nullcontext(True)
+    advice = ""
+    if distillation is not None:
+        from .distillation import locked_checkpoints  # needs the libraries of training
+
+        checkpoints = Path(distillation.get("checkpoints") or directory.with_name(f".{directory.name}-distillation"))
+        distillation = {**distillation, "checkpoints": checkpoints, "lock": False}
+        lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
+    with lock as writes:
         model, processor, report = _convert(source, reading, seed, options, distillation)
-        if distillation is None or _writes():
-            _write(directory, source, model, processor, report)
-            if distillation is not None:
-                shutil.rmtree(checkpoints, ignore_errors=True)
+        if writes:
+            try:
+                _write(directory, source, overwrite, model, processor, report)
+            except ConversionError as error:
+                raise ConversionError(f"{error}{advice}") from error
     return model, report
 
 
 def _write(
     directory: Path,
     source: str | os.PathLike[str],
+    overwrite: bool,
     model: AFTForImageClassification,
     processor: BaseImageProcessor,
     report: ConversionReport,
@@ -106,6 +113,7 @@ def _write(
             (finished / REPORT_NAME).write_text(report.to_json() + "\n")
             verify_conversion(source, finished)
             write_manifest(finished)
+            _check_target(directory, source, overwrite)  # again, since another process may have written there
             if directory.exists() and any(directory.iterdir()):
                 keep_other_files(directory, finished)
             _put_in_place(finished, directory)
@@ -162,21 +170,14 @@ def _distilled(
     return model, report
 
 
-def _writes() -> bool:
-    """Whether this is the main process of a distillation, which saves the model."""
-    from accelerate import PartialState
-
-    return PartialState().is_main_process
-
-
 def _put_in_place(finished: Path, directory: Path) -> None:
     """Replace `directory` by `finished`; restore the earlier directory if that fails."""
     earlier = finished.parent.with_name(f"{finished.parent.name}-earlier")
-    if directory.exists():
-        directory.rename(earlier)
     try:
+        if directory.exists():
+            directory.rename(earlier)
         finished.rename(directory)
-    except OSError:
+    except BaseException:  # also Ctrl-C
         if earlier.exists():
             earlier.rename(directory)
         raise

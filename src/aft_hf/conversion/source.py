@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import (
     AutoImageProcessor,
     DeiTConfig,
@@ -22,20 +21,22 @@ from transformers import (
     ViTModel,
 )
 from transformers.image_processing_utils import BaseImageProcessor
-from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_aft import pair
-from ..loading import read_config, read_image_processor
+from ..loading import OWN_KERNELS, load, named_checkpoints, read_config, read_image_processor
 from ..reading import explained
 from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
 from .checkpoint_formats import timm_derivations, transformers_derivations
 from .derivation import Derivation, cast
 from .errors import ConversionError
-from .files import read_tensors
+from .files import read_weights
 from .image_processing import timm_image_processor, vit_image_processor
-from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config
-from .timm_config import check_timm_config, infer_config, usual_heads
+from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config, check_tensors
+from .timm_config import PretrainedConfig, TimmConfig, infer_config, read_timm_config, usual_heads
 
+
+logger = logging.get_logger(__name__)
 
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES = {
@@ -54,10 +55,11 @@ class VisionTransformerSource:
     Attributes:
         name: path, Hub id or model name that the checkpoint was read from.
         config: config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
-        tensors: the tensors of the checkpoint, by their names in its files.
+        tensors: the tensors of the checkpoint, by their names in its files without those of wrappers.
         derivations: how each tensor of the network is derived from `tensors`, by canonical name.
         image_processor: the image processor of the checkpoint, or the default of its format.
         own_image_processor: whether the checkpoint has an image processor of its own.
+        part: the part of its files that the weights were read from, such as "state_dict_ema"; empty for all of them.
         num_heads_known: whether the number of attention heads in `config` is known, or a placeholder. Only
             `to_transformers`, for fits to the attention of the source and for distillation, needs the number.
     """
@@ -68,6 +70,7 @@ class VisionTransformerSource:
     derivations: dict[str, Derivation]
     image_processor: BaseImageProcessor
     own_image_processor: bool
+    part: str = ""
     num_heads_known: bool = True
 
     @property
@@ -147,7 +150,7 @@ def read_source(
         )
     name = str(source)
     config = {} if Path(name).is_file() else _read_config(name)
-    if "model_type" in config:
+    if config.get("model_type") is not None:
         _refuse_known(name, source_image_size, source_num_heads)
         return _checked(_in_one_dtype(_read_transformers(name, config)))
     return _checked(_in_one_dtype(_read_timm(name, config, source_image_size, source_num_heads)))
@@ -168,24 +171,39 @@ def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
     check_config(name, model.config.to_dict())
     config = as_vit_config(model.config)
     tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
+    check_tensors(name, tensors)
     usual = _usual_image_processor(name, model_type, pair(config.image_size))
     return VisionTransformerSource(name, config, tensors, transformers_derivations(config, tensors), usual, False)
 
 
 def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) -> BaseImageProcessor:
     """Return the default image processor for a checkpoint of this type without one."""
-    return timm_image_processor(name, {}, size) if model_type in IMAGENET_NORMALIZED else vit_image_processor(size)
+    normalized = model_type in IMAGENET_NORMALIZED
+    return timm_image_processor(name, PretrainedConfig(), size) if normalized else vit_image_processor(size)
 
 
 def _read_config(name: str) -> dict[str, Any]:
     if Path(name).is_dir() and not Path(name, CONFIG_NAME).exists():
-        raise ConversionError(f"{name}: no {CONFIG_NAME} in it; without a config, give the weight file itself")
+        advice = named_checkpoints(name) or "; without a config, give the weight file itself"
+        raise ConversionError(f"{name}: no {CONFIG_NAME} in it{advice}")
     config = read_config(name, ConversionError).model_dump(exclude_unset=True)
-    if not config.keys() & {"model_type", "architecture"}:
+    if config.get("model_type") is None and config.get("architecture") is None:
         raise ConversionError(
             f"{name}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture) is in it"
         )
     return config
+
+
+def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str = "main", **options: Any) -> Any:
+    """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
+    if config.model_type not in CONFIG_CLASSES or read_image_processor(source, revision=revision):
+        return load(AutoImageProcessor, source, revision=revision, **options)
+    usual: Any = _usual_image_processor(source, config.model_type, pair(config.image_size))
+    logger.warning(
+        f"{source}: has no image processor, so the default of its type is used, with mean {usual.image_mean} and std "
+        f"{usual.image_std}; if it was trained with others, save its image processor beside it"
+    )
+    return usual
 
 
 def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransformerSource:
@@ -193,39 +211,36 @@ def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransforme
     check_config(name, values)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         config_class: type[PreTrainedConfig] = CONFIG_CLASSES[model_type]
-        config = as_vit_config(config_class.from_dict(dict(values)))
+        config = as_vit_config(config_class.from_dict(dict(values), **OWN_KERNELS))
         size = pair(config.image_size)
         grid_of(config)  # raises if the image or patch size is invalid
-    tensors, own = read_tensors(name), _read_image_processor(name)
+    (tensors, part), own = read_weights(name), _read_image_processor(name)
+    check_tensors(name, tensors)
     usual = _usual_image_processor(name, model_type, size)
     derivations = transformers_derivations(config, tensors)
-    return VisionTransformerSource(name, config, tensors, derivations, own or usual, own is not None)
+    return VisionTransformerSource(name, config, tensors, derivations, own or usual, own is not None, part)
 
 
 def _read_timm(
-    name: str, timm_config: Mapping[str, Any], image_size: int | tuple[int, int] | None, num_heads: int | None
+    name: str, values: Mapping[str, Any], image_size: int | tuple[int, int] | None, num_heads: int | None
 ) -> VisionTransformerSource:
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        if timm_config:
-            check_timm_config(name, timm_config)
-        tensors = read_tensors(name)
+        timm_config = read_timm_config(name, values) if values else TimmConfig()
+        tensors, part = read_weights(name)
+        check_tensors(name, tensors)
         config = infer_config(name, tensors, timm_config, image_size=image_size, num_heads=num_heads)
-        pretrained_cfg = timm_config.get("pretrained_cfg") or {}
-        processor = timm_image_processor(name, pretrained_cfg, pair(config.image_size))
+        processor = timm_image_processor(name, timm_config.pretrained_cfg, pair(config.image_size))
     derivations = timm_derivations(config, tensors)
-    told = num_heads or (timm_config.get("model_args") or {}).get("num_heads")
-    known = bool(told or usual_heads(config.hidden_size))
-    return VisionTransformerSource(name, config, tensors, derivations, processor, bool(pretrained_cfg), known)
+    known = bool(num_heads or timm_config.model_args.num_heads or usual_heads(config.hidden_size))
+    own = bool(timm_config.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
+    return VisionTransformerSource(name, config, tensors, derivations, processor, own, part, known)
 
 
 def _read_image_processor(name: str) -> BaseImageProcessor | None:
     """Return the image processor of a checkpoint, or None. A damaged one is an error: its means and sizes matter."""
     if not read_image_processor(name, ConversionError):
         return None
-    with explained(f"{name}: no readable {IMAGE_PROCESSOR_NAME}", ConversionError):
-        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-        processor(Image.new("RGB", (32, 32)))  # raises for invalid values, which from_pretrained accepts
-    return processor
+    return load(AutoImageProcessor, name, ConversionError)
 
 
 def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:
@@ -238,7 +253,12 @@ def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:
 
 
 def _checked(source: VisionTransformerSource) -> VisionTransformerSource:
-    """Return the source if it has all tensors, with the right shapes, and no others."""
+    """Return the source if it reads RGB, and has all tensors, with the right shapes, and no others."""
+    if source.config.num_channels != 3:
+        raise ConversionError(
+            f"{source.name}: takes images of {source.config.num_channels} channels; image processors give 3 (RGB), so "
+            "only models of 3 channels are converted"
+        )
     used = [name for item in source.derivations.values() for name in (*item.sources, item.factor) if name is not None]
     if missing := [name for name in used if name not in source.tensors]:
         raise ConversionError(f"{source.name}: {missing[0]} is missing from the checkpoint")

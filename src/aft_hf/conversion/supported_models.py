@@ -1,6 +1,7 @@
 """Models that are equivalent to a ViT under other names, DINOv2 and ViT-MAE, and why others cannot be converted."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import DeiTConfig, Dinov2Config, PreTrainedConfig, ViTConfig, ViTMAEConfig
@@ -19,6 +20,17 @@ UNSUPPORTED = {
     "clip_vision_model": "it has a norm before its first block, which an AFT lacks",
     "siglip_vision_model": "it has no class token and pools by attention, which an AFT does not support",
     "beit": "its attention has relative position biases, which a ViT lacks",
+}
+# Parts of the names of tensors that a ViT or DeiT does not have, and what they belong to.
+UNSUPPORTED_TENSORS = {
+    r"reg_tokens?|register_tokens": "register tokens, which take part in every layer, and an AFT has none",
+    r"norm_pre|pre_la?yr?norm|ln_pre": "a norm before the first block, which an AFT lacks",
+    r"fc_norm|attn_pool": "pooling over patches; only models that pool by their class token are converted",
+    r"[qk]_norm": "norms of queries and keys, which a ViT lacks",
+    r"rel_pos\w*|relative_position\w*": "relative positions, which a ViT lacks",
+    r"lora_\w+|base_layer": "an adapter of peft; merge it into the model and save that (merge_and_unload)",
+    r"_?flat_param\w*": "FSDP; save a full state dict",
+    r"parametrizations|weight_[gv]|weight_orig": "a parametrization of torch; remove it from the model and save that",
 }
 # Fields that all these configs share.
 SHARED_FIELDS: tuple[str, ...] = (
@@ -48,6 +60,18 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
         )
     if config.get("use_swiglu_ffn"):
         raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
+
+
+def check_tensors(name: str, tensors: Iterable[str]) -> None:
+    """Refuse tensors that tell another model from a ViT, before their effects on shapes do.
+
+    Raises:
+        ConversionError: a tensor has such a name; the message says what it belongs to.
+    """
+    for tensor in tensors:
+        for pattern, reason in UNSUPPORTED_TENSORS.items():
+            if re.search(rf"(^|\.)({pattern})(\.|$)", tensor):
+                raise ConversionError(f"{name}: {tensor} belongs to {reason}")
 
 
 def as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:

@@ -1,14 +1,19 @@
 """Config of a checkpoint of timm or the original DeiT, inferred mostly from the shapes of its tensors."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field, FiniteFloat
 from transformers import DeiTConfig, ViTConfig
+from transformers.utils import CONFIG_NAME
+from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import one_or_pair, pair
+from ..reading import Document, parse_json
 from .errors import ConversionError
 
 
@@ -29,33 +34,85 @@ HEAD_WIDTH = 64
 HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
 
 
-def check_timm_config(name: str, config: Mapping[str, Any]) -> None:
-    """Check that a config of timm is that of a ViT or DeiT that classifies by its class token.
+def _for_three_channels(values: list[float]) -> list[float]:
+    if len(values) not in (1, 3):
+        raise ValueError("must have one value, or one for each of three channels")
+    return values * (3 // len(values))
+
+
+Positive = Annotated[int, Field(gt=0, le=2**20)]
+Labels = list[str] | dict[str, str]
+BESIDE = {"labels", "label_names", "label_descriptions", "global_pool"}
+
+
+class PretrainedConfig(Document):
+    """Schema of `pretrained_cfg` of timm, the images and labels that a model was trained on, with timm's defaults."""
+
+    input_size: tuple[Positive, Positive, Positive] | None = None
+    crop_pct: Annotated[float, Field(ge=0.1, le=10)] = 0.875
+    crop_mode: str = "center"
+    interpolation: str = "bicubic"
+    mean: Annotated[list[FiniteFloat], AfterValidator(_for_three_channels)] = list(IMAGENET_DEFAULT_MEAN)
+    std: Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], AfterValidator(_for_three_channels)] = list(
+        IMAGENET_DEFAULT_STD
+    )
+    global_pool: str | None = None
+    labels: Labels = {}
+    label_names: Labels = {}
+    label_descriptions: dict[str, str] = {}
+
+
+class ModelArgs(Document):
+    """Schema of `model_args` of timm: arguments of the model that the tensors do not determine."""
+
+    img_size: Positive | tuple[Positive, Positive] | None = None
+    num_heads: Positive | None = None
+    act_layer: str = "gelu"
+    global_pool: str | None = None
+
+
+class TimmConfig(Document):
+    """Schema of timm's config.json."""
+
+    architecture: str | None = None
+    model_args: ModelArgs = ModelArgs()
+    pretrained_cfg: PretrainedConfig = PretrainedConfig()
+
+
+def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
+    """Check that a config of timm is that of a ViT or DeiT that classifies by its class token, and return it.
+
+    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
+    and entries beside `pretrained_cfg` replace those in it.
 
     Raises:
-        ConversionError: the architecture, pooling or activation is not supported.
+        ConversionError: a value is not of its type; or the architecture, pooling or activation is not supported.
     """
-    architecture = config["architecture"]
-    if not isinstance(architecture, str) or not re.fullmatch(ARCHITECTURES, architecture):
+    stated = json.loads(json.dumps(config), object_hook=lambda each: {k: v for k, v in each.items() if v is not None})
+    if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
+        stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
+    checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}", ConversionError)
+    if not re.fullmatch(ARCHITECTURES, checked.architecture or ""):
         raise ConversionError(
-            f"{name}: timm's {architecture!r} cannot be converted; give a plain ViT or DeiT such as "
+            f"{name}: timm's {checked.architecture!r} cannot be converted; give a plain ViT or DeiT such as "
             "deit_small_patch16_224 or deit3_base_patch16_384"
         )
-    pooling = config.get("global_pool", "token")
-    if pooling not in ("", "token"):
+    pooling = checked.model_args.global_pool or checked.pretrained_cfg.global_pool
+    if pooling not in (None, "", "token"):
         raise ConversionError(
             f"{name}: pools by {pooling!r}; only models that pool by their class token are converted"
         )
-    activation = _model_args(config).get("act_layer", "gelu")
+    activation = checked.model_args.act_layer
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ConversionError(f"{name}: the activation {activation!r} is not known; only {known} are converted")
+    return checked
 
 
 def infer_config(
     name: str,
     tensors: Mapping[str, torch.Tensor],
-    timm_config: Mapping[str, Any],
+    timm_config: TimmConfig,
     *,
     image_size: int | tuple[int, int] | None,
     num_heads: int | None,
@@ -65,7 +122,7 @@ def infer_config(
     Args:
         name: name of the checkpoint, for error messages.
         tensors: the tensors of the checkpoint, by their names in the file.
-        timm_config: content of timm's config.json; empty if there is none.
+        timm_config: timm's config.json; a `TimmConfig` without values if there is none.
         image_size: image size in pixels. Default: that of `timm_config`, or of a square grid with a patch for each
             position.
         num_heads: number of attention heads. Default: that of `timm_config`, or the usual number of ViT and DeiT at
@@ -78,34 +135,31 @@ def infer_config(
     positions = _tensor(name, tensors, "pos_embed", 3)
     distilled = "dist_token" in tensors
     width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
-    model_args = _model_args(timm_config)
+    model_args = timm_config.model_args
     if num_heads is None:
         # 1 is a placeholder for an unknown number; the copied tensors do not depend on it.
-        num_heads = model_args.get("num_heads") or usual_heads(width) or 1
+        num_heads = model_args.num_heads or usual_heads(width) or 1
     if num_heads < 1 or width % num_heads:
         raise ConversionError(
             f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads (--source-num-heads)"
         )
     if image_size is None:
-        image_size = model_args.get("img_size") or _timm_input_size(timm_config)
+        input_size = timm_config.pretrained_cfg.input_size
+        image_size = model_args.img_size or (input_size and input_size[1:])
     config_class = DeiTConfig if distilled else ViTConfig
     return config_class(
         hidden_size=width,
         num_hidden_layers=blocks,
         num_attention_heads=num_heads,
         intermediate_size=_tensor(name, tensors, "blocks.0.mlp.fc1.weight", 2).shape[0],
-        hidden_act=ACTIVATIONS[model_args.get("act_layer", "gelu")],
+        hidden_act=ACTIVATIONS[model_args.act_layer],
         layer_norm_eps=LAYER_NORM_EPS,
         image_size=_image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size),
         patch_size=one_or_pair(patch_size),
         num_channels=patches.shape[1],
         qkv_bias="blocks.0.attn.qkv.bias" in tensors,
-        **_labels(timm_config, tensors),
+        **_labels(timm_config.pretrained_cfg, tensors),
     )
-
-
-def _model_args(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("model_args") or {}
 
 
 def _tensor(name: str, tensors: Mapping[str, torch.Tensor], tensor_name: str, dim: int) -> torch.Tensor:
@@ -152,20 +206,14 @@ def _image_size(
     return one_or_pair(size)
 
 
-def _timm_input_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    size = (config.get("pretrained_cfg") or {}).get("input_size")
-    return None if size is None else tuple(size[1:])
-
-
-def _labels(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _labels(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the number of classes, or their descriptions or else names if timm's config has names."""
     if "head.weight" not in tensors:
         return {}
-    num_labels, pretrained = len(tensors["head.weight"]), config.get("pretrained_cfg") or {}
-    names = config.get("label_names") or pretrained.get("label_names")
-    descriptions = config.get("label_descriptions") or pretrained.get("label_descriptions") or {}
-    if not names or len(names) != num_labels:
-        return {"num_labels": num_labels}
-    names = names if isinstance(names, list) else [names[key] for key in sorted(names, key=int)]
-    id2label = {i: descriptions.get(label, label) for i, label in enumerate(names)}
+    num_labels, names = len(tensors["head.weight"]), config.label_names or config.labels
+    numbered = {int(key): name for key, name in names.items()} if isinstance(names, dict) else dict(enumerate(names))
+    if max(numbered, default=-1) >= num_labels or (isinstance(names, list) and len(names) < num_labels):
+        return {"num_labels": num_labels}  # names of other classes
+    names = [numbered.get(i, f"LABEL_{i}") for i in range(num_labels)]
+    id2label = {i: config.label_descriptions.get(label, label) for i, label in enumerate(names)}
     return {"id2label": id2label, "label2id": {label: i for i, label in id2label.items()}}

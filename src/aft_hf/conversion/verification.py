@@ -7,7 +7,7 @@ import torch
 
 from ..reading import explained, read_json
 from .errors import ConversionError
-from .files import read_tensors
+from .files import read_weights
 from .report import REPORT_NAME, ConversionReport, SavedReport
 
 
@@ -28,7 +28,7 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     Raises:
         ConversionError: a file cannot be read, the report does not list a tensor, or a copied tensor differs.
     """
-    tensors, saved = read_tensors(source), read_tensors(directory)
+    (tensors, _), (saved, _) = read_weights(source), read_weights(directory)
     path = Path(directory) / REPORT_NAME
     report = ConversionReport.from_saved(read_json(path, SavedReport, ConversionError))
     report.check(tensors, saved)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from .fingerprint import sum_rows
-from .image_files import row_at
+from .image_files import check_resizing, row_at
 from .order import SampleKey
 from .rand_augment import RandAugment
 
@@ -60,7 +60,9 @@ class TrainingImages(Dataset[dict[str, torch.Tensor]]):
         """Return the sample of a row, cropped by the random numbers of `key`."""
         image = row[self.image_column].convert("RGB")
         box = None if self.crop_scale is None else crop_box(image.size, self.crop_scale, key.random(self.seed))
-        image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
+        image = check_resizing(image, self.size, self.size).resize(
+            (self.size, self.size), Image.Resampling.BICUBIC, box=box
+        )
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return {"pixel_values": pixels, "labels": torch.tensor(self.numbers[row[self.label_column]])}
 

@@ -17,6 +17,7 @@ from datasets import Dataset
 from PIL import Image
 
 from .checksums import crc32
+from .image_files import check_file
 
 
 WHOLE = 2**30  # bytes, which take seconds to read
@@ -84,7 +85,7 @@ def _size(rows: Dataset, image_column: str) -> int:
     images = (image for table in rows.iter(100) for image in table[image_column].to_pylist())
     first = next(images, None)
     if isinstance(first, dict) and first["bytes"] is None:  # an image folder: the rows hold only paths
-        size += sum(Path(image["path"]).stat().st_size for image in chain([first], images))
+        size += sum(check_file(image["path"] or "").stat().st_size for image in chain([first], images))
     return size
 
 
@@ -92,7 +93,7 @@ def _content(image: Any) -> bytes:
     """Return the content of the image file that a row holds or refers to, and of any other value its `repr`."""
     if not isinstance(image, dict):
         return repr(image).encode()
-    return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+    return check_file(image["path"] or "").read_bytes() if image["bytes"] is None else image["bytes"]
 
 
 def _parts(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:

@@ -1,6 +1,8 @@
-"""Opening untrusted image files: a list of allowed formats, and a limit on the number of pixels."""
+"""Finding and opening untrusted image files: one rule for folders, a list of allowed formats, and limits on sizes."""
 
 import io
+import os
+import stat
 import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,12 +12,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
+from ..reading import printable
+
 
 # Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+SUFFIXES = frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in FORMATS)
 # 8192 x 8192, enough for photos. Decoding and resizing that many pixels takes 1.3 GB, however small the file is.
 MAX_PIXELS = 2**26
+MAX_BYTES = 8 * MAX_PIXELS  # of a file: that many pixels of four channels of 16 bits, without compression
+SYSTEM_NAMES = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")  # hold thumbnails and deleted files
+PARQUET = ".parquet"
+NAME = "aft_hf.name"  # key in `Image.info`
 
 
 class ImageError(ValueError):
@@ -25,7 +33,8 @@ class ImageError(ValueError):
 def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Image:
     """Open an image file as an RGB image of 8 bits per channel, rotated as its EXIF data say.
 
-    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored.
+    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored. The image keeps its name for the
+    error messages of `check_resizing`.
 
     Args:
         source: path of the file, or its content.
@@ -35,13 +44,15 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
         ImageError: the file does not exist, is damaged or too large, has none of the `FORMATS`, or has pixels whose
             range of values is unknown, for example of 32 bits.
     """
-    name = name or ("an image" if isinstance(source, bytes) else str(source))
-    if not isinstance(source, bytes) and not Path(source).is_file():
-        raise ImageError(f"{name}: {'is not a regular file' if Path(source).exists() else 'no such file'}")
+    name = printable(name or ("an image" if isinstance(source, bytes) else str(source)))
+    if not isinstance(source, bytes):
+        check_file(source, name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd files, and about sizes that are refused below
-            return _decoded(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name)
+            image = _decoded(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name)
+            image.info[NAME] = name
+            return image
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -51,6 +62,74 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     except Exception as error:  # decoding an arbitrary file can raise any exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ImageError(f"{name}: cannot be read as an image ({reason})") from error
+
+
+def check_file(path: str | Path, name: str | None = None) -> Path:
+    """Return the path of a file that may be read; reading a pipe or a device might block or never end.
+
+    Raises:
+        ImageError: there is no regular file of 1 .. `MAX_BYTES` bytes (those in /proc have 0).
+    """
+    name = printable(name or str(path))
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{name}: no such file") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ImageError(f"{name}: is not a regular file")
+    if not 0 < status.st_size <= MAX_BYTES:
+        raise ImageError(f"{name}: cannot be read as an image: it has {status.st_size} of 1 .. {MAX_BYTES} bytes")
+    return Path(path)
+
+
+def list_images(path: Path) -> list[Path]:
+    """Return the image files in a folder at any depth, sorted, or else its parquet files; of a file, the file itself.
+
+    Hidden files and folders, whose names begin with a dot, and those of the operating system are left out. Links to
+    folders are followed; each folder is read once.
+
+    Raises:
+        ValueError: the path does not exist, or is a folder without images, or with images and parquet files.
+        ImageError: one of the files is not a regular file, such as a pipe or a link to a missing file.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
+    found: list[Path] = []
+    waiting, seen = [path], {path.resolve()}
+    while waiting:
+        for entry in os.scandir(waiting.pop()):
+            file = Path(entry.path)
+            if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
+                continue
+            if not entry.is_dir():
+                if file.suffix.lower() in (*SUFFIXES, PARQUET):
+                    found.append(file if entry.is_file() else check_file(file))
+            elif (folder := file.resolve()) not in seen:
+                seen.add(folder)
+                waiting.append(file)
+    tables = [file for file in sorted(found) if file.suffix.lower() == PARQUET]
+    images = [file for file in sorted(found) if file.suffix.lower() != PARQUET]
+    if images and tables:
+        raise ValueError(f"{path}: has both images ({images[0]}) and parquet files ({tables[0]}); give one of them")
+    if not images and not tables:
+        raise ValueError(f"{path}: no images in it; give a folder of {', '.join(FORMATS)} or parquet files")
+    return images or tables
+
+
+def check_resizing(image: Image.Image, width: float, height: float) -> Image.Image:
+    """Return the image if resizing it takes at most `MAX_PIXELS`; rows are resized first, all rows of the image.
+
+    Raises:
+        ImageError: it takes more.
+    """
+    if width * max(height, image.height) > MAX_PIXELS:
+        raise ImageError(
+            f"{image.info.get(NAME, 'an image')}: {image.width} x {image.height} pixels cannot be resized to "
+            f"{width:.0f} x {height:.0f}, since that takes more than {MAX_PIXELS / 1e6:.0f} million pixels; crop it"
+        )
+    return image
 
 
 def row_at(rows: Any, index: int) -> Any:

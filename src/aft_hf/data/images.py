@@ -5,11 +5,13 @@ from typing import Any
 
 import kornia.augmentation as augmentation
 from datasets import ClassLabel, Dataset, IterableDataset, Value
+from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset as Samples
 from transformers.image_processing_utils import BaseImageProcessor
 
 from .image_files import ImageError, row_at
+from .image_size import pixel_values
 
 
 AUGMENTATIONS = ("none", "shift", "crop", "resized_crop")
@@ -36,10 +38,9 @@ class ImagePipeline:
         self.numbers = numbers
 
     def __call__(self, rows: dict[str, list[Any]]) -> dict[str, Any]:
-        if any(image is None for image in rows[self.image_column]):
-            raise ImageError("has no image (null)")
-        images = [image.convert("RGB") for image in rows[self.image_column]]
-        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+        if not all(isinstance(image, Image.Image) for image in rows[self.image_column]):
+            raise ImageError(f"has no image in column {self.image_column!r}")
+        pixels = pixel_values(self.processor, rows[self.image_column])
         labels = rows[self.label_column]
         if self.numbers is not None:
             labels = [self.numbers[label] for label in labels]

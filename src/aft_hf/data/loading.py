@@ -1,39 +1,70 @@
 """Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import fsspec
 from datasets import (
+    ClassLabel,
     Dataset,
     DatasetDict,
+    Features,
     Image,
     IterableDataset,
     IterableDatasetDict,
+    Value,
     load_dataset,
     load_dataset_builder,
 )
+from datasets.data_files import DataFilesDict, DataFilesList
+from datasets.features.features import require_decoding
+from datasets.fingerprint import Hasher
+from datasets.io.csv import CsvDatasetReader
+from datasets.io.json import JsonDatasetReader
+from datasets.io.parquet import ParquetDatasetReader
+from huggingface_hub import metadata_load
 from PIL import Image as PILImage
+from transformers.utils import logging
+from yaml import safe_load
 
-from ..reading import described
-from .image_files import open_image
+from ..reading import UnreadableError, described, explained
+from .image_files import MAX_BYTES, PARQUET, list_images, open_image
 
 
-FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+logger = logging.get_logger(__name__)
+
+READERS = {".parquet": ParquetDatasetReader, ".csv": CsvDatasetReader, ".json": JsonDatasetReader}
+READERS[".jsonl"] = READERS[".json"]
+FORMATS = (*READERS, ".txt")
 
 
 class ImageColumn(Image):
-    """Feature type of RGB images that are decoded by `open_image`; `datasets` itself opens any format of Pillow."""
+    """Feature type of RGB images that are decoded by `open_image`; `datasets` itself opens any format of Pillow.
+
+    The path of an image is that of a local file, never an address.
+    """
+
+    addresses = re.compile("(?!)")  # none
 
     def decode_example(self, value: Any, token_per_repo_id: dict[str, str] | None = None) -> PILImage.Image:
-        """Decode {"bytes": content or None, "path": path or URL of the image or None}."""
+        """Decode {"bytes": content or None, "path": path of the image or None}."""
         if isinstance(value, PILImage.Image):
             return value
-        content, path = value["bytes"], value["path"]
-        if content is None and path is not None and "://" in path:  # streamed from the Hub or an archive
+        content, path = value["bytes"], value["path"] or ""
+        if content is None and self.addresses.fullmatch(path):
             with fsspec.open(path, "rb") as file:
-                content = file.read()
-        return open_image((path or "") if content is None else content, path or "an image")
+                content = file.read(MAX_BYTES)
+        return open_image(path if content is None else content, path or "an image")
+
+
+class HubImageColumn(ImageColumn):
+    """As `ImageColumn`, for streams from the Hub, whose images may also be files there, possibly in an archive."""
+
+    addresses = re.compile(r"((zip|tar)://[^:]*::)?hf://datasets/[^:]+")
 
 
 def load_splits(
@@ -43,14 +74,16 @@ def load_splits(
     validation: str | None = None,
     *,
     streaming: bool = False,
+    labeled: bool = True,
 ) -> DatasetDict | IterableDatasetDict:
     """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
 
     Args:
         dataset_name, dataset_config_name: name and configuration of a dataset, as for `load_named`.
         train, validation: the data of the splits, instead of a name: a folder of images with a folder for each class,
-            or a parquet, csv, json or text file.
+            a folder of parquet files, or a parquet, csv, json or text file.
         streaming: whether rows are read during iteration. Streamed rows cannot be indexed.
+        labeled: whether a folder of images must have a folder for each class.
 
     Raises:
         ValueError: neither a name nor files are given, or both, or a file does not exist or cannot be read.
@@ -59,7 +92,7 @@ def load_splits(
     if (dataset_name is None) == (not paths):
         raise ValueError("give the data as either dataset_name, or train and validation as files or folders")
     if dataset_name is None:
-        rows = {split: load_local(path, streaming=streaming) for split, path in paths.items()}
+        rows = {split: load_local(path, streaming=streaming, labeled=labeled) for split, path in paths.items()}
         return IterableDatasetDict(rows) if streaming else DatasetDict(rows)
     splits = load_named(dataset_name, dataset_config_name, streaming=streaming)
     if "validation" not in splits and "test" in splits:
@@ -79,40 +112,111 @@ def load_named(
         streaming: whether rows are read during iteration.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or the local dataset refers to addresses.
     """
     if Path(name).is_file():
         splits = {"train": load_local(name, streaming=streaming)}
     else:
+        check_named(name)
         splits = load_dataset(name, config_name, streaming=streaming)
-    kept = {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
+    column = HubImageColumn if streaming and not Path(name).exists() else ImageColumn
+    kept = {
+        split: with_safe_images(splits[split], column) for split in ("train", "validation", "test") if split in splits
+    }
     return IterableDatasetDict(kept) if streaming else DatasetDict(kept)
 
 
-def load_local(path: str | Path, *, streaming: bool = False) -> Dataset | IterableDataset:
-    """Load one file, or one folder of images with a folder for each class.
+def check_named(name: str) -> None:
+    """Raise a ValueError if `load_dataset` would read other files or addresses in place of a local dataset's files."""
+    place = Path(name)
+    if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
+        raise ValueError(f"{name}: *, ?, [ and :: in the path of a dataset act as a pattern; rename the directory")
+    readers = {
+        place / "README.md": metadata_load,
+        place / ".huggingface.yaml": lambda file: safe_load(file.read_text()),
+    }
+    for file, read in readers.items():
+        with explained(f"{file}: cannot be read"):
+            if file.is_file() and "://" in repr((read(file) or {}).get("configs")):
+                raise UnreadableError(f"{file}: its configs name addresses; only files of a local dataset are read")
+
+
+def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = True) -> Dataset | IterableDataset:
+    """Load one file, or a folder of images (see `list_images`). A name is never a pattern or an address.
+
+    Args:
+        path: the file or folder.
+        streaming: whether rows are read during iteration.
+        labeled: whether image files need a label, which is the name of their folder.
 
     Raises:
-        ValueError: the path does not exist, has an unknown format, or cannot be read.
+        ValueError: the path does not exist, has an unknown format, or cannot be read; or labels are unclear.
     """
     path = Path(path)
-    if path.is_dir():
-        # All files in one split: by default, `datasets` takes "test_1.png" for a part of a test split.
-        reader, options = "imagefolder", {"data_dir": str(path), "data_files": "**"}
-    elif not path.is_file():
-        raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
-    elif path.suffix not in FORMATS:
+    files = list_images(path)
+    suffix = files[0].suffix.lower()
+    if path.is_dir() and suffix != PARQUET:
+        return _image_rows(path, files, streaming, labeled)
+    if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
-    else:
-        reader, options = FORMATS[path.suffix], {"data_files": str(path)}
-    if reader == "text":
-        # A text file is one text: lines mean nothing to a language model of bytes, and line breaks must stay.
-        options["sample_by"] = "document"
     try:
-        return with_safe_images(load_dataset(reader, split="train", streaming=streaming, **options))
+        if suffix == ".txt":
+            return _read_document(path, streaming)
+        return with_safe_images(read_files(files, streaming=streaming))
     except Exception as error:  # the readers can raise any exception
-        what = "a folder of images" if reader == "imagefolder" else f"a file of type {reader}"
-        raise ValueError(f"{path}: cannot be read as {what} ({described(error.__cause__ or error)})") from error
+        reason = described(error.__cause__ or error)
+        raise ValueError(f"{path}: cannot be read as a file of type {suffix[1:]} ({reason})") from error
+
+
+def read_files(files: Sequence[Path], *, streaming: bool = False) -> Dataset | IterableDataset:
+    """Read files by the one of the `READERS` for their suffix. `load_dataset` would take their names as patterns."""
+    names = [str(_without_hops(file.absolute())) for file in files]
+    versions = [(str(file.stat().st_mtime_ns), str(file.stat().st_size)) for file in files]  # for the cache
+    data_files = DataFilesDict(train=DataFilesList(names, versions))
+    return READERS[files[0].suffix.lower()](data_files, split="train", streaming=streaming).read()
+
+
+def _without_hops(path: Path) -> Path:
+    """Return the path, or a link to it in the cache if it contains "::", where the readers would split it."""
+    if "::" not in str(path):
+        return path
+    link = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{Hasher.hash(str(path))}{path.suffix}"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        link.symlink_to(path)
+    return link
+
+
+def _image_rows(folder: Path, files: Sequence[Path], streaming: bool, labeled: bool) -> Dataset | IterableDataset:
+    columns: dict[str, list[Any]] = {"image": [{"bytes": None, "path": str(file)} for file in files]}
+    features = Features(image=ImageColumn())
+    if labeled:
+        shallow, deep = (most(files, key=lambda file: len(file.parts)) for most in (min, max))
+        if shallow.parent == folder or len(shallow.parts) < len(deep.parts):
+            raise ValueError(
+                f"{folder}: the classes are unclear: put all images equally deep, each in the folder of its class, at "
+                f"{folder}/CLASS/IMAGE, unlike {' and '.join(map(str, dict.fromkeys((shallow, deep))))}"
+            )
+        columns["label"] = [file.parent.name for file in files]
+        features["label"] = ClassLabel(names=sorted(set(columns["label"])))
+    if not streaming:
+        return Dataset.from_dict(columns, features)
+    return IterableDataset.from_generator(_rows, features, gen_kwargs=columns)  # each file is a shard
+
+
+def _rows(**columns: list[Any]) -> Iterator[dict[str, Any]]:
+    return (dict(zip(columns, values)) for values in zip(*columns.values()))
+
+
+def _read_document(path: Path, streaming: bool) -> Dataset | IterableDataset:
+    """Return a text file as one row; the text reader of `datasets` would change line breaks (CR and CRLF to LF)."""
+    kind: Any = IterableDataset if streaming else Dataset
+    source = {"path": str(path.resolve()), "changed": path.stat().st_mtime_ns}  # also the key in the cache
+    return kind.from_generator(_document, gen_kwargs=source, features=Features({"text": Value("large_string")}))
+
+
+def _document(path: str, changed: int) -> Iterator[dict[str, str]]:
+    yield {"text": Path(path).read_bytes().decode()}
 
 
 def local_files(
@@ -123,36 +227,46 @@ def local_files(
     Their order does not depend on the path of their folder.
     """
     place = Path(cast(str, dataset_name or train))
-    if place.is_file():
-        return [place]
-    if dataset_name is None:
-        return sorted(path for path in place.rglob("*") if path.is_file())
+    if place.is_file() or dataset_name is None:
+        return list_images(place)
     if not place.is_dir():
         return []
+    check_named(dataset_name)
     files = load_dataset_builder(dataset_name, dataset_config_name).config.data_files or {}
     return [Path(file) for file in files.get("train", [])]
 
 
-def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Return the same rows with an `ImageColumn` in place of each column of images."""
-    for column, feature in (rows.features or {}).items():
-        if isinstance(feature, Image) and not isinstance(feature, ImageColumn):
-            rows = rows.cast_column(column, ImageColumn())
+def with_safe_images(
+    rows: Dataset | IterableDataset, column: type[ImageColumn] = ImageColumn
+) -> Dataset | IterableDataset:
+    """Return the same rows with an `ImageColumn` in place of each column of images.
+
+    Other columns that `datasets` would decode, such as audio and lists of images, are left out: their paths may be
+    addresses.
+    """
+    features = rows.features or {}
+    if isinstance(rows, IterableDataset) and any(map(require_decoding, features.values())):
+        rows = rows.decode(False)  # a stream decodes what is left out later
+    for name, feature in features.items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, column())
+        elif require_decoding(feature):
+            rows = rows.remove_columns(name)
     return rows
 
 
 def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:
-    """Return `splits` with a split "validation", held out from the training rows if it is missing.
+    """Return `splits` with a split "validation", held out from the training rows, with a message, if it is missing.
 
     Args:
         splits: the splits of a dataset, with a split "train".
-        share: the share of rows to hold out, in (0, 1).
+        share: the share of rows to hold out, less than 1; 0 holds out none.
         shuffle: whether to hold out random rows (with a fixed seed) or the last ones.
 
     Raises:
-        ValueError: the share is not in (0, 1), or there are less than two rows.
+        ValueError: the share is not in [0, 1), or there are less than two rows.
     """
-    if "validation" in splits:
+    if "validation" in splits or share == 0:
         return splits
     if not 0 < share < 1:
         raise ValueError(f"validation_share must be between 0 and 1, got {share}")
@@ -160,6 +274,10 @@ def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> Data
     if rows < 2:
         raise ValueError(f"{rows} rows cannot be split into training and validation data: give validation data")
     parts = splits["train"].train_test_split(share, seed=0, shuffle=shuffle)
+    logger.warning(
+        f"there is no validation data: {len(parts['test'])} of the {rows} training samples are held out for it "
+        f"(validation_share={share})"
+    )
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
 

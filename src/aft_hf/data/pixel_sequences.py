@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from .fingerprint import sum_rows
-from .image_files import row_at
+from .image_files import check_resizing, row_at
 from .order import SampleKey
 
 
@@ -80,8 +80,8 @@ class PixelSequences(Dataset[dict[str, torch.Tensor]]):
     def sample(self, row: dict[str, Any], key: SampleKey | None = None) -> dict[str, torch.Tensor]:
         """Return the sample of a row, augmented by the random numbers of `key` if it is given."""
         image = row[self.image_column].convert("RGB")
-        if image.size != (self.image_size, self.image_size):
-            image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
+        if image.size != (size := (self.image_size, self.image_size)):
+            image = check_resizing(image, *size).resize(size, Image.Resampling.BOX)
         pixels = np.asarray(image)
         if key is not None and self.seed is not None:
             pixels = self._augment(pixels, key.random(self.seed))

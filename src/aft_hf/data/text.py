@@ -1,14 +1,39 @@
 """Text datasets for language models: blocks of tokens, or a file of bytes."""
 
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import datasets
-from datasets import Dataset, Value
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
+from ..reading import shown
 from .atomic_files import write_atomic
+
+
+def require_texts(values: Iterable[Any], column: str, rows: Iterable[int]) -> list[str]:
+    """Return the values of a column in the given rows, each of which must be a text, possibly empty.
+
+    Raises:
+        ValueError: a value is missing (None) or is not a text; the message names its row and column.
+    """
+    values = list(values)
+    for row, value in zip(rows, values):
+        if not isinstance(value, str):
+            missing = " (in a CSV file: an empty cell, NA, null and the like)" if value is None else ""
+            raise ValueError(
+                f"row {row}: column {column!r} holds {shown(value)}{missing}, not a text: correct the row or remove it"
+            )
+    return values
+
+
+def read_texts(dataset: Dataset, column: str) -> Iterator[list[str]]:
+    """Yield the texts of a column in lists of up to a thousand rows; see `require_texts`."""
+    for start, rows in zip(range(0, len(dataset), 1000), dataset.select_columns(column).iter(1000)):
+        yield require_texts(rows[column], column, range(start, start + 1000))
 
 
 def group_into_blocks(
@@ -34,21 +59,24 @@ def group_into_blocks(
         Rows of `input_ids` and `labels`, each of `block_size` tokens.
 
     Raises:
-        ValueError: `block_size` is less than 2.
+        ValueError: `block_size` is less than 2, or a row holds no text; the message names it.
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2, got {block_size}")
     end = [tokenizer.eos_token_id] if mark_ends and tokenizer.eos_token_id is not None else []
 
-    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    def tokenize(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[list[int]]]:
         # `verbose=False`: texts are split into blocks, so one that is longer than the model's limit needs no warning.
-        texts = tokenizer(rows[column], add_special_tokens=False, verbose=False)["input_ids"]
+        values = require_texts(rows[column], column, numbers)
+        texts = tokenizer(values, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = list(chain.from_iterable([*ids, *end] for ids in texts))
         stop = len(tokens) // block_size * block_size
         blocks = [tokens[i : i + block_size] for i in range(0, stop, block_size)]
         return {"input_ids": blocks, "labels": blocks}
 
-    return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, desc="Tokenizing")
+    return dataset.map(
+        tokenize, with_indices=True, batched=True, remove_columns=dataset.column_names, desc="Tokenizing"
+    )
 
 
 def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
@@ -57,23 +85,20 @@ def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
     The file lies in the cache of `datasets` and is written only if it does not exist yet.
 
     Args:
-        dataset: dataset with a column of texts; None counts as an empty text.
+        dataset: dataset with a column of texts.
         column: name of the column of texts.
         separator: the text between two rows.
 
     Raises:
-        ValueError: the column does not hold texts.
+        ValueError: a row holds no text; the message names it.
     """
-    feature = dataset.features[column]
-    if not isinstance(feature, Value) or feature.dtype not in ("string", "large_string"):
-        raise ValueError(f"column {column!r} must hold texts, it holds {feature}")
-    name = Hasher.hash((dataset._fingerprint, column, separator))
+    # The rule is part of the name: files of earlier versions have empty texts where values are missing.
+    name = Hasher.hash((require_texts.__name__, dataset._fingerprint, column, separator))
     path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.txt"
     if not path.exists():
         with write_atomic(path) as file:
             between = b""
-            for rows in dataset.select_columns(column).iter(1000):
-                texts = [text or "" for text in rows[column]]
+            for texts in read_texts(dataset, column):
                 file.write(between + separator.join(texts).encode())
                 between = separator.encode()
     return path

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..data.atomic_files import write_atomic
+from ..loading import load
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import first_line
 from .errors import PublishError
@@ -114,7 +115,7 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
 
 
 def copy_into(directory: Path, made: Path) -> None:
-    """Copy the files of `made` to `directory`, each atomically. A symlink of the same name is replaced."""
+    """Copy the files of `made` to `directory`, each atomically (see `write_atomic`)."""
     for path in made.iterdir():
         with write_atomic(directory / path.name) as file:
             file.write(path.read_bytes())
@@ -424,7 +425,7 @@ def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
     if facts.config.max_positions > MAX_POSITIONS_DRAWN and learned != {"conv"}:
         return
     try:
-        model = ARCHITECTURES[facts.architecture].from_pretrained(directory, dtype="auto", attn_implementation="eager")
+        model = load(ARCHITECTURES[facts.architecture], directory, dtype="auto")
     except Exception:  # the checks before an upload report why
         return
     plot_position_biases(model, made / PICTURE)

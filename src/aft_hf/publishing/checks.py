@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import is_vision_available
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_aft import AFTConfig, pair
-from ..loading import read_image_processor
+from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import ModelConfig, explained
+from ..reading import LARGEST_HEADER, ModelConfig, explained
 from ..reading import read_json as read_document
 from .card import ARCHITECTURES, card_problems
 from .errors import PublishError
@@ -35,8 +34,6 @@ CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
 
-# "eager" overrides the config: AFT has no attention, and transformers would download and run a kernel that it names.
-LOADING: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -81,7 +78,10 @@ def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -
     if problems := misplaced_files(directory):
         return problems
     files = files_by_name(directory, *([] if made is None else [made]))
-    problems = [f"{name}: {problem}" for name, path in files.items() for problem in _file_problems(path)]
+    problems = []
+    for name, path in files.items():
+        with explained(f"{name}: cannot be read", PublishError):
+            problems += [f"{name}: {problem}" for problem in _file_problems(path)]
     problems += _model_problems(directory)
     problems += [f"{README}: {problem}" for problem in card_problems(files.get(README, directory / README), files)]
     return problems
@@ -124,7 +124,7 @@ def _is_pickle(path: Path) -> bool:
 def _safetensors_header(path: Path) -> bytes:
     with path.open("rb") as file:
         length = file.read(8)
-        return file.read(struct.unpack("<Q", length)[0]) if len(length) == 8 else b""
+        return file.read(min(struct.unpack("<Q", length)[0], LARGEST_HEADER)) if len(length) == 8 else b""
 
 
 def _line(content: str | bytes, match: re.Match[Any]) -> int:
@@ -149,8 +149,7 @@ def _model_problems(directory: Path) -> Iterator[str]:
         if config.model_type != AFTConfig.model_type:
             yield f'{CONFIG}: model_type is {config.model_type!r}, not "aft"'
             return
-        with explained(f"{CONFIG}: cannot be read", PublishError):
-            AFTConfig.from_pretrained(directory)
+        load(AFTConfig, directory, PublishError)
     except PublishError as error:
         yield str(error)
         return
@@ -188,9 +187,8 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
             for path in directory.glob("*.safetensors"):
                 with safe_open(path, "pt"):
                     pass
-            options = LOADING | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            loaded: Any = model_class.from_pretrained(directory, **options)
-            model, info = loaded
+            options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, info = load(model_class, directory, PublishError, dtype="auto", **options)
     except PublishError as error:
         yield str(error)
         return
@@ -230,17 +228,13 @@ def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[
         yield f"{file}: is missing; save the {what} beside the model (`save_pretrained`)"
         return
     try:
-        with explained(f"{file}: the {what} does not load", PublishError):
-            if is_text:
-                tokenizer = auto_class.from_pretrained(directory, trust_remote_code=False)
-                tokenizer("a")
-                if len(tokenizer) > model.config.vocab_size:
-                    yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
-                if model.can_generate():
-                    GenerationConfig.from_pretrained(directory)
-            elif is_vision_available():
-                read_image_processor(directory, PublishError)
-                processor = auto_class.from_pretrained(directory, trust_remote_code=False)
-                processor(Image.new("RGB", (32, 32)))
+        tokenizer = load(auto_class, directory, PublishError)
+        if not is_text:
+            return
+        if len(tokenizer) > model.config.vocab_size:
+            yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
+        with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
+            if model.can_generate():
+                GenerationConfig.from_pretrained(directory)
     except PublishError as error:
         yield str(error)

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 
 from ..configuration_aft import AFTConfig
 from ..conversion.report import SavedReport
-from ..reading import Document, ModelConfig, UnreadableError, explained, read_safetensors_header
+from ..loading import load
+from ..reading import Document, UnreadableError, read_safetensors_header
 from ..reading import read_json as read_document
 from .errors import PublishError
 
@@ -129,10 +130,8 @@ def read_facts(directory: Path) -> Facts:
     Raises:
         PublishError: config.json is not that of an AFT model, or another file cannot be read.
     """
-    raw = read_document(directory / "config.json", ModelConfig, PublishError)
-    with explained(f"{directory / 'config.json'}: cannot be read", PublishError):
-        config = AFTConfig.from_pretrained(directory)
-    architecture = (raw.architectures or ["AFTModel"])[0]
+    config = load(AFTConfig, directory, PublishError)
+    architecture = (config.architectures or ["AFTModel"])[0]
     facts = Facts(config, architecture, _count_parameters(directory))
     _read_results(directory, facts)
     _read_trainer(directory, facts)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..progress import plain_console
+from ..reading import reported
+
 
 if TYPE_CHECKING:
     from .records import Records
@@ -118,7 +121,6 @@ def run_all(runs: list[tuple[str, int]], settings: "Settings") -> list[str]:
 
 def show_verdicts(what: list[str], records: "Records") -> None:
     """Print a table of the claims, their comparisons and verdicts."""
-    from rich.console import Console
     from rich.table import Table
 
     from .claims import CLAIMS
@@ -130,13 +132,10 @@ def show_verdicts(what: list[str], records: "Records") -> None:
             judgement = records.judge(each)
             table.add_row("", "", each.says, f"{judgement.difference:+.3f}", judgement.verdict)
         table.add_section()
-    Console().print(table)
+    plain_console().print(table)
 
 
 def main() -> None:
-    """Run the command; an error of the user is printed as one line."""
-    try:
+    """Run the command; an error is printed as one line."""
+    with reported("reproduce.py"):
         typer.run(reproduce_command)
-    except (ValueError, OSError) as error:
-        print(f"reproduce.py: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)

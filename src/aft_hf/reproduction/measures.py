@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
 
+from ..loading import load, load_trained
 from ..mixers_aft import AFTConv
 from ..training.evaluation import evaluate_classifier
 from ..training.recipe import BytesRecipe, ImagesRecipe, Recipe, build_recipe
@@ -44,7 +44,7 @@ def image_sizes(recipe: Recipe) -> dict[str, float]:
     assert isinstance(recipe, ImagesRecipe)
     data = recipe.data
     model = _trained(AutoModelForImageClassification, recipe)
-    processor = AutoImageProcessor.from_pretrained(recipe.output_dir)
+    processor = load(AutoImageProcessor, recipe.output_dir)
     rows = first_rows(read_rows(recipe), data)["validation"]
     options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
     options["enlarge_patches"] = False  # as in the paper
@@ -103,5 +103,5 @@ def scores(recipe: Recipe, results: dict[str, Any]) -> dict[str, float]:
 
 def _trained(kind: type[Any], recipe: Recipe) -> PreTrainedModel:
     """Load the model of a finished run, on the GPU if there is one."""
-    model = kind.from_pretrained(Path(recipe.output_dir)).eval()
+    model = load_trained(kind, recipe.output_dir)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,6 +15,7 @@ from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
 PREFIX, PARTIAL, ASIDE = "step-", ".partial-", "set-aside-"
+STEP = re.compile(rf"({re.escape(PARTIAL)}|{ASIDE})?{PREFIX}([0-9]{{9,}})")
 
 
 class Checkpoints:
@@ -40,7 +41,7 @@ class Checkpoints:
             OSError: the checkpoint cannot be written. It is then removed, and earlier checkpoints stay as they are.
         """
         target = self.directory / f"{PREFIX}{step:09d}"
-        partial = self.directory / f"{PARTIAL}{step:09d}"
+        partial = target.with_name(PARTIAL + target.name)
         try:
             if self.accelerator.is_main_process:
                 partial.mkdir(parents=True)
@@ -49,8 +50,6 @@ class Checkpoints:
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 _seal(partial, {"step": step, **state})
-                if target.exists():  # from an earlier run, which this one did not resume
-                    _remove(target)
                 os.replace(partial, target)
                 _sync(self.directory)
                 self._remove_old()
@@ -73,8 +72,7 @@ class Checkpoints:
         Call this once, before the first `save`: only one run writes to a directory, so no live process owns them.
         """
         if self.accelerator.is_main_process:
-            for path in self.directory.glob(f"{PARTIAL}*"):
-                _remove(path)
+            remove_checkpoints(self.directory, f"{PARTIAL}*")
 
     def steps(self) -> list[tuple[int, Path]]:
         """Return all checkpoints with their steps, the newest first."""
@@ -134,24 +132,39 @@ class Checkpoints:
             for number, path in self.steps():
                 if number > step:
                     aside = path.with_name(f"{ASIDE}{path.name}")
-                    if aside.exists():
-                        _remove(aside)
+                    if is_own(aside):
+                        shutil.rmtree(aside)
                     os.replace(path, aside)
                     self.accelerator.print(f"{path} is renamed to {aside}: the run resumes before it")
         self.accelerator.wait_for_everyone()
 
     def _remove_old(self) -> None:
         for _, path in self.steps()[self.keep :]:
-            # A partially removed directory must not look like a checkpoint.
-            aside = path.with_name(PARTIAL + path.name)
-            os.replace(path, aside)
-            _remove(aside)
+            if (path / MANIFEST).is_file():  # otherwise, it may be something else
+                # A partially removed directory must not look like a checkpoint.
+                aside = path.with_name(PARTIAL + path.name)
+                os.replace(path, aside)
+                if aside.is_symlink():
+                    aside.unlink()
+                else:
+                    shutil.rmtree(aside)
 
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint, None if the name has none."""
-    match = re.fullmatch(rf"{PREFIX}([0-9]+)", path.name)
-    return None if match is None else int(match[1])
+    match = STEP.fullmatch(path.name)
+    return None if match is None or match[1] else int(match[2])
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path is a directory, not a link, with the name of a checkpoint, complete or not."""
+    return STEP.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
+def remove_checkpoints(directory: Path, pattern: str = "*") -> None:
+    """Remove the checkpoints of this pattern, complete or not, from a directory; everything else stays."""
+    for path in filter(is_own, directory.glob(pattern)):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def find_damage(path: Path) -> str | None:
@@ -185,14 +198,6 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
     sums = {str(path.relative_to(directory)): file_checksum(path) for path in files}
     write_manifest(directory, Manifest(**state, files=sums))
     _sync(directory / MANIFEST)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, or a symlink to a checkpoint."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

@@ -68,21 +68,22 @@ def evaluate_command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
-    """Evaluate a saved transformers model: accuracy and loss on images, or bits per token on text."""
-    from rich.console import Console
+    """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
+    from datasets import DatasetDict
     from rich.table import Table
     from transformers import (
         AutoConfig,
-        AutoImageProcessor,
         AutoModelForCausalLM,
         AutoModelForImageClassification,
         AutoTokenizer,
     )
 
     from .. import baselines  # noqa: F401  (registers them with the Auto classes)
+    from ..conversion.source import load_image_processor
     from ..data.json_files import write_json
-    from ..data.loading import load_local
+    from ..data.loading import load_local, require_column
     from ..loading import load, load_trained
+    from ..progress import plain_console
     from ..reading import explained
     from .evaluation import (
         evaluate_classifier,
@@ -97,11 +98,10 @@ def evaluate_command(
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     config = load(AutoConfig, model)
-    config._attn_implementation = None  # the default of transformers; a saved name could be a kernel to download
     results: dict[str, dict[str, float]] = {}
     if is_image_classifier(config):
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
-        processor = load(AutoImageProcessor, model)
+        processor = load_image_processor(model, config)
         columns = {"image_column": image_column, "label_column": label_column}
         sides: list[int | None] = [*image_size] if image_size else [None]
         for side in sides:
@@ -121,6 +121,7 @@ def evaluate_command(
     else:
         language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
         tokenizer = load(AutoTokenizer, model)
+        require_column(DatasetDict(given=dataset), text_column, "--text-column")
         block_size = own_block_size(config, tokenizer) if block_size is None else block_size
         with explained(f"{model}: cannot be evaluated on {data}"):
             results[f"blocks of {block_size}"] = evaluate_language_model(
@@ -136,6 +137,6 @@ def evaluate_command(
     table = Table("", *metrics, title=f"{model} on {data}")
     for name, values in results.items():
         table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
-    Console().print(table)
+    plain_console().print(table)
     if out is not None:
         write_json(out, results)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import (
@@ -22,10 +23,10 @@ from ..data.bytes import IGNORED
 from ..data.classes import are_names, order_by_class_number, shortened
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, ImageRows, class_names, class_numbers
-from ..data.text import group_into_blocks
+from ..data.text import read_texts
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
-from .metrics import AccuracyAndLoss, BitsPerToken, token_losses
+from .metrics import AccuracyAndLoss, BitsPerToken
 
 
 logger = logging.get_logger(__name__)
@@ -154,57 +155,71 @@ def evaluate_language_model(
     batch_size: int = 16,
     text_column: str = "text",
 ) -> dict[str, float]:
-    """Return bits per token and perplexity over blocks of a text.
+    """Return bits per byte, bits per token and perplexity of a text.
 
-    No end-of-text tokens are added, so the bits of a byte model are bits per byte.
+    The text is that of all rows, each tokenized alone, without separators. The tokenizer adds no special tokens; one
+    that is written in the text is a single token. Every token but the first of the text, which has no context, is
+    scored once, as by `ByteWindows`: each block predicts the next token at all its positions, and the last block ends
+    with the text. A byte model thus has the same bits per byte here and in `aft-hf train`.
 
-    By default blocks do not overlap, and the first token of each block, which has no context, is not scored. With a
-    stride, every token in a block except the first of the text is scored once, with at least `block_size - stride`
-    tokens of context where the text has as many before it. The end of the text that fills no block is dropped, and so
-    are the tokens at the end of each thousand rows that `group_into_blocks` drops.
+    `bits_per_byte` compares models with different tokenizers: it is the code length of the text per byte of UTF-8,
+    `bits_per_token` x tokens / bytes. The first token thus counts as the mean of the others.
 
     Args:
         model: a language model, on the device to run on.
         tokenizer: the tokenizer of the model.
         dataset: rows of text.
         block_size: tokens per block.
-        stride: tokens from the start of one block to the start of the next; None for blocks without overlap.
+        stride: tokens from the start of one block to the start of the next. The others, `block_size - stride`, are
+            only context. Default: `block_size`.
         batch_size: blocks per forward pass.
         text_column: name of the text column in the dataset.
 
     Raises:
-        ValueError: the text is shorter than a block, or the stride would leave tokens out.
+        ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.
     """
-    piece = block_size if stride is None else max(stride, 2)
-    blocks = group_into_blocks(dataset, tokenizer, piece, column=text_column, mark_ends=False)
-    if len(blocks) * piece < block_size:
-        raise ValueError(
-            f"the text is shorter than one block of {block_size} tokens: give a longer text or a smaller block_size"
-        )
-    if stride is not None:
-        blocks = overlapping_blocks(blocks, block_size, stride)
+    stride = block_size if stride is None else stride
+    if not 0 < stride <= block_size:
+        raise ValueError(f"block_size must be at least 1 and stride in 1 .. block_size, got {block_size} and {stride}")
+    tokens, num_bytes = _tokenize(dataset, tokenizer, text_column)
+    blocks = overlapping_blocks(tokens, block_size, stride)
     metric = BitsPerToken(keep_in_memory=True)
     model.eval()
-    loader = DataLoader(blocks, batch_size, collate_fn=default_data_collator)
-    for batch in tqdm(loader, desc="text", unit="batch", disable=None):
-        tokens = batch["input_ids"].to(model.device)
-        losses = token_losses(model(input_ids=tokens, use_cache=False).logits, tokens)
-        metric.add_batch(predictions=losses.flatten().cpu(), references=batch["labels"][:, 1:].flatten())
-    return metric.compute()
+    for numbers in tqdm(torch.arange(len(blocks)).split(batch_size), desc="text", unit="batch", disable=None):
+        batch = blocks[numbers]
+        inputs, labels = batch[:, :-1].clamp(min=0), batch[:, 1:]
+        labels[numbers > 0, : block_size - stride] = IGNORED
+        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float().transpose(1, 2)
+        losses = F.cross_entropy(logits, labels.to(model.device), reduction="none", ignore_index=IGNORED)
+        metric.add_batch(predictions=losses.flatten().cpu(), references=labels.flatten())
+    result = metric.compute()
+    return {"bits_per_byte": result["bits_per_token"] * len(tokens) / num_bytes, **result}
 
 
-def overlapping_blocks(pieces: Dataset, block_size: int, stride: int) -> list[dict[str, torch.Tensor]]:
-    """Cut the joined `input_ids` of `pieces` into a block every `stride` tokens; labels scored before are -100.
+def overlapping_blocks(tokens: torch.Tensor, block_size: int, stride: int) -> torch.Tensor:
+    """Return a view of the tokens, (blocks, block_size + 1), a block every `stride` tokens; the last ends in -100."""
+    count = 1 + max(0, -(-(len(tokens) - 1 - block_size) // stride))
+    padding = (count - 1) * stride + block_size + 1 - len(tokens)
+    return F.pad(tokens, (0, padding), value=IGNORED).unfold(0, block_size + 1, stride)
 
-    Raises:
-        ValueError: `stride` is not in 1 .. block_size - 1 (the first token of a block is never scored).
-    """
-    if not 0 < stride < block_size:
-        raise ValueError(f"stride must be in 1 .. block_size - 1 = {block_size - 1}, got {stride}")
-    tokens = torch.cat([torch.tensor(ids) for ids in pieces["input_ids"]])
-    blocks = []
-    for start in range(0, len(tokens) - block_size + 1, stride):
-        labels = tokens[start : start + block_size].clone()
-        labels[: block_size - stride if start else 0] = IGNORED
-        blocks.append({"input_ids": tokens[start : start + block_size], "labels": labels})
-    return blocks
+
+def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[torch.Tensor, int]:
+    """Return the tokens of all rows and the number of their bytes in UTF-8; warn if the two do not agree."""
+    tokens, num_bytes, changed = [torch.empty(0, dtype=torch.long)], 0, 0
+    for texts in read_texts(dataset, column):
+        rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens += map(torch.tensor, filter(None, rows))
+        num_bytes += sum(len(text.encode()) for text in texts)
+        decoded = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+        changed += sum(a != b for a, b in zip(texts, decoded))
+    joined = torch.cat(tokens)
+    if len(joined) < 2:
+        raise ValueError(f"a text needs 2 tokens, since the first is not predicted, and this one has {len(joined)}")
+    if changed:
+        logger.warning(
+            f"the tokenizer does not reproduce {changed} of {len(dataset)} texts (as if it lowercases): "
+            "what it drops costs no bits, so do not compare bits_per_byte with that of another tokenizer"
+        )
+    if special := int(torch.isin(joined, torch.tensor(tokenizer.all_special_ids)).sum()):
+        logger.warning(f"the text has {special} special tokens: each is scored as a single token")
+    return joined, num_bytes

@@ -5,7 +5,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -33,10 +33,11 @@ class Owner(Document):
 
 
 @contextmanager
-def owned(directory: Path, *folders: Path) -> Iterator[None]:
+def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[None]:
     """Hold the lock of a directory within the context; create the directory if it does not exist.
 
-    If the directory was created here and nothing was written to it, it is removed when the main process leaves.
+    If the directory was created here or is `temporary`, it is removed when the main process leaves, unless it holds
+    a file besides the lock.
 
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
     when that process ends, however it ends, so a killed run leaves no lock behind.
@@ -45,6 +46,7 @@ def owned(directory: Path, *folders: Path) -> Iterator[None]:
         directory: the output directory.
         folders: folders that the run will write to. They are created and tested at once, so that a run does not
             compute for hours before its first checkpoint fails.
+        temporary: whether to remove the directory also if it existed before.
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
@@ -52,7 +54,7 @@ def owned(directory: Path, *folders: Path) -> Iterator[None]:
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     refusal: list[str | None] = [None]
-    created = not directory.exists()
+    removes = temporary or not directory.exists()
     if PartialState().is_main_process:
         try:
             _acquire(lock, directory, folders)
@@ -61,22 +63,23 @@ def owned(directory: Path, *folders: Path) -> Iterator[None]:
     broadcast_object_list(refusal)
     if refusal[0] is not None:
         if lock.is_locked:  # a folder was refused
-            _release(lock, directory, created)
+            _release(lock, directory, removes)
         raise OSError(refusal[0])
     try:
         yield
     finally:
         if lock.is_locked:
-            _release(lock, directory, created)
+            _release(lock, directory, removes)
 
 
-def _release(lock: FileLock, directory: Path, created: bool) -> None:
-    """Release the lock; before that, remove the directory if it was created for this run and holds nothing else."""
+def _release(lock: FileLock, directory: Path, removes: bool) -> None:
+    """Release the lock; before that, if asked to, remove the directory unless it holds files besides it."""
     owner = _owner(directory)
     # If the directory was removed in the meantime, another run may have created and locked it again.
     if owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
         (directory / OWNER).unlink(missing_ok=True)
-        if created and all(path.is_dir() or path == directory / LOCK for path in directory.rglob("*")):
+        files = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+        if removes and files == [directory / LOCK]:
             shutil.rmtree(directory, ignore_errors=True)
     lock.release()
 
@@ -85,8 +88,10 @@ def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
     """Acquire the lock, and record its owner."""
     try:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
+        if (directory / RUN).is_symlink():
+            raise OSError(f"{directory / RUN} is a link")
         lock.acquire()
-        since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 # Limits of a YAML text (a file, or the value of an override): levels of nesting, and number of values.
 DEEPEST, LARGEST = 20, 10_000
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -175,7 +175,7 @@ class Recipe(Section):
     compile: bool = False
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # if set, the average is evaluated and saved
     label_smoothing: Share = 0.0
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: Count = 10  # steps
     evaluate_every: Count | None = None  # steps; None: once per epoch
     save_every: Count | None = None  # steps; None: once per epoch
@@ -251,7 +251,8 @@ RECIPES: dict[str, type[Recipe]] = {"bytes": BytesRecipe, "pixels": PixelsRecipe
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
     """Load a recipe from a YAML file.
 
-    The file may name another recipe as `base`, relative to its folder, whose values it overrides. By default
+    The file may name another recipe as `base`, relative to its folder, whose values it overrides; its own
+    `output_dir` also overrides that in the section `smoke` of the base. By default
     `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file (outputs/smoke/... with `smoke`).
 
     Args:
@@ -297,7 +298,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{path}: base={shown(base)} must be the path of a recipe, relative to this one")
     if (path.parent / base).resolve() in above:
         raise ValueError(f"{path}: base={base!r} leads back to the same recipe: bases must not be circular")
-    return _merge(_read(path.parent / base, above), values)
+    inherited = _read(path.parent / base, above)
+    small = inherited.get("smoke")
+    if "output_dir" in values and isinstance(small, dict):
+        small.pop("output_dir", None)  # the directory of the base
+    return _merge(inherited, values)
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..data.atomic_files import refuse_to_replace
 from .manifest import RecordState
 from .recipe import Recipe
 
@@ -24,7 +25,7 @@ from .recipe import Recipe
 # Factors that convert evaluated losses to nats, the unit of the training loss.
 NATS = {"loss": 1.0, "bits_per_byte": math.log(2), "bits_per_dim": math.log(2)}
 
-UNFINISHED = ".unfinished"  # directory of files that are still being written
+UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being written
 
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evaluate", "kornia", "numpy")
 
@@ -188,8 +189,11 @@ def move_into(directory: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
-        for file in aside.iterdir():
-            os.replace(file, directory / file.name)
+        moves = {file: directory / file.name for file in aside.iterdir()}
+        for target in moves.values():
+            refuse_to_replace(target)
+        for file, target in moves.items():
+            os.replace(file, target)
     finally:
         remove_unfinished(directory)
 

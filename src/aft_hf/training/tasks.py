@@ -31,7 +31,7 @@ from ..data.loading import hold_out, load_named, load_splits, local_files, requi
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.streaming import StreamedEvaluation, StreamedSamples
 from ..data.text import join_texts
-from ..loading import load
+from ..loading import load, read_image_processor
 from ..reading import explained
 from .code_length import CodeLength
 from .metrics import AccuracyAndLoss
@@ -273,8 +273,9 @@ class ImagesTask(Task):
             options = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": crop}
         options |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
         options |= {"image_mean": data.image_mean, "image_std": data.image_std}
-        if "pretrained" in self.recipe.model:
-            return load(AutoImageProcessor, self.recipe.model["pretrained"], **options)
+        source = self.recipe.model.get("pretrained")
+        if source is not None and read_image_processor(source):
+            return load(AutoImageProcessor, source, **options)
         return ViTImageProcessorPil(**options)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -313,7 +314,10 @@ def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         require_train(splits, data)
         require_column(splits, data.text_column, "data.text_column")
         with PartialState().local_main_process_first():
-            return {split: join_texts(rows, data.text_column, data.text_separator) for split, rows in splits.items()}
+            for split, rows in splits.items():
+                with explained(f"data.dataset={data.dataset}: the {split} data cannot be used"):
+                    files[split] = join_texts(rows, data.text_column, data.text_separator)
+            return files
     if data.train is None:
         raise ValueError(
             "no data: give data.train=FILE (any file), data.train=generated, or data.dataset=ID of the Hub"
@@ -337,7 +341,8 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
         if data.streaming:
             return IterableDatasetDict({split: rows.to_iterable_dataset() for split, rows in drawn.items()})
         return DatasetDict(drawn)
-    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, streaming=data.streaming)
+    options = {"streaming": data.streaming, "labeled": recipe.task == "images"}
+    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, **options)
     require_train(splits, data)
     if data.streaming and "validation" not in splits:
         raise ValueError("a held-out set cannot be taken from a stream: give validation data, or data.streaming=false")

@@ -1,0 +1,277 @@
+"""Tests of reading the weights in the files of training tools: names of wrappers, averaged weights, objects beside."""
+
+import argparse
+import json
+import pathlib
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import OPTIONS, TIMM, assert_copied, save_vit, timm_copies, timm_tensors, transformers_copies
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from aft_hf import convert_deit
+from aft_hf.conversion import ConversionError, read_source, save_converted, verify_conversion
+
+
+def under(prefix, tensors):
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def refusal(path):
+    with pytest.raises(ConversionError) as error:
+        read_source(path, **TIMM)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+    return str(error.value)
+
+
+def assert_read(path, tensors):
+    """Assert that a file is read as these tensors, and return the part of it that has them."""
+    source = read_source(path, **TIMM)
+    assert source.tensors.keys() == tensors.keys()
+    assert all(torch.equal(source.tensors[name], tensor) for name, tensor in tensors.items())
+    return source.part
+
+
+# --------------------------------------------------------------------------------------------------- names of wrappers
+
+PREFIXES = (
+    "module.",
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_forward_module.",
+    "model.",
+    "net.",
+    "backbone.",
+    "vit.",
+)
+PREFIXES += ("encoder.trunk.", "student.")
+KEYS = ("state_dict", "model", "module", "net", "model_state_dict", "state", "weights")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prefixes=st.lists(st.sampled_from(PREFIXES), max_size=3),
+    keys=st.lists(st.sampled_from(KEYS), max_size=3),
+    inside=st.sampled_from(("", "_checkpoint_wrapped_module.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")),
+)
+def test_names_of_wrappers_and_keys_around_the_weights_do_not_matter(tmp_path, prefixes, keys, inside):
+    tensors = timm_tensors()
+    content = {f"{''.join(prefixes)}{name.replace('.attn.', f'.{inside}attn.')}": t for name, t in tensors.items()}
+    for key in keys:
+        content = {key: content, "epoch": 3, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}, "ema": None}
+    torch.save(content, tmp_path / "checkpoint.pth")
+    assert_read(tmp_path / "checkpoint.pth", tensors)
+
+
+def wrapped_linear():
+    """A module of tensors with the names of timm, that tools of torch can wrap."""
+    module, tensors = nn.Module(), timm_tensors()
+    for name, tensor in tensors.items():
+        parent = module
+        *path, last = name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.register_parameter(last, nn.Parameter(tensor))
+    return module, tensors
+
+
+def test_what_torch_itself_wraps_is_read(tmp_path):
+    module, tensors = wrapped_linear()
+    wrapped = {
+        "averaged": AveragedModel(module),
+        "averaged parallel": AveragedModel(nn.DataParallel(module)),
+        "compiled": torch.compile(module),
+        "compiled and averaged": torch.compile(AveragedModel(module)),
+    }
+    for name, model in wrapped.items():
+        torch.save(model.state_dict(), tmp_path / f"{name}.pt")
+        assert_read(tmp_path / f"{name}.pt", tensors)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "model.", "vit.", "model.vit_model.module."])
+def test_weights_of_transformers_lose_the_names_of_wrappers_too(tmp_path, prefix):
+    save_vit(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(under(prefix, tensors) | {"n_averaged": torch.tensor(3)}, tmp_path / "model.safetensors")
+    assert_copied(convert_deit(tmp_path, **OPTIONS)[0], transformers_copies(tensors, "vit."))
+
+
+def test_names_of_wrappers_may_be_in_shards(tmp_path):
+    save_vit(tmp_path)
+    tensors, weight_map = load_file(tmp_path / "model.safetensors"), {}
+    (tmp_path / "model.safetensors").unlink()
+    for i in (0, 1):
+        shard = under("module.", dict(list(tensors.items())[i::2]))
+        save_file(shard, tmp_path / f"{i}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_copied(convert_deit(tmp_path, **OPTIONS)[0], transformers_copies(tensors, "vit."))
+
+
+def test_a_conversion_without_the_names_of_wrappers_is_verified(tmp_path):
+    tensors = timm_tensors()
+    content = {"state_dict": under("model.module.", tensors) | {"model.n_averaged": torch.tensor(3)}}
+    torch.save(content, tmp_path / "last.ckpt")
+    model, report = save_converted(tmp_path / "last.ckpt", tmp_path / "aft", **OPTIONS, **TIMM)
+    assert_copied(model, timm_copies(tensors))
+    assert report.options["source_weights"] == "state_dict.model"
+    assert verify_conversion(tmp_path / "last.ckpt", tmp_path / "aft") == len(report.with_status("copied"))
+
+
+def test_a_tensor_beside_the_vit_is_named_with_the_module_that_has_the_vit(tmp_path):
+    content = under("backbone.", timm_tensors(head=False)) | {"projector.weight": torch.zeros(2, 2)}
+    torch.save(content, tmp_path / "simclr.pth")
+    message = refusal(tmp_path / "simclr.pth")
+    assert "projector.weight is no tensor of the ViT, which is under 'backbone'" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("blocks.0.attn.qkv.lora_A.default.weight", "an adapter of peft; merge it"),
+        ("_fsdp_wrapped_module._flat_param", "FSDP; save a full state dict"),
+        ("blocks.0.attn.parametrizations.qkv.original0", "a parametrization of torch"),
+        ("blocks.0.attn.rel_pos.relative_position_bias_table", "relative positions"),
+        ("attn_pool.latent", "pooling over patches"),
+    ],
+)
+def test_what_is_no_vit_is_refused_by_the_cause(tmp_path, name, reason):
+    torch.save(timm_tensors() | {name: torch.zeros(2, 2)}, tmp_path / "other.pth")
+    assert reason in refusal(tmp_path / "other.pth")
+
+
+def test_registers_are_the_reason_also_where_shapes_fail_first(tmp_path):
+    tensors = timm_tensors() | {"reg_token": torch.zeros(1, 4, 24), "pos_embed": torch.zeros(1, 21, 24)}
+    torch.save(tensors, tmp_path / "registers.pth")
+    assert "reg_token belongs to register tokens" in refusal(tmp_path / "registers.pth")
+
+
+# ---------------------------------------------------------------------------------------------------- averaged weights
+
+
+@pytest.mark.parametrize(
+    ("raw", "averaged", "prefix"),
+    [
+        ("state_dict", "state_dict_ema", ""),
+        ("model", "model_ema", ""),
+        ("model", "model_ema", "module."),
+        ("model", "ema", ""),
+        ("module", "EMA", ""),
+        ("model", "ema_state_dict", "module."),
+        ("model", "swa_model", "module."),
+        ("model", "averaged", ""),
+    ],
+)
+def test_averaged_weights_are_taken_as_by_timm_and_the_report_says_so(tmp_path, raw, averaged, prefix):
+    first, second = timm_tensors(), timm_tensors()
+    torch.save({raw: first, averaged: under(prefix, second), "epoch": 1}, tmp_path / "checkpoint.pth.tar")
+    model, report = convert_deit(tmp_path / "checkpoint.pth.tar", **OPTIONS, **TIMM)
+    assert_copied(model, timm_copies(second))
+    assert report.options["source_weights"] == averaged
+    torch.save({raw: first, averaged: None}, tmp_path / "checkpoint.pth.tar")
+    assert assert_read(tmp_path / "checkpoint.pth.tar", first) == raw
+
+
+def test_averaged_weights_inside_other_objects_and_state_dicts_are_taken(tmp_path):
+    first, second = timm_tensors(), timm_tensors()
+    for content, part in (
+        ({"state_dict": under("model.", first) | under("ema_model.module.", second)}, "state_dict.ema_model"),
+        ({"state_dict": first, "callbacks": {"EMA": {"ema_state_dict": second}}}, "callbacks.EMA.ema_state_dict"),
+        (first | {"state_dict_ema": second}, "state_dict_ema"),
+    ):
+        torch.save(content, tmp_path / "last.ckpt")
+        assert assert_read(tmp_path / "last.ckpt", second) == part
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (lambda a, b: {"student": a, "teacher": b}, "student, teacher"),
+        (lambda a, b: {"state_dict": a, "current_model_state": b}, "current_model_state, state_dict"),
+        (lambda a, b: {"semantic": a, "model": b}, "model, semantic"),
+        (lambda a, b: {"model_ema": a, "model_ema2": b}, "model_ema, model_ema2"),
+        (lambda a, b: under("module.base_encoder.", a) | under("module.momentum_encoder.", b), "base_encoder, mom"),
+    ],
+)
+def test_of_several_models_none_is_taken_silently(tmp_path, content, names):
+    torch.save(content(timm_tensors(), timm_tensors()), tmp_path / "checkpoint.pth")
+    assert f"holds 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")
+
+
+# ------------------------------------------------------------------------------------------------- objects and formats
+
+
+class Settings:
+    """An object of a training script, of a class that the reader does not have."""
+
+    def __init__(self):
+        self.lr = 1e-3
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        argparse.Namespace(lr=1e-3, out=pathlib.Path("out"), sizes=(1, 2)),
+        pathlib.PurePosixPath("out"),
+        np.float64(0.8),
+        np.arange(3),
+        Settings(),
+        torch.float16,
+        {"nested": [Settings(), np.int64(3)]},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_objects_beside_the_weights_are_ignored(tmp_path, beside):
+    torch.save({"state_dict": timm_tensors(), "args": beside, "extra": (beside, 3)}, tmp_path / "last.pth.tar")
+    tensors = torch.load(tmp_path / "last.pth.tar", weights_only=False)["state_dict"]
+    assert_read(tmp_path / "last.pth.tar", tensors)
+    torch.save(tensors | {"meta": beside, "epoch": 1}, tmp_path / "flat.pth")
+    assert_read(tmp_path / "flat.pth", tensors)
+
+
+class Writes:
+    """An object whose pickle writes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path(self.path),)
+
+
+def test_code_beside_the_weights_does_not_run(tmp_path):
+    tensors = timm_tensors()
+    torch.save({"model": tensors, "args": Writes(tmp_path / "it-ran")}, tmp_path / "deit.pth")
+    try:
+        read_source(tmp_path / "deit.pth", **TIMM)
+    except ConversionError as error:
+        assert "can run code" in str(error)
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_a_whole_model_in_a_pickle_is_told_from_its_state_dict(tmp_path):
+    torch.save(wrapped_linear()[0], tmp_path / "model.pth")
+    assert "holds no state dict of a ViT or DeiT" in refusal(tmp_path / "model.pth")
+    torch.save({"epoch": 3, "net": wrapped_linear()[0]}, tmp_path / "model.pth")
+    assert "its keys are epoch, net" in refusal(tmp_path / "model.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth.tar", ".ckpt", ".tar", ".bin", ".safetensors", ".model", ""])
+def test_the_content_decides_on_the_format(tmp_path, suffix):
+    tensors, path = timm_tensors(), tmp_path / f"checkpoint{suffix}"
+    save_file(tensors, path)
+    assert_read(path, tensors)
+    for zipped in (True, False):
+        torch.save({"state_dict": tensors}, path, _use_new_zipfile_serialization=zipped)
+        assert_read(path, tensors)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("deit.pth", b"weights")
+    assert "neither a safetensors file nor a checkpoint of PyTorch" in refusal(path)

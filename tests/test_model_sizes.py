@@ -1,0 +1,113 @@
+"""Loading untrusted models: the config cannot describe a much larger model than the weights beside it."""
+
+import json
+import os
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, loading
+from aft_hf.loading import UnreadableError, load, load_trained
+from aft_hf.publishing.checks import _loading_problems
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2}
+VIT = SMALL | {"num_attention_heads": 2, "intermediate_size": 16, "image_size": 16, "patch_size": 8}
+MODELS = {
+    "aft": (AutoModelForCausalLM, AFTForCausalLM(AFTConfig(**SMALL, num_heads=2, max_position_embeddings=16))),
+    "aft image": (
+        AutoModelForImageClassification,
+        AFTForImageClassification(
+            AFTConfig(
+                modality="image", aft_type="conv", num_heads=2, image_size=16, patch_size=8, kernel_size=3, **SMALL
+            )
+        ),
+    ),
+    "gpt2": (
+        AutoModelForCausalLM,
+        GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, n_positions=9)),
+    ),
+    "vit": (AutoModelForImageClassification, ViTForImageClassification(ViTConfig(**VIT))),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name, (_, model) in MODELS.items():
+        model.save_pretrained(root / name)
+    return root
+
+
+def changed(directory, fields):
+    """Change fields of a saved config, and return the text to restore."""
+    text = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(json.dumps(json.loads(text) | fields))
+    return text
+
+
+TOO_LARGE = [
+    ("aft", {"num_hidden_layers": 4096}),
+    ("aft", {"hidden_size": 2**16, "num_hidden_layers": 96}),
+    ("aft", {"max_position_embeddings": 2**27}),
+    ("aft", {"intermediate_size": 2**20, "hidden_size": 2**12}),
+    ("aft", {"vocab_size": 2**24, "hidden_size": 2**12}),
+    ("aft image", {"num_hidden_layers": 4096}),
+    ("aft image", {"hidden_size": 2**16}),
+    ("vit", {"num_hidden_layers": 4096}),
+    ("vit", {"hidden_size": 2**16, "intermediate_size": 2**18}),
+    ("vit", {"image_size": 2**17}),
+    ("vit", {"num_channels": 2**20, "patch_size": 2**6, "image_size": 2**6}),
+    ("vit", {"model_type": "resnet", "depths": [100_000, 1, 1, 1]}),
+    ("gpt2", {"n_layer": 4096}),
+    ("gpt2", {"n_embd": 2**16}),
+    ("gpt2", {"vocab_size": 2**26, "n_embd": 64}),
+    ("gpt2", {"model_type": "mixtral", "num_local_experts": 2**20}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), TOO_LARGE, ids=[f"{name} {fields}" for name, fields in TOO_LARGE])
+def test_a_config_of_a_much_larger_model_than_its_weights_is_refused_while_it_is_built(saved, name, fields):
+    text = changed(saved / name, fields)
+    try:
+        with pytest.raises(UnreadableError, match=r"config\.json: describes a model of over .* have only .* bytes"):
+            load_trained(MODELS[name][0], str(saved / name))
+        if name.startswith("aft"):
+            (problem,) = _loading_problems(saved / name, type(MODELS[name][1]))
+            assert "describes a model of over" in problem
+    finally:
+        (saved / name / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_the_size_of_its_weights_is_loaded_whatever_the_size(saved, name, monkeypatch):
+    monkeypatch.setattr(loading, "FREE_TENSORS", 0)
+    monkeypatch.setattr(loading, "FREE_ELEMENTS", 0)
+    # 4-bit weights have two elements in each byte.
+    for dtype in ("float32", "bfloat16"):
+        load_trained(MODELS[name][0], str(saved / name), dtype=dtype)
+
+
+def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_path):
+    MODELS["gpt2"][1].save_pretrained(tmp_path)
+    changed(tmp_path, {"n_layer": 200})
+    with pytest.raises(UnreadableError, match="describes a model of over"):
+        load(AutoModelForCausalLM, tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").touch()
+    os.truncate(tmp_path / "model-00002-of-00002.safetensors", 30 * 10**9)
+    assert load(AutoModelForCausalLM, tmp_path).config.n_layer == 200
+
+
+def test_the_count_ends_with_the_load(saved, monkeypatch):
+    monkeypatch.setattr(loading, "FREE_TENSORS", 0)
+    load(MODELS["vit"][0], saved / "vit")
+    with torch.device("meta"):
+        assert len(ViTForImageClassification(ViTConfig(**VIT | {"num_hidden_layers": 200})).vit.layers) == 200
