@@ -113,7 +113,14 @@ def test_whoever_reads_a_pipe_gets_everything_or_nothing(tmp_path, linked):
     descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     with open(descriptor, "rb") as pipe:
-        reader = threading.Thread(target=lambda: received.append(pipe.read()))
+
+        def read() -> None:
+            content = b""
+            while len(content) < 300_000:  # before a writer has opened the pipe, nothing comes
+                content += pipe.read()
+            received.append(content)
+
+        reader = threading.Thread(target=read)
         with pytest.raises(ZeroDivisionError), write_atomic(path) as file:
             file.write(b"half")
             1 / 0  # noqa: B018

@@ -73,10 +73,10 @@ def take_steps(run: Run) -> None:
                 path = run.checkpoints.save(step, state(run, step))
                 record.lap()
             if stopped and step < run.total:
-                run.accelerator.end_training()
                 run.accelerator.print(
                     f"{signal.Signals(stopped).name}: saved {path}; the same command resumes from it"
                 )
+                leave(run)
                 raise SystemExit(128 + stopped)
 
 
@@ -183,8 +183,20 @@ def finish(run: Run) -> dict[str, Any]:
         accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
     accelerator.print(f"the model is in {run.recipe.output_dir}")
     accelerator.wait_for_everyone()  # no process leaves the group while the main process writes
-    accelerator.end_training()
+    leave(run)
     return results
+
+
+def leave(run: Run) -> None:
+    """End the trackers and leave the process group, after everything that belongs to the group is freed.
+
+    Otherwise the last owner of the group is DDP's reducer. Its destructor waits for the thread of the group and holds
+    the GIL, which that thread may be waiting for.
+    """
+    accelerator = run.accelerator
+    vars(run).clear()
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 def write_outcome(run: Run, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
