@@ -301,7 +301,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_first_token():
 def test_a_cache_of_keys_and_values_is_refused_with_what_to_take_instead():
     cache = DynamicCache()
     cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
-    with pytest.raises(ValueError, match=r"got DynamicCache.* prompt tuning or LoRA"):
+    with pytest.raises(ValueError, match=r"got DynamicCache.* not supported: use LoRA"):
         build("simple")(tokens(1, 5), cache=cache)
 
 

@@ -4,6 +4,7 @@ source is executed, and errors are one line.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,12 +227,13 @@ def no_larger_than_weights(directory: Path, error: type[ValueError] = Unreadable
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a model like `load`, and refuse it if weights are missing in the source.
+    """Load a model like `load`, and refuse it if weights are missing in the source, or if it has more layers.
 
-    transformers initializes missing weights randomly, so measurements of such a model would be meaningless.
+    transformers initializes missing weights randomly and leaves out layers that the config does not have, so
+    measurements of such a model would be meaningless.
 
     Raises:
-        UnreadableError: the source cannot be loaded, or weights are missing.
+        UnreadableError: the source cannot be loaded, weights are missing, or its weights have other layers.
     """
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
@@ -240,4 +242,6 @@ def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any
             f"{source}: weights are missing for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
             "describes: use a checkpoint that contains them, or train the model first"
         )
+    if others := sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)):
+        raise UnreadableError(f"{source}: {CONFIG_NAME} does not describe the layer of the weight {others[0]}")
     return model

@@ -267,9 +267,7 @@ class AFTModel(AFTPreTrainedModel):
                     f"{given}: a model that contains this one, such as LLaVA, creates it. Call it with "
                     "use_cache=False, or with the cache that new_cache() of the AFTModel returns"
                 )
-            raise ValueError(
-                f"{given}. Prefix tuning, which learns keys and values, is not supported: use prompt tuning or LoRA"
-            )
+            raise ValueError(f"{given}. Prefix tuning, which learns keys and values, is not supported: use LoRA")
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         group = active_group()
         if group is not None:

@@ -100,5 +100,5 @@ def test_prompt_tuning_learns_and_prefix_tuning_is_refused(load):
     assert next(p for p in model.parameters() if p.requires_grad).grad.abs().sum() > 0
     sizes = {"num_layers": 2, "num_attention_heads": 1, "token_dim": 16}
     prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **sizes)
-    with pytest.raises(ValueError, match="prompt tuning or LoRA"):
+    with pytest.raises(ValueError, match="not supported: use LoRA"):
         peft.get_peft_model(load(), prefixes)(input_ids=ids, labels=ids)

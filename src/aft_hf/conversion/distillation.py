@@ -39,7 +39,7 @@ from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
 from ..reading import explained
 from ..training.checkpoints import Checkpoints, is_own, remove_checkpoints
-from ..training.manifest import find_changes, read_manifest
+from ..training.manifest import MANIFEST, find_changes, read_manifest
 from ..training.optimization import parameter_groups
 from ..training.ownership import RUN, owned
 from ..training.stopping import StopSignal
@@ -179,8 +179,9 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
         ConversionError: the path is a link or a file, or the directory holds anything but checkpoints.
         OSError: another process uses the directory, or it cannot be written.
     """
-    present = directory.iterdir() if directory.is_dir() and not directory.is_symlink() else [directory]
-    if foreign := [path for path in present if os.path.lexists(path) and not is_own(path) and path.name != RUN]:
+    present = directory.iterdir() if directory.is_dir() and not directory.is_symlink() else iter([directory])
+    present = (path for path in present if os.path.lexists(path) and path.name != RUN)
+    if foreign := [path for path in present if not is_own(path) or _lacks_manifest(path)]:
         raise ConversionError(
             f"{foreign[0]}: is no checkpoint of a distillation, and checkpoints are saved in {directory}; move it, or "
             "give another output directory"
@@ -190,6 +191,11 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
         yield state.is_main_process
         if state.is_main_process:
             remove_checkpoints(directory)
+
+
+def _lacks_manifest(path: Path) -> bool:
+    """Whether a directory has the name of a complete checkpoint, but is none."""
+    return path.name.startswith("step-") and not (path / MANIFEST).is_file()
 
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Image.Image]) -> None:
