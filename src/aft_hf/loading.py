@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn.modules import module as modules
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, cached_file
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
 from .reading import (
     ImageProcessorConfig,
     ModelConfig,
+    ProcessorConfig,
     TokenizerConfig,
     UnreadableError,
     explained,
@@ -36,10 +37,10 @@ FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a giga
 # Options that replace names of attention and experts in a config.json, also in its nested configs, by the default of
 # transformers: the name can be a kernel on the Hub, which transformers would download and run.
 OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implementation": None}
-# Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm), and
-# the config of another model. The `auto_map` of the whole model is not among them: it is used only if the source is
-# trusted, whereas transformers asks the user about nested ones.
-ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "backbone")
+# Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm),
+# weights of another name, and the config of another model. The `auto_map` of the whole model is not among them: it is
+# used only if the source is trusted, whereas transformers asks the user about nested ones.
+ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "transformers_weights", "backbone")
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
@@ -118,13 +119,19 @@ def named_checkpoints(directory: str) -> str:
 def read_image_processor(
     source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any
 ) -> dict[str, Any] | None:
-    """Check the preprocessor_config.json of a saved model, and return its content, or None if there is none.
+    """Check the image processor of a saved model, and return its values, or None if there is none.
 
+    As in transformers, an entry `image_processor` of processor_config.json replaces preprocessor_config.json.
     The arguments are those of `find_file`.
 
     Raises:
         UnreadableError, or the given `error`: the file cannot be used.
     """
+    optional = hub | {"_raise_exceptions_for_connection_errors": False}
+    if path := find_file(str(source), PROCESSOR_NAME, error, **optional):
+        entry = read_json(path, ProcessorConfig, error).image_processor
+        if entry is not None:
+            return entry.model_dump(exclude_unset=True)
     path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
     return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
 

@@ -62,6 +62,15 @@ def _at_most(largest: int) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _sides(value: Any) -> Any:
+    """Check the pixels of an image or a patch. Values of other types pass: the config class itself checks types."""
+    sides = value if isinstance(value, list) else [value]
+    one_in_list = isinstance(value, list) and len(value) < 2
+    if one_in_list or any(isinstance(side, (int, float)) and side < 1 for side in sides):
+        raise ValueError("must be one positive number, or a list of one for each side")
+    return value
+
+
 def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
     if labels is not None and labels.keys() != {str(number) for number in range(len(labels))}:
         raise ValueError("must map each label 0 .. num_labels - 1 to its name")
@@ -72,6 +81,7 @@ Layers = Annotated[Any, _at_most(2**12)]
 Labels = Annotated[Any, _at_most(2**22)]
 Side = Annotated[Any, _at_most(2**13)]  # pixels
 Width = Annotated[Any, _at_most(2**20)]
+Pixels = Annotated[Any, _at_most(2**20), AfterValidator(_sides)]
 Length = Annotated[Any, _at_most(2**27)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -96,8 +106,8 @@ class ModelConfig(Document):
     num_attention_heads: Width = None
     n_head: Width = None
     num_channels: Width = None
-    image_size: Width = None
-    patch_size: Width = None
+    image_size: Pixels = None
+    patch_size: Pixels = None
     patch_stride: Width = None
     vocab_size: Length = None
     max_position_embeddings: Length = None
@@ -113,6 +123,12 @@ class ImageProcessorConfig(Document):
     rescale_factor: Number | None = None
     image_mean: Number | list[Number] | None = None
     image_std: Number | list[Number] | None = None
+
+
+class ProcessorConfig(Document):
+    """Schema of processor_config.json: the image processor, if it is stored there."""
+
+    image_processor: ImageProcessorConfig | None = None
 
 
 class TokenizerConfig(Document):

@@ -21,6 +21,7 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from aft_hf import cli, convert_deit
 from aft_hf.conversion import ConversionError, read_source
+from aft_hf.conversion.source import load_image_processor
 from aft_hf.loading import load
 
 
@@ -212,3 +213,79 @@ def test_an_unknown_image_processor_is_one_line_with_the_name_of_the_source(tmp_
     save_vit(tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": name}))
     assert str(tmp_path / "vit") in refusal(tmp_path / "vit")
+
+
+def in_processor_config(path, **changes):
+    """Save a ViT whose image processor is stored as transformers 5 stores it in processors."""
+    save_vit(path)
+    values = json.loads((path / "preprocessor_config.json").read_text())
+    (path / "preprocessor_config.json").unlink()
+    (path / "processor_config.json").write_text(json.dumps({"image_processor": values | changes}))
+    return path
+
+
+@pytest.mark.parametrize("changes", [{}, {"image_processor_type": "ViTFeatureExtractor"}])
+def test_an_image_processor_in_processor_config_is_that_of_the_source(tmp_path, caplog, changes):
+    path = in_processor_config(tmp_path / "vit", **changes)
+    source = read_source(path)
+    assert source.own_image_processor
+    for processor in (source.image_processor, load_image_processor(str(path), ViTConfig(**SIZES))):
+        assert list(processor.image_mean) == [0.1, 0.2, 0.3]
+    assert "has no image processor" not in caplog.text
+
+
+def test_an_image_processor_in_processor_config_replaces_the_other_as_in_transformers(tmp_path):
+    path = in_processor_config(tmp_path / "vit", image_mean=[0.7, 0.8, 0.9])
+    save_vit(tmp_path / "other")
+    (tmp_path / "other" / "preprocessor_config.json").rename(path / "preprocessor_config.json")
+    assert list(read_source(path).image_processor.image_mean) == [0.7, 0.8, 0.9]
+    for content in ({"image_processor": None}, {"processor_class": "LlavaProcessor", "patch_size": 14}):
+        (path / "processor_config.json").write_text(json.dumps(content))
+        assert list(read_source(path).image_processor.image_mean) == [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(("changes", "name"), [({"image_std": "text"}, "image_std"), ({"size": 10**9}, "size")])
+def test_a_bad_image_processor_in_processor_config_is_refused_by_its_key(tmp_path, changes, name):
+    message = refusal(in_processor_config(tmp_path / "vit", **changes))
+    assert "processor_config.json: " in message and f"image_processor.{name}" in message
+
+
+@pytest.mark.parametrize("content", ["{bad", "[]", '{"image_processor": 5}', '{"image_processor": []}'])
+def test_a_damaged_processor_config_is_refused(tmp_path, content):
+    save_vit(tmp_path / "vit")
+    (tmp_path / "vit" / "processor_config.json").write_text(content)
+    assert "processor_config.json" in refusal(tmp_path / "vit")
+
+
+# ----------------------------------------------------------------------------------------------- files beside a config
+
+
+@pytest.mark.parametrize("kind", ["timm", "transformers"])
+def test_a_weight_file_beside_its_config_is_not_read_without_it(tmp_path, monkeypatch, kind):
+    path = tmp_path / "source"
+    timm(path) if kind == "timm" else save_vit(path)
+    key = "architecture='vit" if kind == "timm" else "model_type='vit'"
+    message = refusal(path / "model.safetensors")
+    assert key in message and "give the directory" in message
+    monkeypatch.chdir(path)
+    assert "give the directory" in refusal("model.safetensors")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"lr": 0.1}', '{"architecture": null}'])
+def test_a_weight_file_beside_a_config_of_no_model_is_read(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    save_file(timm_tensors(), tmp_path / "deit.safetensors")
+    assert read_source(tmp_path / "deit.safetensors", source_num_heads=3).heads == ("classifier",)
+
+
+def test_a_config_that_names_another_weight_file_is_refused(tmp_path):
+    save_vit(tmp_path / "vit")
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    for name in ("other.safetensors", "model.safetensors"):
+        (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+        assert "transformers_weights" in refusal(tmp_path / "vit")
+
+
+def test_the_report_has_the_number_of_heads_that_the_model_got(vit):
+    model, report = convert_deit(vit, kernel_size=3)
+    assert report.options["num_heads"] == model.config.num_heads

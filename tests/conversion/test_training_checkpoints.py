@@ -154,6 +154,41 @@ def test_registers_are_the_reason_also_where_shapes_fail_first(tmp_path):
     assert "reg_token belongs to register tokens" in refusal(tmp_path / "registers.pth")
 
 
+@pytest.mark.parametrize(
+    ("prefix", "scalars"),
+    [
+        ("", ["blocks.0.ls1.gamma", "blocks.0.ls2.gamma", "blocks.1.ls1.gamma", "blocks.1.ls2.gamma"]),
+        ("", ["blocks.1.gamma_2"]),
+        ("", ["blocks.0.alpha"]),
+        ("", ["logit_scale"]),
+        ("model.", ["model.logit_scale"]),
+        ("1.", ["0.mean", "0.std"]),
+        ("model.", ["temperature"]),
+        ("", ["blocks.0.attn.qkv.scale"]),
+    ],
+)
+def test_a_scalar_that_is_no_counter_is_refused_by_its_name(tmp_path, prefix, scalars):
+    torch.save(under(prefix, timm_tensors()) | dict.fromkeys(scalars, torch.tensor(0.1)), tmp_path / "vit.pth")
+    assert scalars[0].removeprefix("model.") in refusal(tmp_path / "vit.pth")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n_averaged", torch.tensor(3)),
+        ("model.n_averaged", torch.tensor(3.0)),
+        ("head_drop.num_batches_tracked", torch.tensor(3.0)),
+        ("steps", torch.tensor(3.0)),
+        ("seen", torch.tensor(3, dtype=torch.int32)),
+        ("initted", torch.tensor(True)),
+    ],
+)
+def test_counters_and_flags_of_wrappers_are_left_out(tmp_path, name, value):
+    tensors = timm_tensors()
+    torch.save(under("model.", tensors) | {name: value}, tmp_path / "vit.pth")
+    assert_read(tmp_path / "vit.pth", tensors)
+
+
 # ---------------------------------------------------------------------------------------------------- averaged weights
 
 
@@ -204,6 +239,53 @@ def test_averaged_weights_inside_other_objects_and_state_dicts_are_taken(tmp_pat
 def test_of_several_models_none_is_taken_silently(tmp_path, content, names):
     torch.save(content(timm_tensors(), timm_tensors()), tmp_path / "checkpoint.pth")
     assert f"holds 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["model_no_ema", "non_ema", "no-swa", "without_ema", "model_before_swa", "preEMA", "pre_ema", "raw.ema"]
+    + ["RAW_EMA", "not_averaged", "unaveraged", "before averaging"],
+)
+def test_a_name_that_denies_averaging_is_no_name_of_averaged_weights(tmp_path, raw):
+    averaged, other = timm_tensors(), timm_tensors()
+    torch.save({"model": averaged, raw: other}, tmp_path / "checkpoint.pth")
+    assert "holds 2 models (" in refusal(tmp_path / "checkpoint.pth")
+    torch.save({"model_ema": averaged, raw: other}, tmp_path / "checkpoint.pth")
+    assert assert_read(tmp_path / "checkpoint.pth", averaged) == "model_ema"
+
+
+class Average:
+    """An average of weights as an object of a training script."""
+
+    def __init__(self):
+        self.values = {"blocks": [torch.zeros(2, 2)]}
+
+
+@pytest.mark.parametrize(
+    ("beside", "name"),
+    [
+        ({"ema": {"decay": 0.9, "shadow_params": [torch.zeros(2)]}}, "ema.shadow_params.0"),
+        ({"ema": [torch.zeros(2), torch.zeros(2)]}, "ema."),
+        ({"model_ema": {"blocks0attn": torch.zeros(2)}}, "model_ema.blocks0attn"),
+        ({"swa_vector": torch.zeros(9)}, "swa_vector"),
+        ({"optimizer": {"state": {0: {"swa_buffer": torch.zeros(2)}}}}, "optimizer.state.0.swa_buffer"),
+        ({"callbacks": {"WeightAveraging": {"average_model_state": {"w": torch.zeros(2)}}}}, "average_model_state.w"),
+        ({"ema": Average()}, "ema.state.values.blocks.0"),
+        ({"ema": wrapped_linear()[0]}, "ema.state"),
+    ],
+)
+def test_averaged_weights_in_another_form_are_not_passed_over(tmp_path, beside, name):
+    torch.save({"model": timm_tensors(), **beside}, tmp_path / "checkpoint.pth")
+    message = refusal(tmp_path / "checkpoint.pth")
+    assert f"holds averaged weights ({name}" in message or f"{name})" in message
+
+
+def test_what_is_said_about_averaging_without_weights_is_ignored(tmp_path):
+    tensors = timm_tensors()
+    said = {"ema": {"decay": 0.9, "step": torch.tensor(3), "params": []}, "swa_lrs": [0.1]}
+    said["ema"]["self"] = said
+    torch.save({"model": tensors, **said, "no_ema": [torch.zeros(2)]}, tmp_path / "checkpoint.pth")
+    assert assert_read(tmp_path / "checkpoint.pth", tensors) == "model"
 
 
 # ------------------------------------------------------------------------------------------------- objects and formats

@@ -135,6 +135,15 @@ FOUND = {
     "a billion layers of a ViT": ("convert vit", "config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers"),
     "a billion labels": ("evaluate image", "config.json", ("num_labels",), 10**9, "num_labels"),
     "a billion labels of a ViT": ("convert vit", "config.json", ("num_labels",), 10**9, "num_labels"),
+    "patches of no pixels": ("evaluate vit", "config.json", ("patch_size",), 0, "patch_size=0: must be one positive"),
+    "one side in a list": ("evaluate vit", "config.json", ("image_size",), [32], "image_size=[32]: must be one"),
+    "a side of no pixels": (
+        "evaluate image",
+        "config.json",
+        ("image_size",),
+        [8, 0],
+        "image_size=[8, 0]: must be one",
+    ),
     "layers without weights": ("evaluate text", "config.json", ("num_hidden_layers",), 3, "weights are missing for"),
     "layers of a ViT without weights": (
         "evaluate vit",

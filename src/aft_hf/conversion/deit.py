@@ -135,7 +135,9 @@ def convert_deit(
 
     # The report is published with the model, so it names a local source without its directory.
     name = Path(source.name).name if Path(source.name).exists() else source.name
-    report = ConversionReport(name, {**options, "init": init, **_reading(source)}, _versions())
+    report = ConversionReport(
+        name, {**options, "num_heads": config.num_heads, "init": init, **_reading(source)}, _versions()
+    )
     report.records += _target_records(target, copies, fitted)
     report.records += _source_records(source, {name for names in counterparts.values() for name in names})
     report.check(source.tensors, target)

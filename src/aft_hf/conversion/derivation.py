@@ -80,6 +80,8 @@ def _mean(stacked: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    if not factor.dim():
+        raise IndexError("a scalar is no factor for each row")
     columns = factor.reshape(-1, *[1] * (tensor.dim() - 1))
     return (widen(tensor) * widen(columns)).to(tensor.dtype)
 

@@ -31,6 +31,9 @@ PATCH_EMBEDDING = re.compile(
 # (_fsdp_wrapped_module), activation checkpointing (_checkpoint_wrapped_module).
 WRAPPER = re.compile(r"(?:(?<=\.)|^)(?:_[^.]+|module)\.")
 AVERAGED = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])|averag", re.IGNORECASE)
+# Names that say the opposite, such as model_no_ema and before_swa.
+NOT_AVERAGED = re.compile(r"(?<![a-z])(no|non|not|un|without|wo|before|pre|raw)[\W_]?(ema|swa|averag)", re.IGNORECASE)
+COUNTER = re.compile(r"(?:.*\.)?(n_averaged|num_batches_tracked|num_updates|steps?)")  # of a wrapper
 DEEPEST = 5  # levels of a training checkpoint that are searched for state dicts
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,7 +44,8 @@ class Ignored:
     def __new__(cls, *args: Any) -> "Ignored":
         return super().__new__(cls)
 
-    def __setstate__(self, state: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], str]:
@@ -78,7 +82,8 @@ def _without_prefix(source: str, tensors: Mapping[str, torch.Tensor]) -> tuple[s
     others = tuple(prefixes - {prefix})
     inside = {}
     for name, tensor in tensors.items():
-        if tensor.dim() == 0:  # a counter of a wrapper, such as n_averaged
+        is_fraction = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if tensor.dim() == 0 and (COUNTER.fullmatch(name) or not is_fraction):  # other scalars may be weights
             continue
         if name.startswith(prefix):
             inside[name.removeprefix(prefix)] = tensor
@@ -92,13 +97,17 @@ def _without_prefix(source: str, tensors: Mapping[str, torch.Tensor]) -> tuple[s
 
 def _choose(source: str, names: Collection[str]) -> str:
     """Return the name of the only model, or of the only one with averaged weights."""
-    averaged = [name for name in names if AVERAGED.search(name)]
+    averaged = [name for name in names if _is_averaged(name)]
     if len(choice := averaged or list(names)) != 1:
         found = shortened(", ".join(sorted(name.rstrip(".") or "(top level)" for name in choice)))
         raise ConversionError(
             f"{source}: holds {len(choice)} models ({found}); save the state dict of one of them alone"
         )
     return choice[0]
+
+
+def _is_averaged(name: str) -> bool:
+    return AVERAGED.search(name) is not None and not NOT_AVERAGED.search(name)
 
 
 def _weight_files(source: str) -> list[Path]:
@@ -165,6 +174,11 @@ def _read_pickle(path: Path, is_pickle: bool) -> tuple[str, dict[str, torch.Tens
         keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
         raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
     part = _choose(str(path), found)
+    if not _is_averaged(part) and (unread := next(_averaged_elsewhere(content, list(found.values())), None)):
+        raise ConversionError(
+            f"{path}: holds averaged weights ({shortened(unread)}) that are no state dict of a ViT, beside others "
+            f"({part or 'top level'}); save the state dict of the model that is to be converted alone"
+        )
     return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
 
 
@@ -177,3 +191,21 @@ def _state_dicts(content: Any, key: str = "", depth: int = 0) -> Iterator[tuple[
         yield key, content
     for name, value in content.items():
         yield from _state_dicts(value, f"{key}.{name}".lstrip("."), depth + 1)
+
+
+def _averaged_elsewhere(content: Any, state_dicts: list[Any]) -> Iterator[str]:
+    """Yield the dotted keys with names of averaged weights under which there are tensors outside of `state_dicts`."""
+    rest, seen = [("", content)], set()
+    while rest:
+        key, value = rest.pop()
+        if id(value) in seen:  # pickles can be cyclic
+            continue
+        seen.add(id(value))
+        entries = value.__dict__ if isinstance(value, Ignored) else value
+        entries = dict(enumerate(entries)) if isinstance(entries, (list, tuple)) else entries
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            below = f"{key}.{name}".lstrip(".")
+            if not isinstance(entry, torch.Tensor):
+                rest.append((below, entry))
+            elif entry.dim() and _is_averaged(below) and not any(value is each for each in state_dicts):
+                yield below

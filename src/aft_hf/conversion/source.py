@@ -25,7 +25,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_aft import pair
 from ..loading import OWN_KERNELS, load, named_checkpoints, read_config, read_image_processor
-from ..reading import explained
+from ..reading import Document, explained, read_json, shown
 from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
 from .checkpoint_formats import timm_derivations, transformers_derivations
 from .derivation import Derivation, cast
@@ -149,7 +149,7 @@ def read_source(
             f"memory, got {type(source).__name__}"
         )
     name = str(source)
-    config = {} if Path(name).is_file() else _read_config(name)
+    config = _without_config(name) if Path(name).is_file() else _read_config(name)
     if config.get("model_type") is not None:
         _refuse_known(name, source_image_size, source_num_heads)
         return _checked(_in_one_dtype(_read_transformers(name, config)))
@@ -180,6 +180,18 @@ def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) ->
     """Return the default image processor for a checkpoint of this type without one."""
     normalized = model_type in IMAGENET_NORMALIZED
     return timm_image_processor(name, PretrainedConfig(), size) if normalized else vit_image_processor(size)
+
+
+def _without_config(name: str) -> dict[str, Any]:
+    """Return the empty config of a weight file; refuse the file if a config of transformers or timm lies beside it."""
+    if (beside := Path(name).parent / CONFIG_NAME).is_file():
+        stated = read_json(beside, Document, ConversionError).model_extra or {}
+        if key := next((key for key in ("model_type", "architecture") if stated.get(key) is not None), None):
+            raise ConversionError(
+                f"{name}: {beside} ({key}={shown(stated[key])}) would not be read; give the directory, or move a file "
+                "that this config does not describe out of it"
+            )
+    return {}
 
 
 def _read_config(name: str) -> dict[str, Any]:
