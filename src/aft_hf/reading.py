@@ -71,6 +71,12 @@ def _sides(value: Any) -> Any:
     return value
 
 
+def _whole(value: float) -> float:
+    if value < 1 or value % 1:
+        raise ValueError("must be a whole number of at least 1")
+    return value
+
+
 def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
     if labels is not None and labels.keys() != {str(number) for number in range(len(labels))}:
         raise ValueError("must map each label 0 .. num_labels - 1 to its name")
@@ -134,7 +140,7 @@ class ProcessorConfig(Document):
 class TokenizerConfig(Document):
     """Schema of tokenizer_config.json: the maximum length."""
 
-    model_max_length: Annotated[Number, Field(gt=0)] | None = None
+    model_max_length: Annotated[Number, AfterValidator(_whole)] | None = None
 
 
 class WeightsIndex(Document):

@@ -138,14 +138,14 @@ def test_images_without_folders_of_classes_have_no_labels(folder):
         load_local(folder / "cat")
 
 
-def test_linked_folders_are_read_once(folder, tmp_path):
+def test_linked_folders_are_read_under_each_name_but_not_inside_themselves(folder, tmp_path):
     save(tmp_path / "elsewhere" / "bird" / "7.png")
     (folder / "bird").symlink_to(tmp_path / "elsewhere" / "bird")
     (folder / "cat" / "loop").symlink_to(folder)
     (folder / "outer").symlink_to(tmp_path / "elsewhere" / "bird")
     (folder / "dog" / "5.png").symlink_to(folder / "dog" / "1.png")
     found = [path.name for path in list_images(folder)]
-    assert sorted(found) == ["1.png", "1.png", "2.jpg", "3.PNG", "5.png", "7.png"]
+    assert sorted(found) == ["1.png", "1.png", "2.jpg", "3.PNG", "5.png", "7.png", "7.png"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "missing"])
@@ -186,3 +186,23 @@ def test_a_folder_without_images_is_refused(folder):
     for read in (load_local, ImagesOnDisk):
         with pytest.raises(ValueError, match="images: no images in it; give a folder of"):
             read(folder)
+
+
+def test_two_classes_that_link_to_one_folder_are_both_read(folder, tmp_path):
+    save(tmp_path / "elsewhere" / "7.png")
+    for name in ("bird", "fowl"):
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert load_local(folder).features["label"].names == ["bird", "cat", "dog", "fowl"]
+    assert names(folder) == ["bird/7.png", *ALL, "fowl/7.png"]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "valid", "validation", "Test"])
+@pytest.mark.parametrize("outer", ["", "deep/"])
+def test_a_folder_of_splits_is_refused(folder, outer, split):
+    shutil.copytree(folder, folder.parent / "ds" / outer / "other")
+    shutil.copytree(folder, folder.parent / "ds" / outer / split)
+    with pytest.raises(
+        ValueError, match=f"ds: its folders are splits, not classes: give one of .*/ds/{outer}{split}$"
+    ):
+        load_local(folder.parent / "ds")
+    assert len(load_local(folder.parent / "ds" / outer / split)) == 4

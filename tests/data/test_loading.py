@@ -77,6 +77,8 @@ def test_data_comes_from_one_place(arguments):
         ("a.parquet", b"no parquet", "a.parquet: cannot be read as a file of type parquet"),
         ("a.json", b"{no json", "a.json: cannot be read as a file of type json"),
         ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type txt"),
+        ("a.jsonl", b"", r"a.jsonl: cannot be read as a file of type jsonl \(it has no rows\)"),
+        ("a.csv", b"text\n", r"a.csv: cannot be read as a file of type csv \(it has no rows\)"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
@@ -107,6 +109,35 @@ def test_a_text_file_that_was_changed_is_read_again(tmp_path):
 def test_a_folder_without_images_is_named(tmp_path):
     with pytest.raises(ValueError, match="no images in it; give a folder of"):
         load_local(tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("content", ["text\nhello, world\n", "text\na, b, c\nd\n", "text,n\none, two,1\n"])
+def test_a_csv_with_more_cells_than_its_header_is_refused(content, streaming, tmp_path):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.csv: .*rows have more cells than the header: put texts with commas in"):
+        load_local(tmp_path / "a.csv", streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("texts", [("007", "abc"), ("abc", "007"), ("1.50", "abc"), ("true", "007"), ("1", "1.50x")])
+@pytest.mark.parametrize("count", [10_000, 550_000])
+def test_texts_of_a_csv_are_kept_however_many_rows_look_like_numbers(texts, count, streaming, tmp_path):
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f"{text}\n" * count for text in texts))
+    rows = load_local(tmp_path / "a.csv", streaming=streaming)
+    if streaming:
+        assert next(iter(rows)) == {"text": texts[0]}
+    else:
+        assert [rows[0]["text"], rows[-1]["text"]] == list(texts) and len(rows) == 2 * count
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("value", [5, ["two"], {"a": "x"}, None], ids=repr)
+@pytest.mark.parametrize("first", ["one", {"a": 1}])
+def test_a_column_of_mixed_values_is_kept(first, value, streaming, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (first, value)))
+    rows = load_local(tmp_path / "a.jsonl", streaming=streaming)
+    assert [row["text"] for row in rows] == [first, value]
 
 
 # Held-out validation data

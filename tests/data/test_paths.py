@@ -233,3 +233,24 @@ def test_a_stream_from_the_hub_reads_files_there(path, monkeypatch):
 def test_a_stream_from_the_hub_reads_no_other_addresses(path):
     with pytest.raises(ImageError):
         HubImageColumn().decode_example({"bytes": None, "path": path})
+
+
+@pytest.mark.parametrize("content", [None, b""])
+@pytest.mark.parametrize("kind", ["binary", "large_binary", "null"])
+def test_structs_of_bytes_and_path_are_images_for_all_readers(content, kind, tmp_path):
+    (tmp_path / "x.png").write_bytes(picture(7))
+    rows = [{"bytes": content, "path": str(tmp_path / "x.png")}]
+    if kind == "null":
+        rows[0]["bytes"] = None
+    else:
+        rows.append({"bytes": picture(7), "path": None})
+    bytes_type = getattr(pyarrow, kind)()
+    struct = pyarrow.struct([("bytes", bytes_type), ("path", pyarrow.string())])
+    parquet.write_table(pyarrow.table({"image": pyarrow.array(rows, struct)}), tmp_path / "rows.parquet")
+    for images in (
+        load_local(tmp_path / "rows.parquet")["image"],
+        [row["image"] for row in load_local(tmp_path / "rows.parquet", streaming=True)],
+        read_images(tmp_path / "rows.parquet", 5),
+    ):
+        assert [image.getpixel((0, 0))[0] for image in images] == [7] * len(rows)
+    assert sum_rows(load_local(tmp_path / "rows.parquet"), "image", "image")

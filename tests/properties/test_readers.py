@@ -177,12 +177,19 @@ FOUND = {
         "long",
         "tokenizer_config.json: model_max_length='long': must be a valid number",
     ),
+    "half a token as tokenizer length": (
+        "evaluate text",
+        "tokenizer_config.json",
+        ("model_max_length",),
+        12.5,
+        "model_max_length=12.5: must be a whole number of at least 1",
+    ),
     "no tokenizer length for a picture": (
         "visualize text",
         "tokenizer_config.json",
         ("model_max_length",),
         0,
-        "model_max_length=0: must be greater than 0",
+        "model_max_length=0: must be a whole number of at least 1",
     ),
     # The panic of a library in Rust is not an `Exception`.
     "a tokenizer that panics": ("evaluate text", "tokenizer.json", ("pre_tokenizer",), PANICS, "retry-limit"),

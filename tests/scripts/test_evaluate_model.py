@@ -96,10 +96,20 @@ def test_a_model_without_image_processor_gets_that_of_its_conversion(model_type,
     assert (tmp_path / "without.json").read_text() == (tmp_path / "with.json").read_text()
 
 
-@pytest.mark.parametrize("option", ["--max-samples", "--image-size"])
+@pytest.mark.parametrize("option", ["--max-samples", "--image-size", "--batch-size"])
 def test_numbers_below_1_are_refused(option, classifier, tmp_path, run_command):
     done = run_command(SCRIPT, classifier, tmp_path, option, 0)
     assert done.returncode == 2 and f"Invalid value for '{option}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "column"), [("--image-column", "nope"), ("--label-column", "nope"), ("--image-column", "image")]
+)
+def test_a_column_that_the_images_lack_is_told(option, column, classifier, tmp_path, run_command):
+    rows = {"image": [PILImage.new("RGB", (8, 8))], "label": [0]} if column == "nope" else {"text": ["one"]}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "test.parquet")
+    done = run_command(SCRIPT, classifier, tmp_path / "test.parquet", option, column)
+    assert done.returncode == 1 and f"{option}: the given data has no column {column!r}, it has" in done.stderr
 
 
 def test_what_a_user_gets_wrong_ends_in_one_line(classifier, tmp_path, run_command):

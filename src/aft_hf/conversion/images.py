@@ -92,7 +92,7 @@ def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int],
         import datasets  # from the extra "train", needed only here
         from pyarrow import parquet
 
-        from ..data.loading import read_files
+        from ..data.loading import is_image, read_files
     except ImportError as error:
         raise ConversionError(f"{path}: parquet files need the library datasets: pip install datasets") from error
     try:
@@ -100,7 +100,7 @@ def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int],
         ends = list(accumulate(parquet.read_metadata(file).num_rows for file in files))
     except Exception as error:  # pyarrow and datasets raise many types
         raise ConversionError(f"{path}: no readable parquet file ({first_line(error)})") from error
-    columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
+    columns = [name for name, feature in table.features.items() if is_image(feature)]
     if not columns:
         raise ConversionError(f"{path}: none of its columns {', '.join(table.features)} holds images")
     rows = table.select_columns(columns[0]).cast_column(columns[0], datasets.Image(decode=False))

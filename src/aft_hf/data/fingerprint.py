@@ -84,8 +84,9 @@ def _size(rows: Dataset, image_column: str) -> int:
     size = rows.data.nbytes * len(rows) // max(len(rows.data), 1)
     images = (image for table in rows.iter(100) for image in table[image_column].to_pylist())
     first = next(images, None)
-    if isinstance(first, dict) and first["bytes"] is None:  # an image folder: the rows hold only paths
-        size += sum(check_file(image["path"] or "").stat().st_size for image in chain([first], images))
+    if isinstance(first, dict) and not first["bytes"]:  # an image folder: the rows hold only paths
+        paths = (image["path"] or "" for image in chain([first], images) if not image["bytes"])
+        size += sum(check_file(path).stat().st_size for path in paths)
     return size
 
 
@@ -93,7 +94,7 @@ def _content(image: Any) -> bytes:
     """Return the content of the image file that a row holds or refers to, and of any other value its `repr`."""
     if not isinstance(image, dict):
         return repr(image).encode()
-    return check_file(image["path"] or "").read_bytes() if image["bytes"] is None else image["bytes"]
+    return image["bytes"] or check_file(image["path"] or "").read_bytes()
 
 
 def _parts(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:

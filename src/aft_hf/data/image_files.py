@@ -86,7 +86,7 @@ def list_images(path: Path) -> list[Path]:
     """Return the image files in a folder at any depth, sorted, or else its parquet files; of a file, the file itself.
 
     Hidden files and folders, whose names begin with a dot, and those of the operating system are left out. Links to
-    folders are followed; each folder is read once.
+    folders are followed, except to a folder that the link itself is in.
 
     Raises:
         ValueError: the path does not exist, or is a folder without images, or with images and parquet files.
@@ -97,18 +97,18 @@ def list_images(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
     found: list[Path] = []
-    waiting, seen = [path], {path.resolve()}
+    waiting = [(path, {path.resolve()})]
     while waiting:
-        for entry in os.scandir(waiting.pop()):
+        inside, outer = waiting.pop()
+        for entry in os.scandir(inside):
             file = Path(entry.path)
             if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
                 continue
             if not entry.is_dir():
                 if file.suffix.lower() in (*SUFFIXES, PARQUET):
                     found.append(file if entry.is_file() else check_file(file))
-            elif (folder := file.resolve()) not in seen:
-                seen.add(folder)
-                waiting.append(file)
+            elif (folder := file.resolve()) not in outer:
+                waiting.append((file, {*outer, folder}))
     tables = [file for file in sorted(found) if file.suffix.lower() == PARQUET]
     images = [file for file in sorted(found) if file.suffix.lower() != PARQUET]
     if images and tables:

@@ -16,6 +16,9 @@ from datasets import (
     Image,
     IterableDataset,
     IterableDatasetDict,
+    Json,
+    LargeList,
+    List,
     Value,
     load_dataset,
     load_dataset_builder,
@@ -26,6 +29,7 @@ from datasets.fingerprint import Hasher
 from datasets.io.csv import CsvDatasetReader
 from datasets.io.json import JsonDatasetReader
 from datasets.io.parquet import ParquetDatasetReader
+from datasets.packaged_modules.csv.csv import CsvConfig
 from huggingface_hub import metadata_load
 from PIL import Image as PILImage
 from transformers.utils import logging
@@ -37,9 +41,27 @@ from .image_files import MAX_BYTES, PARQUET, list_images, open_image
 
 logger = logging.get_logger(__name__)
 
-READERS = {".parquet": ParquetDatasetReader, ".csv": CsvDatasetReader, ".json": JsonDatasetReader}
+
+class WholeCsvConfig(CsvConfig):
+    """As `CsvConfig`; pandas infers a type per column, not per part of a column, which turns 007 into 7."""
+
+    @property
+    def pd_read_csv_kwargs(self) -> dict[str, Any]:
+        return {**super().pd_read_csv_kwargs, "low_memory": False}
+
+
+class CsvReader(CsvDatasetReader):
+    """Reader of CSV files as a whole, not in parts whose types differ."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, chunksize=10**9, **options)  # rows
+        self.builder.config.__class__ = WholeCsvConfig
+
+
+READERS = {".parquet": ParquetDatasetReader, ".csv": CsvReader, ".json": JsonDatasetReader}
 READERS[".jsonl"] = READERS[".json"]
 FORMATS = (*READERS, ".txt")
+SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders
 
 
 class ImageColumn(Image):
@@ -55,10 +77,10 @@ class ImageColumn(Image):
         if isinstance(value, PILImage.Image):
             return value
         content, path = value["bytes"], value["path"] or ""
-        if content is None and self.addresses.fullmatch(path):
+        if not content and self.addresses.fullmatch(path):
             with fsspec.open(path, "rb") as file:
                 content = file.read(MAX_BYTES)
-        return open_image(path if content is None else content, path or "an image")
+        return open_image(content or path or b"", path or "an image")
 
 
 class HubImageColumn(ImageColumn):
@@ -164,7 +186,8 @@ def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = Tru
             return _read_document(path, streaming)
         return with_safe_images(read_files(files, streaming=streaming))
     except Exception as error:  # the readers can raise any exception
-        reason = described(error.__cause__ or error)
+        empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON and CSV
+        reason = "it has no rows" if empty else described(error.__cause__ or error)
         raise ValueError(f"{path}: cannot be read as a file of type {suffix[1:]} ({reason})") from error
 
 
@@ -173,7 +196,13 @@ def read_files(files: Sequence[Path], *, streaming: bool = False) -> Dataset | I
     names = [str(_without_hops(file.absolute())) for file in files]
     versions = [(str(file.stat().st_mtime_ns), str(file.stat().st_size)) for file in files]  # for the cache
     data_files = DataFilesDict(train=DataFilesList(names, versions))
-    return READERS[files[0].suffix.lower()](data_files, split="train", streaming=streaming).read()
+    reader = READERS[files[0].suffix.lower()]
+    rows = reader(data_files, split="train", streaming=streaming).read()
+    if streaming:
+        rows = rows._resolve_features()  # those of CSV and JSON are unknown before
+    if reader is CsvReader and "__index_level_0__" in rows.column_names:  # pandas takes surplus cells as an index
+        raise ValueError("rows have more cells than the header: put texts with commas in quotes")
+    return rows
 
 
 def _without_hops(path: Path) -> Path:
@@ -188,6 +217,9 @@ def _without_hops(path: Path) -> Path:
 
 
 def _image_rows(folder: Path, files: Sequence[Path], streaming: bool, labeled: bool) -> Dataset | IterableDataset:
+    outer = {parent for path in {file.parent for file in files} - {folder} for parent in path.parents}
+    if splits := [str(path) for path in sorted(outer) if path.name.lower() in SPLITS and folder in path.parents]:
+        raise ValueError(f"{folder}: its folders are splits, not classes: give one of {', '.join(splits)}")
     columns: dict[str, list[Any]] = {"image": [{"bytes": None, "path": str(file)} for file in files]}
     features = Features(image=ImageColumn())
     if labeled:
@@ -245,14 +277,29 @@ def with_safe_images(
     addresses.
     """
     features = rows.features or {}
-    if isinstance(rows, IterableDataset) and any(map(require_decoding, features.values())):
+    if isinstance(rows, IterableDataset) and any(map(_opens_files, features.values())):
         rows = rows.decode(False)  # a stream decodes what is left out later
     for name, feature in features.items():
-        if isinstance(feature, Image):
+        if is_image(feature):
             rows = rows.cast_column(name, column())
-        elif require_decoding(feature):
+        elif _opens_files(feature):
             rows = rows.remove_columns(name)
     return rows
+
+
+def is_image(feature: Any) -> bool:
+    """Whether a column holds images: by its type, or as structs of bytes and path, as in files of other libraries."""
+    types = {name: getattr(part, "dtype", "") for name, part in feature.items()} if isinstance(feature, dict) else {}
+    stored = types.keys() == {"bytes", "path"} and types["bytes"] in ("binary", "large_binary", "null")
+    return isinstance(feature, Image) or (stored and types["path"] in ("string", "large_string", "null"))
+
+
+def _opens_files(feature: Any) -> bool:
+    if isinstance(feature, dict):
+        return any(map(_opens_files, feature.values()))
+    if isinstance(feature, (List, LargeList)):
+        return _opens_files(feature.feature)
+    return require_decoding(feature) and not isinstance(feature, Json)
 
 
 def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:

@@ -56,7 +56,7 @@ def evaluate_command(
     stride: Annotated[
         int | None, typer.Option(help="New tokens per block; the others are context. Default: all tokens are new.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Images or blocks per forward pass.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="Evaluate only this many rows, the first ones.")
     ] = None,
@@ -103,6 +103,8 @@ def evaluate_command(
         classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
         processor = load_image_processor(model, config)
         columns = {"image_column": image_column, "label_column": label_column}
+        for column, name in columns.items():
+            require_column(DatasetDict(given=dataset), name, f"--{column.replace('_', '-')}")
         sides: list[int | None] = [*image_size] if image_size else [None]
         for side in sides:
             size = None if side is None else (side, side)

@@ -56,7 +56,7 @@ def usable_device(name: str | None) -> torch.device:
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the maximum length of a language model: the lesser of its config's (default 1024) and its tokenizer's."""
     longest = getattr(config, "max_position_embeddings", None) or USUAL_BLOCK_SIZE
-    return min(longest, tokenizer.model_max_length)  # a huge number if the tokenizer sets none
+    return int(min(longest, tokenizer.model_max_length))  # a huge number if the tokenizer sets none
 
 
 def is_image_classifier(config: PreTrainedConfig) -> bool:
