@@ -26,7 +26,7 @@ from aft_hf.benchmarking.gpu_groups import SECTIONS, SMALLEST, GpuSizes
 from aft_hf.benchmarking.gpu_measuring import bandwidth, measure
 
 
-TESTS = "tests/test_mixing_triton_aft.py"
+TESTS = "tests/kernels/test_triton.py"
 
 
 def run_tests(device: torch.device) -> dict[str, int | None]:

@@ -34,13 +34,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from aft_hf.caching_aft import AFTStaticLayerState
-from aft_hf.documents_aft import Documents
-from aft_hf.mixing_aft import Mixing
-from aft_hf.mixing_triton_bidirectional_launch_aft import backward as backward_bidirectional
-from aft_hf.mixing_triton_bidirectional_launch_aft import forward as forward_bidirectional
-from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
-from aft_hf.mixing_triton_decoding_aft import STATE
-from aft_hf.mixing_triton_launch_aft import backward, decode, forward, prefill
+from aft_hf.kernels.triton.bidirectional_launch import backward as backward_bidirectional
+from aft_hf.kernels.triton.bidirectional_launch import forward as forward_bidirectional
+from aft_hf.kernels.triton.causal import Geometry, Inputs, problem_tensors
+from aft_hf.kernels.triton.decoding import STATE
+from aft_hf.kernels.triton.launch import backward, decode, forward, prefill
+from aft_hf.mixing_aft import Documents, Mixing
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
 

@@ -20,12 +20,12 @@ from torch import nn
 from triton.runtime import interpreter
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf import mixing_triton_bidirectional_launch_aft as bidirectional
-from aft_hf import mixing_triton_launch_aft as launches
 from aft_hf.caching_aft import AFTStaticLayerState
+from aft_hf.kernels.triton import bidirectional_launch as bidirectional
+from aft_hf.kernels.triton import launch as launches
+from aft_hf.kernels.triton.causal import Geometry, Inputs, problem_tensors
+from aft_hf.kernels.triton.decoding import STATE
 from aft_hf.mixing_aft import Mixing
-from aft_hf.mixing_triton_causal_aft import Geometry, Inputs, problem_tensors
-from aft_hf.mixing_triton_decoding_aft import STATE
 
 
 class Traffic:

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import test_backend_contract_aft as contract
-import test_mixing_triton_aft as kernels
+import test_triton as kernels
 
 
 def main() -> None:

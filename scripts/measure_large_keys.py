@@ -16,7 +16,7 @@ from torch import nn
 
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.benchmarking.measuring import keep_freed_memory, ratio, seconds_in_turns
-from aft_hf.blocks_aft import AFTLayer
+from aft_hf.modeling_aft import AFTLayer
 
 
 SIZES = (1, 30, 90)

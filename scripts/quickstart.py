@@ -43,7 +43,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
-from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, read_images, save_converted
+from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, adapt_to_image_size, read_images, save_converted
 from aft_hf.progress import no_bars_in_logs
 from aft_hf.reading import reported
 from aft_hf.training import build_optimizer
@@ -245,7 +245,7 @@ def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple
             options["interpolate_pos_encoding"] = True
         else:
             model = copy.deepcopy(model)
-            model.adapt_to_image_size(size)
+            adapt_to_image_size(model, size)
     correct, seconds = 0, []
     for start in range(0, len(data), batch_size):
         batch = data[start : start + batch_size]

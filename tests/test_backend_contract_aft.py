@@ -19,9 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.documents_aft import Documents
-from aft_hf.mixing_aft import BACKENDS, Mixing, mix, reference_mixing
-from aft_hf.mixing_triton_aft import TritonBackend, triton_is_installed
+from aft_hf.kernels.triton.backend import TritonBackend, triton_is_installed
+from aft_hf.mixing_aft import BACKENDS, Documents, Mixing, mix, reference_mixing
 
 
 WIDTH = 8
@@ -100,16 +99,16 @@ class Backend(NamedTuple):
     device: str
 
 
-# Every backend of every available device, by its name as a `mixing_implementation`. Interpreted Triton kernels are
-# tested in a file of their own.
+# Every form on every available device, by its name as a `mixing_implementation`: "auto" stands for the operators where
+# they are registered. Interpreted Triton kernels are tested in a file of their own.
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-NAMED = [
+NAMED = [Backend(name, device) for name in ("auto", "portable") for device in DEVICES]
+NAMED += [
     Backend(x.name, device)
     for device in DEVICES
-    for x in BACKENDS.get(device, BACKENDS[None])
+    for x in BACKENDS
     if x is not TritonBackend or (device == "cuda" and triton_is_installed())
 ]
-AUTO = [Backend("auto", device) for device in DEVICES]
 
 
 @pytest.fixture(params=NAMED, ids=" ".join)
@@ -119,11 +118,6 @@ def backend(request) -> Backend:
 
 @pytest.fixture(params=[*NAMED, Backend("reference", "cpu")], ids=" ".join)
 def backend_or_reference(request) -> Backend:
-    return request.param
-
-
-@pytest.fixture(params=[*AUTO, *NAMED], ids=" ".join)
-def backend_or_auto(request) -> Backend:
     return request.param
 
 
@@ -646,9 +640,9 @@ OPTIONS = {
     + [(x, "", torch.float64) for x in TYPICAL],
     ids=lambda value: str(value) or "as it is",
 )
-def test_a_whole_mixer_is_eq_2(structure, options, dtype, backend_or_auto):
-    mixer = build(structure, backend_or_auto, dtype, **OPTIONS[options])
-    assert_mixer_exact(mixer, torch.randn(2, 33, WIDTH, dtype=dtype, device=backend_or_auto.device))
+def test_a_whole_mixer_is_eq_2(structure, options, dtype, backend):
+    mixer = build(structure, backend, dtype, **OPTIONS[options])
+    assert_mixer_exact(mixer, torch.randn(2, 33, WIDTH, dtype=dtype, device=backend.device))
 
 
 @structures(TYPICAL)

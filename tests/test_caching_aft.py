@@ -24,8 +24,8 @@ from transformers import (
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, build_byte_tokenizer
 from aft_hf.caching_aft import AFTCache, AFTLayerState
 from aft_hf.mixing_aft import Mixing, reference_mixing
+from aft_hf.portable_aft import join_heads, split_heads
 from aft_hf.position_biases_aft import LagKernel
-from aft_hf.scaled_sums_aft import join_heads, split_heads
 
 
 LONGEST = 170
@@ -582,7 +582,9 @@ def assert_steps_as_without_memory(mixer, state):
     x = torch.randn(2, 1, 6, dtype=mixer.kernel.dtype)
     expected = mixer(x, state=state()).detach()
     with torch.no_grad():
-        assert torch.equal(mixer(x, state=state()), expected)
+        # The step without gradients rounds the gated average once, the other one the average and its product.
+        atol = 4 * torch.finfo(x.dtype).eps * float(expected.abs().max())
+        torch.testing.assert_close(mixer(x, state=state()), expected, rtol=0, atol=atol)
 
 
 CHANGES = {

@@ -91,7 +91,7 @@ def test_forward_and_training_step_compile_as_one_graph(aft_type):
 @pytest.mark.parametrize("largest_table", [0, 10**6])
 @torch.no_grad()
 def test_aft_conv_on_a_grid_compiles_as_one_graph_as_a_table_and_as_a_convolution(largest_table, monkeypatch):
-    monkeypatch.setattr("aft_hf.mixing_portable_aft.LARGEST_GRID_TABLE", largest_table)
+    monkeypatch.setattr("aft_hf.portable_aft.LARGEST_GRID_TABLE", largest_table)
     mixer, hidden = AFTConv(12, 3, 5).eval(), torch.randn(2, 36, 12)
     torch.testing.assert_close(compiled(mixer)(hidden), mixer(hidden))
 

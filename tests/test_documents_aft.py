@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aft_hf.documents_aft import PACKING_INPUTS, Documents, packed_documents
+from aft_hf.mixing_aft import PACKING_INPUTS, Documents, packed_documents
 
 
 LENGTHS = ((3, 1, 4), (8,))

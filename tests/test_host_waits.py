@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
-from aft_hf.documents_aft import Documents
-from aft_hf.mixing_triton_aft import triton_is_installed
+from aft_hf.kernels.triton.backend import triton_is_installed
+from aft_hf.mixing_aft import Documents
 
 
 needs_triton = pytest.mark.skipif(not triton_is_installed(), reason="the package triton is not installed")

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel, modeling_aft
-from aft_hf.blocks_aft import AFTDropPath
+from aft_hf.modeling_aft import AFTDropPath
 
 
 KINDS = [("text", t) for t in ("full", "local", "simple", "conv", "alibi")]
@@ -202,7 +202,7 @@ def test_modules_that_are_not_split_over_devices_are_those_of_the_model(config):
 
 def test_the_config_selects_any_implementation(config):
     model, inputs = build(config), inputs_of(config)
-    for name in ("reference", "portable", "cpu"):
+    for name in ("reference", "portable", "auto"):
         other = head_class(config)(tiny_config(config.modality, config.aft_type, mixing_implementation=name)).eval()
         other.load_state_dict(model.state_dict())
         assert all(layer.mixer.implementation == name for layer in other.aft.layers)

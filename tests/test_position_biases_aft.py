@@ -14,8 +14,6 @@ from aft_hf.position_biases_aft import (
     NoBias,
     SelectedPosition,
     Window,
-    collect_grid_table,
-    grid_table,
 )
 
 
@@ -205,24 +203,6 @@ def test_w_is_computed_in_float32_at_least(dtype):
         assert biases.between(torch.arange(3), torch.arange(3)).dtype == expected
         assert biases.of_chunks(2, 4).dtype == expected
     assert Window(table().to(dtype), size=3).next_token(5).dtype == expected
-
-
-@pytest.mark.parametrize("grid_size", ((1, 1), (1, 4), (5, 1), (3, 4)), ids=str)
-def test_the_gradient_of_a_grid_table_is_collected_by_offset(grid_size):
-    rows, columns = grid_size
-    by_offset = torch.randn(2, 2 * rows - 1, 2 * columns - 1, dtype=torch.float64, requires_grad=True)
-    of_table = torch.randn(2, rows * columns, rows * columns, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(grid_table(by_offset, grid_size), by_offset, of_table)
-    torch.testing.assert_close(collect_grid_table(of_table, grid_size), expected)
-
-
-@pytest.mark.parametrize("key_rows", (1, 3, 5))
-def test_a_grid_table_may_have_more_or_fewer_rows_of_keys(key_rows):
-    rows, columns = GRID
-    by_offset = torch.randn(HEADS, rows + key_rows - 1, 2 * columns - 1)
-    table = grid_table(by_offset, GRID, key_rows).unflatten(1, GRID).unflatten(3, (key_rows, columns))
-    for i, j, k, m in product(range(rows), range(columns), range(key_rows), range(columns)):
-        assert torch.equal(table[:, i, j, k, m], by_offset[:, rows - 1 + k - i, columns - 1 + m - j])
 
 
 @pytest.mark.parametrize("make", (lambda: Dense(*factors()), lambda: Dense(table()), lambda: Window(table(), size=3)))

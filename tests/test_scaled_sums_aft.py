@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from aft_hf.scaled_sums_aft import (
+from aft_hf.portable_aft import (
     ScaledSums,
     block_sums,
     delayed,

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.scaled_sums_aft import flush_subnormals
 
 
 PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
@@ -60,26 +59,16 @@ class Subnormals(TorchDispatchMode):
 @pytest.mark.parametrize("gradient", [1.0, 1e-6])
 @pytest.mark.parametrize("size", [30.0, 90.0])
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("implementation", ["auto", "portable"])
-def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size, gradient, implementation):
+def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size, gradient):
     torch.manual_seed(0)
-    module = MIXERS[mixer](implementation=implementation)
+    module = MIXERS[mixer](implementation="portable")
     x = torch.randn(4, LENGTH, WIDTH)
     with torch.no_grad():
         module.k_proj.weight.mul_(size / module.k_proj(x).std())
     with Subnormals() as found:
         module(x).backward(torch.full_like(x, gradient))
-    results, factors = (subnormal / count for count, subnormal in (found.results, found.factors))
-    assert factors < 2e-3
-    if implementation == "auto":  # the portable backend keeps them out of matrix products only
-        assert results < 2e-2
-
-
-def test_subnormal_numbers_in_half_precision_stay():
-    x = torch.tensor([1e-6, 1.0], dtype=torch.float16)
-    assert torch.equal(flush_subnormals(x.clone()), x)
-    wide = torch.tensor([1e-39, -1e-40, 1e-37, float("nan")])
-    torch.testing.assert_close(flush_subnormals(wide), torch.tensor([0.0, 0.0, 1e-37, float("nan")]), equal_nan=True)
+    subnormal_factors, factors = found.factors[1], found.factors[0]
+    assert subnormal_factors / factors < 2e-3
 
 
 def test_gradients_in_float16_keep_their_subnormal_numbers():

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.utils import is_torchvision_available
 
+from . import kernels  # noqa: F401  (registers the fast forms of the operation)
 from ._version import __version__
 from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
@@ -33,7 +34,7 @@ from .modeling_aft import (
     AFTModel,
     AFTPreTrainedModel,
 )
-from .sequence_shards_aft import context_parallel, local_shard
+from .parallel import context_parallel, local_shard
 
 
 def _register() -> None:

@@ -8,26 +8,23 @@ addresses.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, gather, mix, mix_next, mix_prompt, without_padding
-from .position_biases_aft import PositionBias
-from .scaled_sums_aft import (
+from .mixing_aft import Mixing, backends_for, gather, has_state_operator, mix, without_padding
+from .portable_aft import (
     EMPTY,
     ScaledSums,
     block_sums,
     fold,
     join_heads,
     pad_to_power_of_two,
-    split_heads,
     triangle_sums,
     unfold,
-    widen,
 )
-from .shard_exchange_aft import state_at_end
+from .position_biases_aft import PositionBias, widen
 
 
 # New tokens that continue a cache are processed in chunks of this size, each with its own table of position biases.
@@ -70,6 +67,13 @@ class AFTLayerState(CacheLayerMixin):
         super().__init__()
         self.window = window
         self._clear()
+
+    def __copy__(self) -> "AFTLayerState":
+        """Return a copy with tensors of its own, since steps update the tensors in place."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        other._map(torch.clone)
+        return other
 
     def _clear(self) -> None:
         for name in self._state:
@@ -121,13 +125,18 @@ class AFTLayerState(CacheLayerMixin):
             (B, T, d), multiplied by sigmoid(query) if the problem has a query.
         """
         if problem.shard is not None:
-            self._take_in_pieces(problem)
+            problem.shard.take_in(self, problem)
             return mix(problem, implementation)
+        by_operator = self.window is not None and has_state_operator(problem, implementation)
+        if self.is_initialized:
+            by_operator &= self.numerator.dtype == torch.float32 and not self.numerator.requires_grad
         one_token = problem.length == 1 and problem.padding_mask is None and self.is_initialized
+        if one_token and by_operator:
+            return self._mix_by_operator(problem, None)
         if one_token:
-            context = mix_next(self, problem, implementation)
-            if context is not None:
-                return context
+            for backend in backends_for(implementation):
+                if (context := backend.step(self, problem)) is not None:
+                    return context
         # Fast path: exactly one new token in every row.
         windowed = self.window is not None and not problem.biases.hides_outside and implementation != "reference"
         if one_token and windowed:
@@ -140,15 +149,44 @@ class AFTLayerState(CacheLayerMixin):
         if problem.padding_mask is not None:
             counts = problem.padding_mask.sum(-1)
             problem, order = without_padding(problem, moved=True)
-        context = mix_prompt(self, problem, counts, implementation)
-        if context is None:
-            context = self._mix_prompt(problem, counts, implementation)
+        mix_tokens = self._mix_by_operator if by_operator else partial(self._mix_prompt, implementation=implementation)
+        context = mix_tokens(problem, counts)
         return context if order is None else gather(context, order)
 
+    def _mix_by_operator(self, problem: Mixing, counts: torch.Tensor | None) -> torch.Tensor:
+        """Compute and add tokens, of which `counts`, (B,), are real in each row (None: all), by `causal_state`."""
+        biases, length, first = problem.biases, problem.length, None
+        if not self.is_initialized:
+            self.lazy_initialization(*(widen(x[:, :, :0]) for x in problem.by_head()))
+        if counts is not None:
+            tokens = torch.arange(length, device=counts.device)
+            first = torch.where(tokens < counts[:, None], 0, length)  # padding sees nothing
+        in_line = biases.relative or not self.padded
+        if length == 1:
+            bias = biases.next_token(self.cumulative_length if in_line else self.seen)
+            bias = bias if bias is None else bias.unsqueeze(1)
+        else:
+            bias = biases.by_lag(length, self.cumulative_length if in_line else self.seen)
+        state = ("keys", "values", "numerator", "denominator", "maximum")
+        if not all(getattr(self, name).is_contiguous() for name in state):
+            self._store(**{name: getattr(self, name).contiguous() for name in state})
+        context = torch.ops.aft_hf_v1.causal_state(
+            *(problem.query, problem.key, problem.value),
+            *(x if x is None else x.float() for x in (bias, biases.slopes)),
+            *(first, biases.hides_outside),
+            *(getattr(self, name) for name in state),
+        )
+        self.count(length, counts)
+        return context
+
     def _mix_prompt(self, problem: Mixing, counts: torch.Tensor | None, implementation: str) -> torch.Tensor:
-        """The fallback for `mixing_aft.mix_prompt`: tokens of an empty cache are computed by `mix`, tokens that
-        continue a cache in chunks of `PIECE_SIZE`.
+        """Compute several tokens, of which `counts`, (B,), are real in each row (None: all), and add them.
+
+        Tokens of an empty cache are computed by `mix`, tokens that continue a cache in chunks of `PIECE_SIZE`.
         """
+        for backend in backends_for(implementation):
+            if (context := backend.prefill(self, problem, counts)) is not None:
+                return context
         biases = problem.biases
         key, value = (widen(x) for x in problem.by_head())
         if not self.is_initialized:
@@ -164,23 +202,22 @@ class AFTLayerState(CacheLayerMixin):
         context = join_heads(torch.cat(pieces, 2))
         return context if problem.query is None else torch.sigmoid(problem.query) * context
 
-    def _take_in_pieces(self, problem: Mixing) -> None:
-        """Set the state to that at the end of the whole rows, of which each process holds a shard."""
-        shard, biases, heads = problem.shard, problem.biases, problem.num_heads
-        assert shard is not None
-        if problem.padding_mask is not None:
-            problem, _ = without_padding(problem, moved=True)
-        key, value = problem.key, problem.value
-        options: dict[str, Any] = {"slopes": biases.slopes, "hides_outside": biases.hides_outside}
-        keys, values, sums = state_at_end(shard, key, value, num_heads=heads, reach=biases.reach, **options)
-        keys, values = split_heads(keys, heads), split_heads(values, heads)
+    def set_to(
+        self, keys: torch.Tensor, values: torch.Tensor, sums: ScaledSums | None, length: int, real: torch.Tensor
+    ) -> None:
+        """Set the state to that after whole rows of `length` tokens, of which `real`, (B,), are no padding.
+
+        Args:
+            keys, values: the window, (B, h, W, k) and (B, h, W, c).
+            sums: the sums over the tokens before it, (B, h, c) and (B, h, k); None if those are hidden.
+        """
         self.lazy_initialization(keys, values)
         self._store(keys=keys, values=values)
         if sums is not None:
             numerator, denominator, maximum = (x.unsqueeze(2) for x in sums)
             self._store(numerator=numerator, denominator=denominator, maximum=maximum)
-        self.cumulative_length += shard.total_length
-        self._store(padding=self.cumulative_length - shard.starts[-1].to(self.device))
+        self.cumulative_length += length
+        self._store(padding=self.cumulative_length - real.to(self.device))
         self.padded, self.is_empty = bool(self.padding.any()), False
 
     def next_bias(self, biases: PositionBias) -> torch.Tensor | None:

@@ -36,8 +36,8 @@ AUTO_MAPS = {
     },
 }
 
-# The values of `mixing_implementation`: "auto" takes the first backend of mixing_aft.py that supports the problem.
-MIXING_IMPLEMENTATIONS = ("auto", "reference", "cpu", "portable", "triton")
+# The values of `mixing_implementation`: "auto" takes the first registered backend that supports the problem.
+MIXING_IMPLEMENTATIONS = ("auto", "reference", "portable", "triton")
 
 # The largest value of each field. No real model reaches them. A damaged config.json may exceed them, and is refused
 # before any memory is allocated.
@@ -148,9 +148,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             training, by the arg-max at inference.
         gumbel_temperature (`float`, defaults to 0.5): Temperature of the Gumbel softmax.
         mixing_implementation (`str`, defaults to `"auto"`):
-            Backend that computes Eq. 2: `"auto"` (the default backend of the device), `"reference"` (Eq. 2 as
-            printed, slow), `"cpu"`, `"portable"`, or `"triton"` (fused GPU kernels, which need the package triton).
-            The other backends compute the cases that the chosen backend does not support.
+            Form that computes Eq. 2: `"auto"` (the fastest one for the device), `"reference"` (Eq. 2 as printed,
+            slow), `"portable"` (PyTorch operations), or `"triton"` (fused GPU kernels, which need the package
+            triton). The portable form computes what the chosen one does not support.
         vocab_size (`int`, defaults to 256): Size of the vocabulary of a text model.
         max_position_embeddings (`int`, defaults to 1024):
             Maximum sequence length of a text model with position embeddings or with learned tables of position biases

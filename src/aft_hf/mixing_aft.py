@@ -1,42 +1,254 @@
-"""The AFT operation: its inputs (`Mixing`), its reference implementation (Eq. 2 as printed), and the backend table.
+"""The AFT operation: what is asked (`Mixing`), the reference form (Eq. 2 as printed), and `mix`, which chooses a form.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103) mix positions by
 
     Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt')        (Eq. 2, before the query's gate)
 
-element-wise in the features. A `Mixing` holds one such problem, and `mix` passes it to the first backend of `BACKENDS`
-that supports it.
+element-wise in the features. A `Mixing` holds one such problem. `mix` computes it by the first registered backend that
+supports it, and otherwise by the portable form (`portable_aft.py`).
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
-from .documents_aft import Documents
-from .mixing_backend_aft import Backend
-from .mixing_cpu_aft import CpuBackend
-from .mixing_portable_aft import PortableBackend
-from .mixing_triton_aft import TritonBackend
-from .position_biases_aft import PositionBias
-from .projections_aft import Projections
-from .scaled_sums_aft import join_heads, split_heads, widen
-from .sequence_shards_aft import SequenceShard
-from .shard_exchange_aft import count_of_past, with_past
+from .portable_aft import (
+    are_plain_tensors,
+    can_read_values,
+    flush_gradient,
+    is_short,
+    join_heads,
+    pairwise_mixing,
+    portable_mixing,
+    power_of_two_from,
+    split_heads,
+)
+from .position_biases_aft import (
+    Dense,
+    GridKernel,
+    LagKernel,
+    LinearDecay,
+    NoBias,
+    PositionBias,
+    SelectedPosition,
+    Window,
+    widen,
+)
 
 
-if TYPE_CHECKING:
-    from .caching_aft import AFTLayerState
+# ------------------------------------------------------------------------------------------------ packed documents
 
 
-# For each device type, the backends in the order in which `mix` tries them; `None` stands for every other type. A
-# backend with `only_by_name` is tried only if the user names it.
-BACKENDS = {
-    "cpu": (TritonBackend, CpuBackend, PortableBackend),
-    None: (TritonBackend, PortableBackend),
-}
+logger = logging.get_logger(__name__)
+
+# The model inputs that describe packed documents. Attention kernels need all of them; AFT needs `position_ids` or
+# `cu_seq_lens_q`.
+PACKING_INPUTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a batch.
+
+    Args:
+        starts: (B, T) boolean, True at the first token of each document, and at the first token of each row.
+        offsets: (B,), the position of the first token of each row in its document, for rows that continue a document;
+            None for 0.
+    """
+
+    starts: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    @classmethod
+    def from_position_ids(cls, position_ids: torch.Tensor, batch_size: int) -> "Documents":
+        """Return the documents for positions (B or 1, T), which start again at 0 with each document."""
+        starts = position_ids == 0
+        starts = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1)
+        return cls(starts.expand(batch_size, -1))
+
+    @classmethod
+    def from_cumulative_lengths(cls, cu_seq_lens: torch.Tensor, batch_size: int, length: int) -> "Documents":
+        """Return the documents for cumulative lengths (N + 1,) over all rows concatenated, from 0 to B T."""
+        starts = torch.arange(length, device=cu_seq_lens.device).eq(0).repeat(batch_size)
+        # The last boundary is the end of the last document. It marks an extra entry, which is dropped.
+        starts = torch.cat([starts, starts[:1]]).index_fill(0, cu_seq_lens.long(), True)[:-1]
+        return cls(starts.view(batch_size, length))
+
+    @property
+    def can_be_unpacked(self) -> bool:
+        """Whether the host can read the number and lengths of documents; False in a traced program and on meta."""
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return not traced and self.starts.device.type != "meta"
+
+    def are_rows(self) -> bool:
+        """Whether each row is one document; False if the host cannot read the documents."""
+        return self.can_be_unpacked and not self.starts[:, 1:].any()
+
+    def longest(self) -> int | None:
+        """Return the length of the longest document; None if the host cannot read it, or would have to wait for it."""
+        known = can_read_values(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
+        return max((rows.longest for rows in self.rows), default=0) if known else None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
+        """Return the documents on another device, as hooks of models that are dispatched to several devices need."""
+        if self.starts.device == torch.device(device):
+            return self
+        first = self.offsets
+        first = first if first is None else first.to(device, non_blocking=non_blocking)
+        return Documents(self.starts.to(device, non_blocking=non_blocking), first)
+
+    def pairs(self) -> torch.Tensor:
+        """Return whether two tokens belong to the same document, (B, T, T)."""
+        document = self.starts.cumsum(1)
+        return document[:, :, None] == document[:, None, :]
+
+    def positions(self, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the position of each token in its document, not counting padding, (B, T)."""
+        counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
+        before = counted.cumsum(1) - counted.long()
+        positions = before - torch.where(self.starts, before, 0).cummax(1).values
+        if self.offsets is None:
+            return positions
+        continues = self.starts[:, 1:].cumsum(1) == 0
+        continues = nn.functional.pad(continues, (1, 0), value=True)
+        return positions + torch.where(continues, self.offsets[:, None], 0)
+
+    def first_positions(self) -> torch.Tensor:
+        """Return for each token the index in its row at which its document starts, (B, T)."""
+        places = torch.arange(self.starts.shape[1], device=self.starts.device)
+        return torch.where(self.starts, places, 0).cummax(1).values
+
+    def moved(self, order: torch.Tensor) -> "Documents":
+        """Return the documents after tokens move to places order[b, t], where each document stays contiguous."""
+        document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
+        return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
+
+    @cached_property
+    def rows(self) -> list["DocumentRows"]:
+        """All documents as rows, in batches of documents with the same first position whose lengths have the same next
+        power of two.
+
+        Computed once for all layers, since the host has to read the lengths.
+        """
+        first = self.starts.flatten().nonzero().squeeze(1)
+        lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
+        positions = torch.zeros_like(lengths)
+        if self.offsets is not None:
+            positions[first % self.starts.shape[1] == 0] = self.offsets
+        batches: dict[tuple[int, int], list[int]] = {}
+        for document, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist())):
+            batches.setdefault((power_of_two_from(length), position), []).append(document)
+        rows = []
+        for (_, position), documents in batches.items():
+            chosen = torch.tensor(documents, device=first.device)
+            rows.append(DocumentRows(first[chosen], lengths[chosen], position))
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentRows:
+    """A batch of documents as rows that are padded on the right.
+
+    Args:
+        first: (N,), the index of the first token of each document in the concatenated rows of the batch.
+        lengths: (N,), the lengths of the documents.
+        position: the position of the first tokens in their documents, which is not 0 if the rows continue documents.
+    """
+
+    first: torch.Tensor
+    lengths: torch.Tensor
+    position: int = 0
+
+    @cached_property
+    def longest(self) -> int:
+        """The length of the rows."""
+        return int(self.lengths.max())
+
+    def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+        """Copy the documents from x: (B, T, c) -> (N, longest, c), with `fill` after each document."""
+        index, inside = self._places
+        taken = x.flatten(0, 1)[index]
+        return taken if inside is None else taken.masked_fill(~inside.unsqueeze(-1), fill)
+
+    def put(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of x (B, T, c) with the documents replaced by `rows` (N, longest, c)."""
+        index, inside = self._places
+        if inside is not None:
+            index, rows = index[inside], rows[inside]
+        return x.flatten(0, 1).index_put((index,), rows).view_as(x)
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The index of each token of each row, (N, longest), and whether it is in the document; None if all are."""
+        steps = torch.arange(self.longest, device=self.first.device)
+        inside = steps < self.lengths[:, None]
+        index = torch.where(inside, self.first[:, None] + steps, self.first[:, None])
+        return index, None if len(self.lengths) * self.longest == int(self.lengths.sum()) else inside
+
+
+def packed_documents(
+    inputs: dict[str, torch.Tensor | None],
+    mask: torch.Tensor | None,
+    batch_size: int,
+    length: int,
+    *,
+    may_wait: bool = True,
+) -> Documents | None:
+    """Return the documents that `position_ids` or `cu_seq_lens_q` describe.
+
+    Args:
+        inputs: the inputs of the model that are named in `PACKING_INPUTS`.
+        mask: the attention mask of the model, if any.
+        batch_size: B.
+        length: T.
+        may_wait: whether the host may wait for an accelerator to find out whether each row is one document.
+
+    Returns:
+        The documents; None if neither input is given, or if each row is known to be one document.
+
+    Raises:
+        ValueError: the positions do not describe documents, or packed documents are combined with a 3-D mask.
+    """
+    position_ids, boundaries = inputs["position_ids"], inputs["cu_seq_lens_q"]
+    if boundaries is not None:
+        documents = Documents.from_cumulative_lengths(boundaries, batch_size, length)
+    elif position_ids is not None:
+        documents = _documents_of_positions(position_ids, mask, batch_size, length)
+    else:
+        return None
+    if (may_wait or can_read_values(documents.starts)) and documents.are_rows():
+        return None
+    if mask is not None and mask.dim() == 3:
+        raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
+    return documents
+
+
+def _documents_of_positions(
+    position_ids: torch.Tensor, mask: torch.Tensor | None, batch_size: int, length: int
+) -> Documents:
+    if position_ids.shape not in ((batch_size, length), (1, length)):
+        raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
+    documents = Documents.from_position_ids(position_ids, batch_size)
+    if can_read_values(position_ids):
+        wrong = documents.positions() != position_ids
+        if mask is not None and mask.shape == wrong.shape:
+            wrong &= mask.bool()  # positions of padding are ignored
+        if wrong.any():
+            raise ValueError(
+                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
+                "rows, omit position_ids and pass attention_mask"
+            )
+    return documents
+
+
+# ---------------------------------------------------------------------------------------------------- what is asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +268,8 @@ class Mixing:
         pair_mask: (B or 1, T, T') boolean, False where a key is hidden from a query.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
         documents: the documents that are packed into the rows; None if each row is one sequence.
-        shard: which part of longer rows this process holds, if the rows are split over several processes. The padding
-            and the documents of the problem are then those of the shard.
+        shard: an `aft_hf.parallel.SequenceShard`, which computes the problem, if the rows are split over several
+            processes. The padding and the documents of the problem are then those of the shard.
         query: (B, T, d); the averages are multiplied by sigmoid(query). None for the averages alone.
     """
 
@@ -71,7 +283,7 @@ class Mixing:
     pair_mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
-    shard: SequenceShard | None = None
+    shard: Any = None
     query: torch.Tensor | None = None
 
     @property
@@ -124,6 +336,200 @@ class Mixing:
         return bias, None if visible is None else visible.unsqueeze(1)
 
 
+class Backend:
+    """A fast form of Eq. 2, which a package adds by `register_backend`.
+
+    `mix`, `step` and `prefill` multiply by sigmoid(query) if the problem has a query.
+
+    Attributes:
+        name: the name of the backend as a value of `mixing_implementation`.
+        only_by_name: whether the backend is used only if `mixing_implementation` names it.
+        takes_documents: whether `mix` supports packed documents; otherwise each document becomes a row of its own.
+    """
+
+    name: str
+    only_by_name = False
+    takes_documents = False
+
+    @staticmethod
+    def supports(problem: Mixing) -> bool:
+        """Whether `mix` can compute this problem."""
+        raise NotImplementedError
+
+    @staticmethod
+    def mix(problem: Mixing) -> torch.Tensor:
+        """Compute Eq. 2: (B, T, d) in the dtype of the values."""
+        raise NotImplementedError
+
+    @staticmethod
+    def step(state: Any, problem: Mixing) -> torch.Tensor | None:
+        """Compute Eq. 2 for the next token of every row, (B, 1, d), and add the token to the state of its layer.
+
+        Returns None, and leaves the state unchanged, if this backend does not support the step.
+        """
+        return None
+
+    @staticmethod
+    def prefill(state: Any, problem: Mixing, counts: torch.Tensor | None) -> torch.Tensor | None:
+        """Compute Eq. 2 for several tokens, (B, T, d), and add the tokens to the state.
+
+        Returns None, and leaves the state unchanged, if this backend does not support the problem.
+
+        Args:
+            state: the state of the layer, which is not initialized before the first tokens.
+            problem: the mixing problem, without a padding mask: the real tokens of a row come first.
+            counts: (B,), the number of real tokens in each row; None if all tokens are real.
+        """
+        return None
+
+
+# The registered backends, in the order in which `mix` tries them.
+BACKENDS: list[type[Backend]] = []
+
+
+def register_backend(backend: type[Backend]) -> None:
+    """Add a backend, which is tried after those that are registered already."""
+    if backend not in BACKENDS:
+        BACKENDS.append(backend)
+
+
+def backends_for(implementation: str) -> list[type[Backend]]:
+    """Return the backends that `mix` tries for a value of `mixing_implementation`, the named one first."""
+    if implementation in ("reference", "portable"):
+        return []
+    asked = [backend for backend in BACKENDS if backend.name == implementation or not backend.only_by_name]
+    return sorted(asked, key=lambda backend: backend.name != implementation)
+
+
+# --------------------------------------------------------------------------------------------------------- operators
+
+# The namespace of the operators of an installed aft-hf, with the version of their schemas. `aft_hf.kernels.operators`
+# states what they compute.
+OPERATORS = "aft_hf_v1"
+
+# Maximum number of entries of the table of a grid, of all heads, and of features per head for a direct convolution,
+# which takes less time than a table for narrow heads.
+LARGEST_TABLE, WIDEST_HEAD = 2**24, 4
+
+
+@torch.compiler.assume_constant_result
+def has_operators(device_type: str) -> bool:
+    """Whether an installed aft-hf provides operators for a type of device."""
+    return _find_operators(device_type)
+
+
+@cache
+def _find_operators(device_type: str) -> bool:
+    # By name, since a checkpoint's own copy of this file does not belong to the installed package.
+    if device_type not in ("cpu", "cuda"):
+        return False
+    try:
+        if find_spec("aft_hf") is None:
+            raise ImportError
+        import_module("aft_hf.kernels")
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"{OPERATORS}::causal", device_type.upper())
+    except Exception:  # no package, one of another version, or one without kernels: the portable form needs none
+        if device_type == "cpu":
+            logger.warning_once("AFT runs on plain PyTorch operations; with the package aft-hf, it is faster on a CPU")
+        return False
+
+
+def _operators_take(problem: Mixing, implementation: str) -> bool:
+    """Whether there are operators for the tensors of a problem: their device, their dtypes, and how they are run."""
+    if implementation != "auto" or problem.is_pairwise or torch._C._are_functorch_transforms_active():
+        return False
+    if problem.query is not None and problem.query.shape != problem.value.shape:
+        return False
+    given = [x for x in (problem.query, problem.key, problem.value) if x is not None]
+    if {x.dtype for x in given} not in ({torch.float32}, {torch.bfloat16}) or torch.compiler.is_exporting():
+        return False
+    tensors = [*given, *problem.biases.tensors()]
+    if any(x.device != problem.value.device or x.dtype == torch.float64 for x in tensors):
+        return False
+    if not (torch.compiler.is_compiling() or are_plain_tensors(*tensors)):
+        return False
+    return has_operators(problem.value.device.type)
+
+
+def has_causal_operator(problem: Mixing, implementation: str) -> bool:
+    """Whether the operator `causal` computes a problem without a padding mask."""
+    biases = problem.biases
+    if not problem.causal or biases.reach is None:
+        return False
+    if isinstance(biases, (NoBias, LinearDecay)) and problem.key.shape != problem.value.shape:
+        return False  # without a window, keys are per feature
+    return _operators_take(problem, implementation)
+
+
+def has_grid_operator(problem: Mixing, implementation: str) -> bool:
+    """Whether the operator `grid` computes a problem without a padding mask: heads are narrow, or tables too large."""
+    if not isinstance(problem.biases, GridKernel) or problem.causal or problem.documents is not None:
+        return False
+    narrow = problem.value.shape[2] <= WIDEST_HEAD * problem.num_heads
+    too_large = problem.num_heads * problem.length**2 > LARGEST_TABLE
+    return (narrow or too_large) and _operators_take(problem, implementation)
+
+
+def has_table_operator(problem: Mixing, implementation: str) -> bool:
+    """Whether the operator `table` computes a problem without a padding mask, and a table is efficient for it."""
+    biases = problem.biases
+    if isinstance(biases, SelectedPosition):
+        if torch.is_grad_enabled():  # the gradient of w is needed at one position only
+            return False
+        biases = biases.kernel
+    if isinstance(biases, GridKernel):
+        efficient = problem.num_heads * problem.length**2 <= LARGEST_TABLE
+    elif isinstance(biases, (Window, LagKernel)):
+        efficient = not problem.causal and is_short(biases.reach, problem.length)
+    else:
+        efficient = isinstance(biases, Dense)
+    return efficient and problem.documents is None and _operators_take(problem, implementation)
+
+
+def has_state_operator(problem: Mixing, implementation: str) -> bool:
+    """Whether the operator `causal_state`, which has no gradients, computes a problem without a padding mask."""
+    tensors = (problem.query, problem.key, problem.value, *problem.biases.tensors())
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return False
+    return has_causal_operator(problem, implementation)
+
+
+def _mix_causal(problem: Mixing) -> torch.Tensor:
+    """Compute a problem by the operator `causal`, gate included."""
+    biases = problem.biases
+    first = None if problem.documents is None else problem.documents.first_positions()
+    bias, slopes = (x if x is None else x.float() for x in (biases.by_lag(problem.length), biases.slopes))
+    return torch.ops.aft_hf_v1.causal(
+        problem.query, problem.key, problem.value, bias, slopes, first, biases.hides_outside
+    )
+
+
+def _mix_grid(problem: Mixing) -> torch.Tensor:
+    """Compute a problem by the operator `grid`, gate included."""
+    biases: Any = problem.biases
+    kernels, size = biases.kernels.float(), biases.grid_size
+    return torch.ops.aft_hf_v1.grid(problem.query, problem.key, problem.value, kernels, *size, biases.hides_outside)
+
+
+def _mix_table(problem: Mixing) -> torch.Tensor:
+    """Compute a problem by the operator `table`, gate included."""
+    biases, columns = problem.biases, 0
+    biases = biases.kernel if isinstance(biases, SelectedPosition) else biases
+    if isinstance(biases, GridKernel):
+        bias, columns = biases.by_offset(), biases.columns
+    else:
+        bias = biases.dense(problem.length)
+    return torch.ops.aft_hf_v1.table(problem.query, problem.key, problem.value, bias, columns, problem.causal)
+
+
+# The operators in the order in which `mix` tries them: whether one takes a problem, and its call.
+OPERATIONS = (
+    (has_causal_operator, _mix_causal),
+    (has_grid_operator, _mix_grid),
+    (has_table_operator, _mix_table),
+)
+
+
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     """Compute Eq. 2, times sigmoid(query) if the problem has a query.
 
@@ -139,112 +545,47 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     if problem.length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
     if problem.shard is not None:
-        mix_shard = _mix_shard if problem.causal else _mix_shard_of_rows
-        context = mix_shard(replace(problem, query=None), implementation)
-        return context if problem.query is None else torch.sigmoid(problem.query) * context
+        return _gated(problem, problem.shard.mix(replace(problem, query=None), implementation))
     if implementation == "reference":
         return reference_mixing(problem)
-    backend, order, prepared = _choose(problem, implementation)
-    if backend is None:
-        context = _mix_documents(replace(problem, query=None), implementation)
-    else:
-        context = backend.mix(prepared)
-        context = context if order is None else gather(context, order)
-    if problem.query is None or (backend is not None and backend.applies_gate):
-        return context
-    return torch.sigmoid(problem.query) * context
-
-
-def fuses_gate(problem: Mixing, implementation: str = "auto") -> bool:
-    """Whether the backend that `mix` chooses for a problem also applies the gate (a fused gate)."""
-    if not any(backend.applies_gate for backend in _backends(problem.key.device, implementation)):
-        return False
-    backend = _choose(replace(problem, padding_mask=None), implementation)[0]
-    return backend is not None and backend.applies_gate
-
-
-def _choose(problem: Mixing, implementation: str) -> tuple[type[Backend] | None, torch.Tensor | None, Mixing]:
-    """Choose the backend for a problem, and remove the padding from the problem.
-
-    Returns:
-        The backend, None if each document has to become a row of its own; the new place of each token, (B, T), None if
-        tokens are not moved; and the problem without a padding mask.
-    """
-    backends, order = _backends(problem.key.device, implementation), None
-    if problem.documents is not None:
-        from_start = problem.documents.offsets is None
-        backends = [backend for backend in backends if backend.takes_documents and from_start]
-    if backends and problem.padding_mask is not None and not problem.is_pairwise:
-        problem, order = without_padding(problem, moved=problem.biases.ordered)
-    return next((backend for backend in backends if backend.supports(problem)), None), order, problem
-
-
-def mix_layer(
-    x: torch.Tensor, projections: Projections, biases: PositionBias, *, causal: bool, implementation: str = "auto"
-) -> torch.Tensor | None:
-    """Compute a whole mixer, projections and gate included, if a backend can compute them together; else return None.
-
-    Args:
-        x: (B, T, d), the input of the query, key and value projections, without padding.
-    """
-    for backend in _backends(x.device, implementation):
-        output = backend.layer(x, projections, biases, causal)
-        if output is not None or backend.name == implementation:
-            return output
-    return None
-
-
-def mix_next(state: "AFTLayerState", problem: Mixing, implementation: str) -> torch.Tensor | None:
-    """Compute Eq. 2 for the next token of every row, times the gate, and add the token to the state (decoding step).
-
-    Returns None, and leaves the state unchanged, if no backend supports the step.
-    """
-    for backend in _backends(problem.key.device, implementation):
-        context = backend.step(state, problem)
-        if context is not None:
-            return context
-    return None
-
-
-def mix_prompt(
-    state: "AFTLayerState", problem: Mixing, counts: torch.Tensor | None, implementation: str
-) -> torch.Tensor | None:
-    """Compute Eq. 2 for several tokens, times the gate, and add the tokens to the state (prefill).
-
-    Returns None, and leaves the state unchanged, if no backend supports the problem.
-
-    Args:
-        state: the state of the layer.
-        problem: the mixing problem, without a padding mask.
-        counts: (B,), the number of real tokens in each row, which come first; None if all tokens are real.
-        implementation: one of `MIXING_IMPLEMENTATIONS`.
-    """
-    for backend in _backends(problem.key.device, implementation):
-        context = backend.prefill(state, problem, counts)
-        if context is not None:
-            return context
-    return None
-
-
-def _backends(device: torch.device, implementation: str) -> list[Any]:
-    """Return the backends that may be used on the device, the named backend first."""
-    if implementation == "reference":
-        return []
-    backends = BACKENDS.get(device.type, BACKENDS[None])
-    asked = [backend for backend in backends if backend.name == implementation or not backend.only_by_name]
-    return asked if implementation == "auto" else sorted(asked, key=lambda backend: backend.name != implementation)
-
-
-def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
-    """Compute packed documents as rows of their own, documents of about the same length in one batch.
-
-    If the host may not read the number of documents, as in a traced program, a table of all pairs is used instead.
-    """
+    prepared, order = problem, None
+    if problem.padding_mask is not None and not problem.is_pairwise:
+        prepared, order = without_padding(problem, moved=problem.biases.ordered)
     documents = problem.documents
-    if documents is None or problem.is_pairwise or not documents.can_be_unpacked:
-        return PortableBackend.mix(problem)
-    mask = problem.padding_mask
-    context = torch.zeros_like(problem.value)
+    from_start = documents is None or documents.offsets is None
+    for has_operator, by_operator in OPERATIONS:
+        if from_start and has_operator(prepared, implementation):
+            context = by_operator(prepared)
+            return context if order is None else gather(context, order)
+    for backend in backends_for(implementation):
+        takes = documents is None or (backend.takes_documents and from_start)
+        if takes and backend.supports(prepared):
+            context = backend.mix(prepared)
+            break
+    else:
+        if documents is not None and documents.can_be_unpacked and not problem.is_pairwise:
+            return _gated(problem, _mix_documents(replace(problem, query=None), documents, implementation))
+        context = _gated(prepared, _portable(prepared))
+    return context if order is None else gather(context, order)
+
+
+def _gated(problem: Mixing, context: torch.Tensor) -> torch.Tensor:
+    return context if problem.query is None else torch.sigmoid(problem.query) * context
+
+
+def _portable(problem: Mixing) -> torch.Tensor:
+    """Compute Eq. 2 by the portable form: (B, T, d) in the dtype of the values."""
+    key, value = (flush_gradient(widen(x)) for x in problem.by_head())
+    if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
+        context = pairwise_mixing(key, value, *problem.table())
+    else:
+        context = portable_mixing(key, value, problem.biases, causal=problem.causal)
+    return join_heads(context).to(problem.value.dtype)
+
+
+def _mix_documents(problem: Mixing, documents: Documents, implementation: str) -> torch.Tensor:
+    """Compute packed documents as rows of their own, documents of about the same length in one batch."""
+    mask, context = problem.padding_mask, torch.zeros_like(problem.value)
     for rows in documents.rows:
         part = replace(
             problem,
@@ -258,75 +599,6 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
             part = replace(part, biases=part.biases.from_position(rows.position, rows.longest))
         context = rows.put(context, mix(part, implementation))
     return context
-
-
-def _mix_shard(problem: Mixing, implementation: str) -> torch.Tensor:
-    """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
-    shard, biases, order = problem.shard, problem.biases, None
-    if problem.padding_mask is not None:
-        problem, order = without_padding(problem, moved=True)
-    assert shard is not None and biases.reach is not None
-    past = count_of_past(biases.reach, biases.hides_outside)
-    key, value = with_past(
-        shard,
-        problem.key,
-        problem.value,
-        num_heads=problem.num_heads,
-        reach=biases.reach,
-        slopes=biases.slopes,
-        hides_outside=biases.hides_outside,
-    )
-    starts, documents = shard.before - past, shard.real_documents  # positions of the first tokens of the rows
-    one_table = biases.relative or bool((starts == starts[0]).all())
-    if documents is not None or not one_table:
-        documents = _with_tokens_in_front(shard, past, None if biases.relative else starts)
-    elif not biases.relative:
-        biases = biases.from_position(int(starts[0]), key.shape[1])
-    whole = replace(
-        problem,
-        key=key,
-        value=value,
-        biases=biases,
-        num_queries=None,
-        shard=None,
-        documents=documents,
-        padding_mask=None,
-    )
-    context = mix(whole, implementation)[:, past:].to(problem.value.dtype)
-    return context if order is None else gather(context, order)
-
-
-def _mix_shard_of_rows(problem: Mixing, implementation: str) -> torch.Tensor:
-    """Compute a bidirectional shard, of images or of sequences: prepend and append the grid rows within reach of the
-    kernels and one sum for all rows farther away, and mix the result as an image with more rows.
-    """
-    shard, biases = problem.shard, problem.biases
-    assert shard is not None and biases.reach_of_rows is not None
-    reach = biases.reach_of_rows * biases.columns
-    options: dict[str, Any] = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
-    past = count_of_past(reach, biases.hides_outside)
-    key, value = with_past(shard, problem.key, problem.value, **options)
-    following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
-    filling = -past % biases.columns  # hidden tokens that complete the rows of the summary tokens
-    key, value = (
-        nn.functional.pad(torch.cat([x, after[:, :past].flip(1)], 1), (0, 0, filling, filling), value=hidden)
-        for x, after, hidden in zip((key, value), following, (-math.inf, 0.0))
-    )
-    biases = biases.with_more_rows(2 * (past + filling) // biases.columns)
-    whole = replace(problem, key=key, value=value, biases=biases, num_queries=None, shard=None)
-    context = mix(whole, implementation).narrow(1, past + filling, problem.length)
-    return context.to(problem.value.dtype)
-
-
-def _with_tokens_in_front(shard: SequenceShard, count: int, positions: torch.Tensor | None) -> Documents:
-    """Return the documents of a shard after `count` tokens were prepended to each row."""
-    starts = torch.zeros(shard.batch_size, count + shard.length, dtype=torch.bool, device=shard.device)
-    if shard.real_documents is not None:
-        starts[:, count:] = shard.real_documents.starts
-        # A document that starts with the shard has no earlier tokens: the tokens in front of it are hidden.
-        starts[:, count] = False
-    starts[:, 0] = True
-    return Documents(starts, positions if positions is None else positions.to(shard.device))
 
 
 def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
@@ -438,4 +710,13 @@ def mixing_weights(
     return _softmax(logits, -1)
 
 
-__all__ = ["BACKENDS", "Mixing", "mix", "mixing_weights", "reference_mixing"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Documents",
+    "Mixing",
+    "mix",
+    "mixing_weights",
+    "reference_mixing",
+    "register_backend",
+]

@@ -13,11 +13,16 @@ import torch
 from torch import nn
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
+from transformers.activations import ACT2FN, GELUActivation
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPast,
@@ -33,14 +38,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .blocks_aft import AFTLayer
-from .caching_aft import AFTCache
-from .configuration_aft import AFTConfig
-from .documents_aft import PACKING_INPUTS, packed_documents
-from .embeddings_aft import AFTImageEmbeddings, AFTTextEmbeddings
-from .mixers_aft import AFTMixer
-from .resizing_aft import adapt_to_image_size
-from .sequence_shards_aft import active_group, average_over, following_labels, shard_of_inputs, total_over
+from .caching_aft import AFTCache, AFTLayerState
+from .configuration_aft import AFTConfig, pair
+from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from .mixing_aft import PACKING_INPUTS, Documents, packed_documents
+from .portable_aft import are_plain_tensors, autocast_dtype, full_precision, has_no_hooks
 
 
 logger = logging.get_logger(__name__)
@@ -67,8 +69,323 @@ def _check_transformers(version: str) -> None:
 
 _check_transformers(transformers_version)
 
+# `aft_hf.parallel.context_parallel` sets this while the inputs of models are shards of longer sequences. It makes the
+# shard that goes with a batch through all layers, and computes what concerns the whole sequences: means and losses. A
+# plain global variable, because `torch.compile` can read it and guard on it.
+context_parallelism: Any = None
+
 # The library's own schedule for the old name.
 _renames_cache = deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
+
+
+class AFTTextEmbeddings(nn.Module):
+    """Token embeddings, with learned position embeddings if `config.use_position_embeddings` is set."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings, self.max_positions = None, config.max_position_embeddings
+        if config.use_position_embeddings:
+            self.position_embeddings = nn.Embedding(self.max_positions, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        state: AFTLayerState | None = None,
+        documents: Documents | None = None,
+        shard: Any = None,
+    ) -> torch.Tensor:
+        if self.position_embeddings is not None:
+            positions = self._positions(inputs_embeds, self.max_positions, padding_mask, state, documents, shard)
+            inputs_embeds = inputs_embeds + self.position_embeddings(positions)
+        return self.dropout(inputs_embeds)
+
+    def _positions(
+        self,
+        inputs_embeds: torch.Tensor,
+        limit: int,
+        padding_mask: torch.Tensor | None,
+        state: AFTLayerState | None,
+        documents: Documents | None,
+        shard: Any,
+    ) -> torch.Tensor:
+        """Return the position of each token, (B or 1, T), within a table of `limit` positions.
+
+        Padding is not counted, so it does not change the positions of the real tokens.
+
+        Raises:
+            ValueError: a sequence or a document is longer than the table.
+        """
+        length = inputs_embeds.shape[1]
+        if shard is not None:
+            self._check_length("sequence", shard.longest, limit)
+            return shard.positions().clamp_max(limit - 1)
+        if documents is not None:
+            self._check_length("document", documents.longest(), limit)
+            return documents.positions(padding_mask)
+        start: torch.Tensor | int = 0
+        longest = length
+        if state is not None and state.is_initialized:
+            start, longest = state.seen[:, None], state.tokens_after(length, limit)
+        self._check_length("sequence", longest, limit)
+        if padding_mask is None:
+            return start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
+        return (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
+
+    @staticmethod
+    def _check_length(kind: str, length: int | None, limit: int) -> None:
+        if length is not None and length > limit:
+            raise ValueError(f"a {kind} of {length} tokens is longer than max_position_embeddings={limit}")
+
+
+class AFTImageEmbeddings(nn.Module):
+    """Patch embeddings, with a class token and learned position embeddings if the config has them."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        self.patch_size, self.grid_stride = pair(config.patch_size), config.grid_stride
+        self.num_channels, self.image_size = config.num_channels, pair(config.image_size)
+        self.patch_embeddings = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.grid_stride
+        )
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if config.use_cls_token else None
+        self.position_embeddings = None
+        if config.use_position_embeddings:
+            self.position_embeddings = nn.Parameter(torch.zeros(1, config.max_positions, config.hidden_size))
+        # Learned tables cover one grid size. Only AFT-conv without position embeddings accepts other sizes.
+        self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, pixel_values: torch.Tensor, shard: Any = None) -> tuple[torch.Tensor, tuple[int, int]]:
+        self._check_size(pixel_values, shard)
+        if self.patch_size != self.grid_stride:
+            pixel_values = nn.functional.pad(pixel_values, self._margins(), mode="replicate")
+        patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))  # (B, d, rows, columns)
+        grid_size = (patches.shape[2], patches.shape[3])
+        # A residual stream that is not contiguous would slow down every layer.
+        embeddings = patches.flatten(2).transpose(1, 2).contiguous()
+        if self.cls_token is not None:
+            embeddings = torch.cat([self.cls_token.expand(embeddings.shape[0], -1, -1), embeddings], 1)
+        if self.position_embeddings is not None:
+            positions: torch.Tensor = self.position_embeddings
+            if shard is not None:
+                positions = positions.narrow(1, shard.first_row * shard.columns, shard.length)
+            embeddings = embeddings + positions
+        return self.dropout(embeddings), grid_size
+
+    def _margins(self) -> list[int]:
+        """Pixels by which overlapping patches extend beyond the image: left, right, top and bottom, as `pad` does."""
+        beyond = [size - stride for size, stride in zip(self.patch_size, self.grid_stride)]
+        return [margin for pixels in reversed(beyond) for margin in (pixels // 2, pixels - pixels // 2)]
+
+    def check_patches(self, pixel_values: torch.Tensor) -> None:
+        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
+            raise ValueError(
+                f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
+            )
+        size = tuple(pixel_values.shape[2:])
+        if size[0] % self.grid_stride[0] or size[1] % self.grid_stride[1] or 0 in size:
+            unit = "patch_stride" if self.patch_size != self.grid_stride else "the patch size"
+            raise ValueError(
+                f"images of {size[0]} x {size[1]} pixels cannot be divided into a grid of {self.grid_stride[0]} x "
+                f"{self.grid_stride[1]} pixels: height and width must be multiples of {unit}"
+            )
+
+    def _check_size(self, pixel_values: torch.Tensor, shard: Any) -> None:
+        self.check_patches(pixel_values)
+        height, width = pixel_values.shape[2:]
+        if shard is not None:
+            height = shard.total_length // shard.columns * self.grid_stride[0]
+        if self.fixed_size and (height, width) != self.image_size:
+            raise ValueError(
+                f"images of {height} x {width} pixels do not match image_size={self.image_size[0]} x "
+                f'{self.image_size[1]}: only models with aft_type="conv" in all layers and without position '
+                "embeddings accept images of other sizes"
+            )
+
+
+def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
+    """Build the mixer of a layer from the config."""
+    aft_type = config.layer_aft_types[layer_idx]
+    options: dict[str, Any] = {
+        "causal": config.modality == "text",
+        "qkv_bias": config.qkv_bias,
+        "use_query": config.use_query,
+        "query_activation": config.query_activation,
+        "use_output_projection": config.use_output_projection,
+        "global_connectivity": config.global_connectivity,
+        "implementation": config.mixing_implementation,
+        "num_heads": config.num_heads,
+    }
+    table: dict[str, Any] = {
+        "max_positions": config.max_positions,
+        "position_bias_dim": config.position_bias_dim,
+        "position_bias_init_std": config.position_bias_init_std,
+        "position_bias_multiplier": config.position_bias_multiplier,
+    }
+    if aft_type == "full":
+        return AFTFull(config.hidden_size, **table, **options)
+    if aft_type == "local":
+        return AFTLocal(config.hidden_size, window_size=config.window_size, **table, **options)
+    if aft_type == "conv":
+        return AFTConv(
+            config.hidden_size,
+            kernel_size=config.kernel_size,
+            spatial_dims=2 if config.modality == "image" else 1,
+            reparameterized=config.position_bias_reparameterized,
+            selection=config.position_bias_selection,
+            gumbel_temperature=config.gumbel_temperature,
+            position_bias_init_std=config.position_bias_init_std,
+            position_bias_multiplier=config.position_bias_multiplier,
+            **options,
+        )
+    return {"simple": AFTSimple, "alibi": AFTAlibi}[aft_type](config.hidden_size, **options)
+
+
+class _LinearOfGelu(torch.autograd.Function):
+    """weight @ gelu(x) + bias. The backward pass computes GELU again, so only one of the two wide tensors is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return nn.functional.linear(nn.functional.gelu(x), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients will be differentiated again
+            wanted = [y for y, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed]
+            output = nn.functional.linear(nn.functional.gelu(x), weight, bias)
+            found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
+            return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+        rows, of_x, of_weight, of_bias = gradient.reshape(-1, gradient.shape[-1]), None, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.ops.aten.gelu_backward(gradient @ weight, x)
+        if ctx.needs_input_grad[1]:
+            of_weight = rows.mT @ nn.functional.gelu(x).reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_x, of_weight, of_bias
+
+
+class AFTMLP(nn.Module):
+    """MLP of two linear layers with an activation function between them."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        assert config.intermediate_size is not None  # the config has filled it in
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        is_plain = self._has_plain_modules() and are_plain_tensors(hidden_states)
+        if is_plain and self._fuses_gelu(hidden_states):
+            weight, bias = self.fc1.weight, self.fc1.bias
+            return self.fc2(torch.ops.mkldnn._linear_pointwise(hidden_states, weight, bias, "gelu", [], "none"))
+        projected = self.fc1(hidden_states)
+        if not is_plain:
+            return self.fc2(self.activation(projected))
+        if not torch.is_grad_enabled():
+            return self.fc2(torch._C._nn.gelu_(projected))  # type: ignore[attr-defined]  # in place
+        tensors: tuple[Any, ...] = (projected, self.fc2.weight, self.fc2.bias)
+        dtype = autocast_dtype(projected.device.type)
+        if dtype is not None:
+            tensors = tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+        with full_precision(projected.device.type):
+            return _LinearOfGelu.apply(*tensors)
+
+    def _fuses_gelu(self, x: torch.Tensor) -> bool:
+        """Whether oneDNN computes the first product and GELU in one pass: 8 to 10 % less time of an image model."""
+        if x.dtype != torch.bfloat16 or not x.is_cpu or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        tensors = [y for y in (x, self.fc1.weight, self.fc1.bias) if y is not None]
+        if any(y.dtype != x.dtype or not y.is_contiguous() for y in tensors) or x.shape[-1] != self.fc1.in_features:
+            return False
+        onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        return bool(onednn) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def _has_plain_modules(self) -> bool:
+        """Whether the modules are linear layers and GELU without hooks or other changes, which need not be called."""
+        gelu = type(self.activation) is GELUActivation and self.activation.act is nn.functional.gelu
+        linear = (self.fc1, self.fc2)
+        if not (gelu and all(type(x) is nn.Linear and type(x.weight) is nn.Parameter for x in linear)):
+            return False
+        return all(has_no_hooks(x) for x in (*linear, self.activation)) and self.fc2.weight.layout == torch.strided
+
+
+class AFTDropPath(nn.Module):
+    """Stochastic depth: drops the residual branch of random samples, and scales up the remaining ones."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        if self.rate == 0.0 or not self.training:
+            return branch
+        keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
+        return branch * keep.to(branch.dtype) / (1.0 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:.3f}"
+
+
+class AFTLayer(GradientCheckpointingLayer):
+    """One layer, a pre-norm Transformer block: x + mixer(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: AFTConfig, layer_idx: int):
+        super().__init__()
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layer_idx = layer_idx
+        self.mixer = build_mixer(config, layer_idx)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = AFTMLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = AFTDropPath(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        grid_size: tuple[int, int] | None = None,
+        cache: AFTCache | None = None,
+        documents: Documents | None = None,
+        shard: Any = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        branch = self.mixer(
+            self.layernorm_before(hidden_states),
+            attention_mask=attention_mask,
+            documents=documents,
+            shard=shard,
+            grid_size=grid_size,
+            state=None if cache is None else cache.layers[self.layer_idx],
+            output_attentions=output_attentions,
+        )
+        branch = branch[0] if output_attentions else branch
+        regularizers = self._regularizers()
+        hidden_states = _add(hidden_states, branch, regularizers)
+        del branch  # frees its memory before the MLP, where memory use peaks
+        return _add(hidden_states, self.mlp(self.layernorm_after(hidden_states)), regularizers)
+
+    def _regularizers(self) -> list[nn.Module]:
+        """Return dropout and stochastic depth if they have an effect.
+
+        Modules without effect are not called, because the time of a decoding step is mostly the overhead of calls.
+        """
+        modules = (self.dropout, nn.Dropout), (self.drop_path, AFTDropPath)
+        return [x for x, kind in modules if x.training or type(x) is not kind or not has_no_hooks(x)]
+
+
+def _add(hidden_states: torch.Tensor, branch: torch.Tensor, regularizers: list[nn.Module]) -> torch.Tensor:
+    """Add a branch to the residual stream, after its regularizers."""
+    for module in regularizers:
+        branch = module(branch)
+    return hidden_states + branch
 
 
 class AFTPreTrainedModel(PreTrainedModel):
@@ -98,35 +415,6 @@ class AFTPreTrainedModel(PreTrainedModel):
             for parameter in (module.cls_token, module.position_embeddings):
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
-
-    def adapt_to_image_size(
-        self, image_size: int | tuple[int, int], *, stretch_kernels: bool = True, enlarge_patches: bool = True
-    ) -> None:
-        """Adapt an AFT-conv model to images of another size with the same content, in place, and update `config`.
-
-        Without this call, AFT-conv also accepts images of other sizes, but then each kernel and patch covers a
-        different part of the image than in training. The kernels are interpolated to the new grid of patches, as the
-        position embeddings of a ViT are. Patches become larger with the image and then overlap, since their stride is
-        unchanged; they become smaller at most until they no longer overlap (`resizing_aft.py`).
-
-        The resized kernels and patches are new parameters: create the optimizer after the call. Set the new size in
-        the image processor too. Resizing loses information: a call with the old size does not undo it, and repeated
-        calls flatten the kernels and round the patch size again. Adapt a copy of the original model each time.
-
-        Args:
-            image_size: the new image size in pixels, or (height, width).
-            stretch_kernels: False keeps the kernels as trained.
-            enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops
-                of a small part of the image (`RandomResizedCrop`), in which objects appear larger.
-
-        Raises:
-            ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
-                size is not a multiple of the stride of the patches, or too small for kernels that are kept; kernels
-                or patches cannot be resized (`position_bias_selection` is set, the aspect ratio changes without
-                `global_connectivity`, or their parameters are offloaded or have adapters); or they do not match the
-                config. The model is then unchanged.
-        """
-        adapt_to_image_size(self, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
 
 
 class AFTModel(AFTPreTrainedModel):
@@ -221,20 +509,16 @@ class AFTModel(AFTPreTrainedModel):
             return self._forward_text(input_ids, attention_mask, inputs_embeds, cache, use_cache, **kwargs)
         if pixel_values is None:
             raise ValueError('a model with modality="image" needs pixel_values')
-        group = active_group()
-        if group is not None and (attention_mask is not None or self.config.use_cls_token):
-            given = "a class token" if self.config.use_cls_token else "an attention_mask"
-            raise ValueError(
-                f"within context_parallel, images must have no class token and no attention_mask, got {given}"
-            )
-        shard = None if group is None else self.embeddings.shard(group, pixel_values)
+        shard = None
+        if context_parallelism is not None:
+            shard = context_parallelism.shard_images(self, pixel_values, attention_mask)
         hidden_states, grid_size = self.embeddings(pixel_values, shard)
         hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, shard=shard, **kwargs)
         self._watch_entropy(hidden_states)
         patches = hidden_states[:, int(bool(self.config.use_cls_token)) :]
         pooled = hidden_states[:, 0] if self.config.pooling == "cls" else patches.mean(1)
         if shard is not None:
-            pooled = average_over(shard.group, pooled * shard.share)
+            pooled = shard.mean(pooled)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _forward_text(
@@ -269,9 +553,8 @@ class AFTModel(AFTPreTrainedModel):
                 )
             raise ValueError(f"{given}. Prefix tuning, which learns keys and values, is not supported: use LoRA")
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
-        group = active_group()
-        if group is not None:
-            shard = shard_of_inputs(group, inputs_embeds, attention_mask, packing)
+        if context_parallelism is not None:
+            shard = context_parallelism.shard_text(inputs_embeds, attention_mask, packing)
             if use_cache and cache is None and shard.documents is None:
                 cache = self.new_cache()
             hidden_states = self.embeddings(inputs_embeds, shard=shard)
@@ -500,17 +783,11 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs: Any
     ) -> torch.Tensor:
         """The loss of next-token prediction. Within `context_parallel`, that of the whole sequences."""
-        asked, group = kwargs.get("num_items_in_batch"), active_group()
-        if group is None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            return _with_entropy(loss, entropy, self.config, (labels[..., 1:] != -100).sum(), asked)
-        following = following_labels(labels, group)
-        targets = total_over(group, (following != -100).sum())
-        # Gradients are averaged over the processes, so each process counts its sum `group.size()` times.
-        kwargs["num_items_in_batch"] = (targets if asked is None else asked) / group.size()
-        vocab_size = self.config.vocab_size
-        loss = self.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
-        return _with_entropy(average_over(group, loss), entropy, self.config, targets, asked)
+        if context_parallelism is not None:
+            return context_parallelism.loss(self, logits, labels, entropy, **kwargs)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        targets = (labels[..., 1:] != -100).sum()
+        return with_entropy(loss, entropy, self.config, targets, kwargs.get("num_items_in_batch"))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -620,7 +897,7 @@ class AFTForImageClassification(AFTPreTrainedModel):
         entropy, loss = self.aft.position_bias_entropy(), None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config, **kwargs)
-            loss = _with_entropy(loss, entropy, self.config, len(labels), kwargs.get("num_items_in_batch"))
+            loss = with_entropy(loss, entropy, self.config, len(labels), kwargs.get("num_items_in_batch"))
         return AFTImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -635,7 +912,7 @@ def _of_whole_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if active_group() is not None:
+        if context_parallelism is not None:
             raise ValueError(
                 f"{type(self).__name__} needs whole sequences and does not support context_parallel: use AFTModel or "
                 "AFTForCausalLM"
@@ -668,7 +945,7 @@ class _TextClassifier(AFTPreTrainedModel):
 
         def loss_with_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = loss_of_task(*args, **kwargs)
-            return _with_entropy(loss, self.aft.position_bias_entropy(), self.config, 1, None)
+            return with_entropy(loss, self.aft.position_bias_entropy(), self.config, 1, None)
 
         return loss_with_entropy
 
@@ -769,7 +1046,7 @@ def _require_modality(model: PreTrainedModel, config: AFTConfig, modality: str) 
         raise ValueError(f'{type(model).__name__} needs a config with modality="{modality}", got "{config.modality}"')
 
 
-def _with_entropy(
+def with_entropy(
     loss: torch.Tensor,
     entropy: torch.Tensor | None,
     config: AFTConfig,

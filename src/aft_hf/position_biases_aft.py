@@ -6,13 +6,25 @@ table, w between any positions, w of chunks of a sequence, and w of the next tok
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
-from .activations_aft import are_plain_tensors, full_precision
-from .scaled_sums_aft import widen
+
+def working_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of sums over x: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """Return x in its `working_dtype`."""
+    dtype = working_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+# Tables of a window are made by products of at least this many positions.
+SMALLEST_PRODUCT = 32
 
 
 class PositionBias:
@@ -95,6 +107,17 @@ class PositionBias:
         """
         return None
 
+    def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor | None:
+        """Return `next_token` for T positions: (B or 1, T, h, reach + 1), or (1, 1, h, reach + 1) if w is the same for
+        all positions.
+
+        Args:
+            length: T.
+            start: the first position, or one per row (B,).
+        """
+        bias = self.next_token(0)
+        return None if bias is None else bias.unsqueeze(1)
+
 
 @dataclass(frozen=True, eq=False)
 class NoBias(PositionBias):
@@ -163,6 +186,23 @@ class Dense(PositionBias):
             return self._multiplied(self.query[:, :length, :length])
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
 
+    def of_neighbours(self, count: int, size: int, *, following: bool = False) -> torch.Tensor:
+        """Return `of_chunks` without a window; w is undefined for positions before 0 and beyond the table."""
+        if self.key is None:
+            return PositionBias.of_chunks(self, count, size, following=following)
+        # The factors of a chunk are contiguous, which avoids a gather here and a scatter in the backward pass.
+        length = min(count * size, self.query.shape[1])
+        padding = count * size - length
+        queries, keys = self._multiplied(self.query[:, :length]), widen(self.key[:, :length])
+        if padding > 0:
+            queries, keys = (nn.functional.pad(x, (0, 0, 0, padding)) for x in (queries, keys))
+        queries, keys = (x.unflatten(1, (count, size)) for x in (queries, keys))
+        before = nn.functional.pad(queries[:, 1:] @ keys[:, :-1].mT, (0, 0, 0, 0, 1, 0))  # 0 for the first chunk
+        parts = [before, queries @ keys.mT]
+        if following:
+            parts.append(nn.functional.pad(queries[:, :-1] @ keys[:, 1:].mT, (0, 0, 0, 0, 0, 1)))
+        return torch.cat(parts, -1)
+
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         """Return m times rows of u or of the table, which are fewer numbers than all of u or of w."""
         return widen(rows) if self.multiplier == 1.0 else widen(rows) * self.multiplier
@@ -198,22 +238,25 @@ class Window(Dense):
     def _of_chunks(self, count: int, size: int, following: bool) -> torch.Tensor:
         if self.key is None:
             return super().of_chunks(count, size, following=following)
-        # The factors of a chunk are contiguous, which avoids a gather here and a scatter in the backward pass.
-        length = min(count * size, self.query.shape[1])
-        padding = count * size - length
-        queries, keys = self._multiplied(self.query[:, :length]), widen(self.key[:, :length])
-        if padding > 0:
-            queries, keys = (nn.functional.pad(x, (0, 0, 0, padding)) for x in (queries, keys))
-        queries, keys = (x.unflatten(1, (count, size)) for x in (queries, keys))
-        if are_plain_tensors(queries, keys):
-            bias = _ProductsOfNeighbours.apply(queries, keys)
-        else:
-            bias = _products_of_neighbours(queries, keys)
-        if following:
-            after = nn.functional.pad(queries[:, :-1] @ keys[:, 1:].mT, (0, 0, 0, 0, 0, 1))
-            bias = torch.cat([bias, after], -1)
+        bias = self.of_neighbours(count, size, following=following)
         positions = torch.arange(size, (3 + following) * size, device=self.device)
         return self._windowed(bias, positions[size : 2 * size], positions)
+
+    def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
+        if isinstance(start, torch.Tensor):
+            positions = (start[:, None] + torch.arange(length, device=start.device)).clamp_max(self.query.shape[1] - 1)
+            return self.by_lag(self.query.shape[1])[0, positions]
+        if start > 0:
+            cut = cast(Window, self.from_position(start - self.reach, length + self.reach))
+            return cut.by_lag(length + self.reach)[:, self.reach :]
+        # In the table (C, 2 C) of a chunk, row i has its window from column i + C - reach on. In rows that are longer
+        # by one, the windows of all rows start in the same column.
+        size = max(1 << max(self.reach - 1, 0).bit_length(), SMALLEST_PRODUCT)
+        count = max((length + size - 1) // size, 1)
+        chunks = Dense.of_neighbours(self, count, size)  # (h, n, C, 2 C)
+        chunks = nn.functional.pad(chunks.flatten(-2), (0, size)).unflatten(-1, (size, 2 * size + 1))
+        windows = chunks[..., size - self.reach : size + 1].flatten(1, 2)[:, :length]  # (h, T, s)
+        return windows.transpose(0, 1).unsqueeze(0)
 
     def _windowed(self, bias: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = (queries[..., :, None] - keys[..., None, :]).abs().unsqueeze(-3)
@@ -383,62 +426,15 @@ def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     return x if padding == (0, 0) else nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(padding))
 
 
-def _products_of_neighbours(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Products of u of each chunk with v of the chunk before it (0 for the first chunk) and of the chunk itself:
-    (h, n, C, d') to (h, n, C, 2 C).
-    """
-    before = nn.functional.pad(queries[:, 1:] @ keys[:, :-1].mT, (0, 0, 0, 0, 1, 0))
-    return torch.cat([before, queries @ keys.mT], -1)
-
-
-class _ProductsOfNeighbours(torch.autograd.Function):
-    """`_products_of_neighbours` with a backward pass that copies no factors: 2 to 3 % less time per training step."""
-
-    @staticmethod
-    def forward(ctx: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(queries, keys)
-        return _products_of_neighbours(queries, keys)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        queries, keys = ctx.saved_tensors
-        before, own = gradient.tensor_split(2, -1)
-        before = before[:, 1:]
-        with full_precision(gradient.device.type):
-            of_queries, of_keys = own @ keys, own.mT @ queries
-            of_queries[:, 1:] += before @ keys[:, :-1]
-            of_keys[:, :-1] += before.mT @ queries[:, 1:]
-        return of_queries, of_keys
-
-
-def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int], key_rows: int | None = None) -> torch.Tensor:
-    """Expand numbers by offset from query to key to a table of all pairs (h, T, T').
-
-    Args:
-        by_offset: (h, rows + key_rows - 1, 2 columns - 1).
-        grid_size: (rows, columns) of the queries.
-        key_rows: rows of the keys. Default: the rows of the queries.
-    """
+def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Expand numbers by offset from query to key, (h, 2 rows - 1, 2 columns - 1), to a table (h, T, T)."""
     rows, columns = grid_size
-    heads, keys = by_offset.shape[0], (key_rows or rows) * columns
+    heads, keys = by_offset.shape[0], rows * columns
     # The numbers are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
     # query are then a contiguous window, so long runs are copied.
     by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
     windows = [by_column[..., row * columns :][..., :keys] for row in reversed(range(rows))]
     return torch.stack(windows, 1).flatten(1, 2)
-
-
-def collect_grid_table(table: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """The transpose of `grid_table` for equal query and key grids: (h, T, T) to (h, 2 rows - 1, 2 columns - 1)."""
-    rows, columns = grid_size
-    heads, positions = table.shape[0], rows * columns
-    by_column = table.new_zeros(heads, columns, (2 * rows - 1) * columns)
-    for row, of_row in enumerate(table.unflatten(1, grid_size).unbind(1)):
-        by_column[..., (rows - 1 - row) * columns :][..., :positions] += of_row
-    by_offset = table.new_zeros(heads, 2 * rows - 1, 2 * columns - 1)
-    for column, of_column in enumerate(by_column.unflatten(2, (-1, columns)).unbind(1)):
-        by_offset[..., columns - 1 - column :][..., :columns] += of_column
-    return by_offset
 
 
 __all__ = ["Dense", "GridKernel", "LagKernel", "LinearDecay", "NoBias", "PositionBias", "SelectedPosition", "Window"]

@@ -5,6 +5,7 @@ import torch
 from client_models import image_classifier
 
 from aft_hf import AFTConfig, AFTForImageClassification
+from aft_hf.conversion import adapt_to_image_size
 
 
 peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
@@ -88,7 +89,7 @@ def test_a_model_with_adapters_of_kernels_or_patches_is_not_resized(options):
     model = image_classifier()
     peft.get_peft_model(model, peft.LoraConfig(r=2, **{"target_modules": ["fc1"]} | options))
     with pytest.raises(ValueError, match="merge or remove adapters first"):
-        model.adapt_to_image_size(32)
+        adapt_to_image_size(model, 32)
     assert model(torch.randn(1, 3, 16, 16)).logits.shape == (1, 3)
 
 

@@ -14,8 +14,8 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_shard
-from aft_hf.documents_aft import Documents
-from aft_hf.sequence_shards_aft import SequenceShard
+from aft_hf.mixing_aft import Documents
+from aft_hf.parallel import SequenceShard
 from aft_hf.training.context_parallelism import ContextParallelGroup
 from aft_hf.training.recipe import build_recipe
 

@@ -20,7 +20,7 @@ from aft_hf import (
     context_parallel,
     local_shard,
 )
-from aft_hf.sequence_shards_aft import SequenceShard
+from aft_hf.parallel import SequenceShard
 
 
 BATCH, PATCH, KERNEL = 2, 2, 5

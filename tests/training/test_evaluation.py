@@ -14,6 +14,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.conversion import adapt_to_image_size
 from aft_hf.data.bytes import ByteWindows
 from aft_hf.data.image_files import ImageError
 from aft_hf.data.loading import ImageColumn, load_local
@@ -95,7 +96,7 @@ def test_images_of_another_size_go_through_models_that_can_take_them(images, aft
     found = evaluate_classifier(model, processor, images, image_size=(24, 32))
     if aft:  # the model itself is unchanged
         assert model.config.image_size == 16
-        model.adapt_to_image_size((24, 32))
+        adapt_to_image_size(model, (24, 32))
     expected = metrics_by_hand(model, larger, images, **({} if aft else {"interpolate_pos_encoding": True}))
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -119,7 +120,7 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
     found = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
     if not (stretch_kernels and enlarge_patches):
         assert found != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
-    model.adapt_to_image_size(24, **options)
+    adapt_to_image_size(model, 24, **options)
     kept = model.config.kernel_size, model.config.patch_size
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
     larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
@@ -138,7 +139,7 @@ def test_the_margin_that_is_cropped_keeps_its_share(images):
     processor = DeiTImageProcessorPil(size={"height": 20, "width": 20}, crop_size={"height": 16, "width": 16})
     larger = DeiTImageProcessorPil(size={"height": 40, "width": 40}, crop_size={"height": 32, "width": 32})
     found = evaluate_classifier(model, processor, images, image_size=(32, 32))
-    model.adapt_to_image_size(32)
+    adapt_to_image_size(model, 32)
     assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 
 

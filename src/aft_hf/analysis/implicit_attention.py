@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from ..mixer_aft import AFTMixer
+from ..mixers_aft import AFTMixer
 from ..mixing_aft import mixing_weights
 from ..modeling_aft import AFTPreTrainedModel
-from ..scaled_sums_aft import split_heads, widen
+from ..portable_aft import split_heads
+from ..position_biases_aft import widen
 from .recording import mixer_inputs
 
 

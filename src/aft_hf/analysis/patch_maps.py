@@ -6,7 +6,7 @@ import torch
 
 from ..mixing_aft import mixing_weights
 from ..modeling_aft import AFTForImageClassification
-from ..scaled_sums_aft import widen
+from ..position_biases_aft import widen
 
 
 class PatchMaps(NamedTuple):

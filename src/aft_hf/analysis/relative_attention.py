@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_aft import pair
-from ..scaled_sums_aft import widen
+from ..position_biases_aft import widen
 
 
 @torch.no_grad()

@@ -9,8 +9,7 @@ from itertools import product
 import torch
 from transformers import PreTrainedModel
 
-from ..mixer_aft import AFTMixer
-from ..mixers_aft import AFTAlibi, AFTConv, AFTLocal, AFTSimple
+from ..mixers_aft import AFTAlibi, AFTConv, AFTLocal, AFTMixer, AFTSimple
 from ..mixing_aft import Mixing, mix
 from .cases import DTYPES, Builder, model_builder, random_images, random_tokens
 from .models import TextRow, VisionRow

@@ -18,10 +18,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from ..blocks_aft import AFTLayer
 from ..configuration_aft import AFTConfig
-from ..mixer_aft import AFTMixer
-from ..modeling_aft import AFTForCausalLM, AFTForImageClassification
+from ..mixers_aft import AFTMixer
+from ..modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTLayer
 
 
 WIDTHS = {"tiny": 192, "small": 384, "base": 768}  # of DeiT, with a head for each 64 features

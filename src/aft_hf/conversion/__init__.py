@@ -12,6 +12,7 @@ from .errors import ConversionError
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
 from .report import REPORT_NAME, ConversionReport, TensorRecord
+from .resizing import adapt_to_image_size
 from .saving import save_converted
 from .source import VisionTransformerSource, read_source
 from .verification import verify_conversion
@@ -28,6 +29,7 @@ __all__ = [
     "ImagesOnDisk",
     "TensorRecord",
     "VisionTransformerSource",
+    "adapt_to_image_size",
     "convert_deit",
     "convert_labml",
     "read_images",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..scaled_sums_aft import widen
+from ..position_biases_aft import widen
 
 
 @dataclass(frozen=True)

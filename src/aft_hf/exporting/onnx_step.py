@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from ..blocks_aft import AFTLayer
 from ..caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
-from ..mixer_aft import AFTMixer
-from ..modeling_aft import AFTForCausalLM
+from ..mixers_aft import AFTMixer
+from ..modeling_aft import AFTForCausalLM, AFTLayer
 
 
 STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, see `AFTLayerState`

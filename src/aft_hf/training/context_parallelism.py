@@ -10,7 +10,7 @@ from accelerate import PartialState
 from torch import distributed, nn
 from transformers import PreTrainedModel
 
-from ..sequence_shards_aft import average_over, context_parallel, local_shard, total_over
+from ..parallel import average_over, context_parallel, local_shard, total_over
 from .recipe import Recipe
 from .tasks import Batch, Task
 

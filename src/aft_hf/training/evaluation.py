@@ -19,6 +19,7 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
+from ..conversion.resizing import adapt_to_image_size
 from ..data.bytes import IGNORED
 from ..data.classes import are_names, order_by_class_number, shortened
 from ..data.image_size import produces_size, resized_processor
@@ -137,7 +138,7 @@ def _adapted(model: PreTrainedModel, image_size: tuple[int, int], **options: boo
         return model
     adapted = copy.deepcopy(model)
     try:
-        adapted.adapt_to_image_size(image_size, **options)
+        adapt_to_image_size(adapted, image_size, **options)
     except ValueError as error:
         logger.warning(f"the model is not adapted to images of {image_size} pixels: {first_line(error)}")
         return model

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..mixer_aft import AFTMixer
+from ..mixers_aft import AFTMixer
 
 
 def parameter_groups(

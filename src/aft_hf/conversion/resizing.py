@@ -1,0 +1,275 @@
+"""Resize the kernels and the patches of an AFT-conv for images of another size than the training images.
+
+On a larger image, a kernel of s x s patches covers a smaller part of the image, and a smaller share of the positions
+that are averaged. So the weights exp(w) of a kernel are resampled to the new grid of patches, as the position
+embeddings of a ViT are: each new weight is the mean of the old weights over its area. The sum of the weights then
+grows with the number of patches, like the sum over the positions outside the kernel, each of which has weight 1
+(w = 0).
+
+A patch of p x p pixels, too, covers a smaller part of a larger image, and its pixels vary less than in training. So
+the weights of the patch embedding are resampled to a larger patch by the pseudoinverse of bilinear interpolation, as
+in FlexiViT (Beyer et al. 2023, arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
+The stride of the patches is unchanged, so enlarged patches overlap.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from ..configuration_aft import one_or_pair, pair
+from ..mixers_aft import AFTConv
+from ..modeling_aft import AFTImageEmbeddings
+from ..position_biases_aft import widen
+
+
+@torch.no_grad()
+def adapt_to_image_size(
+    model: PreTrainedModel,
+    image_size: int | tuple[int, int],
+    *,
+    stretch_kernels: bool = True,
+    enlarge_patches: bool = True,
+) -> None:
+    """Adapt an AFT-conv model to images of another size with the same content, in place, and update `config`.
+
+    Without this call, AFT-conv also accepts images of other sizes, but then each kernel and patch covers a
+    different part of the image than in training. The kernels are interpolated to the new grid of patches, as the
+    position embeddings of a ViT are. Patches become larger with the image and then overlap, since their stride is
+    unchanged; they become smaller at most until they no longer overlap.
+
+    The resized kernels and patches are new parameters: create the optimizer after the call. Set the new size in
+    the image processor too. Resizing loses information: a call with the old size does not undo it, and repeated
+    calls flatten the kernels and round the patch size again. Adapt a copy of the original model each time.
+
+    Args:
+        model: an image model with only `conv` layers.
+        image_size: the new image size in pixels, or (height, width).
+        stretch_kernels: False keeps the kernels as trained.
+        enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops
+            of a small part of the image (`RandomResizedCrop`), in which objects appear larger.
+
+    Raises:
+        ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
+            size is not a multiple of the stride of the patches, or too small for kernels that are kept; kernels
+            or patches cannot be resized (`position_bias_selection` is set, the aspect ratio changes without
+            `global_connectivity`, or their parameters are offloaded or have adapters); or they do not match the
+            config. The model is then unchanged.
+    """
+    config: Any = model.config  # an `AFTConfig`
+    if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
+        raise ValueError(
+            'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
+        )
+    base: Any = model.base_model  # an `AFTModel`
+    mixers, embeddings = [layer.mixer for layer in base.layers], base.embeddings
+    if not all(isinstance(module, AFTConv | AFTImageEmbeddings) for module in (*mixers, embeddings)):
+        raise ValueError("a mixer or the embeddings are wrapped or replaced: merge or remove adapters first")
+    own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
+    if own != ({config.kernel_size}, pair(config.patch_size), config.grid_stride):
+        raise ValueError(
+            f"the model does not have the kernels and patches of its config (kernel_size="
+            f"{config.kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
+            "model that shares it was adapted; give each model its own config"
+        )
+    target = copy.deepcopy(config)
+    target.image_size, target.kernel_size = image_size, 1
+    target.validate_image()
+    rows, columns = target.grid_size
+    ratios = rows / config.grid_size[0], columns / config.grid_size[1]
+    if ratios == (1.0, 1.0):
+        return
+    patch_size = new_patch_size(embeddings, ratios) if enlarge_patches else embeddings.patch_size
+    if patch_size != embeddings.patch_size:
+        target.patch_size, target.patch_stride = one_or_pair(patch_size), one_or_pair(config.grid_stride)
+        target.validate_image()  # before the weights of patches that are too large take much time and memory
+    # Nothing is written before everything is computed and the new config is valid.
+    kernels = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers] if stretch_kernels else []
+    target.kernel_size = kernels[0].kernel.shape[-1] if kernels else config.kernel_size
+    target.validate_image()
+    patches = None if patch_size == embeddings.patch_size else resized_patches(embeddings, patch_size)
+    for mixer, resized in zip(mixers, kernels):
+        resized.put_into(mixer)
+    if patches is not None:
+        patches.put_into(embeddings)
+    for name in ("image_size", "kernel_size", "patch_size", "patch_stride"):
+        setattr(config, name, getattr(target, name))
+
+
+@dataclass(frozen=True)
+class ResizedPatches:
+    """The resized weight of the patch embedding of an `AFTImageEmbeddings`; `put_into` writes it."""
+
+    weight: torch.Tensor  # (d, channels, *patch size)
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        return self.weight.shape[2], self.weight.shape[3]
+
+    def put_into(self, embeddings: AFTImageEmbeddings) -> None:
+        conv = embeddings.patch_embeddings
+        conv.weight = nn.Parameter(self.weight, requires_grad=conv.weight.requires_grad)
+        conv.kernel_size = embeddings.patch_size = self.patch_size
+
+
+@dataclass(frozen=True)
+class ResizedKernels:
+    """The resized parameters of a mixer; `put_into` writes them into the mixer."""
+
+    kernel: torch.Tensor  # (h, s', s')
+    scale: torch.Tensor | None  # gamma, (h,)
+    shift: torch.Tensor | None  # beta, (h,)
+
+    @torch.no_grad()
+    def put_into(self, mixer: AFTConv) -> None:
+        mixer.kernel = nn.Parameter(self.kernel.to(mixer.kernel), requires_grad=mixer.kernel.requires_grad)
+        mixer.window = self.kernel.shape[-1]
+        for old, new in ((mixer.kernel_scale, self.scale), (mixer.kernel_shift, self.shift)):
+            if old is not None and new is not None:
+                old.copy_(new)
+
+
+def _require_plain(module: nn.Module, name: str) -> None:
+    """Raise a `ValueError` if a parameter is computed from others, belongs to an adapter, or is offloaded."""
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    if parameter is None:
+        raise ValueError(f"{name} of {type(module).__name__} is not a parameter: merge or remove adapters first")
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: adapt the model before it is dispatched or offloaded")
+
+
+def new_patch_size(embeddings: AFTImageEmbeddings, ratios: tuple[float, float]) -> tuple[int, int]:
+    """Return the patch size for images that are larger by `ratios` (rows, columns).
+
+    A patch is at least as large as the stride of the grid, so that no pixels are left out.
+    """
+    sizes = zip(embeddings.patch_size, embeddings.grid_stride, ratios)
+    rows, columns = (max(stride, math.floor(size * ratio + 0.5)) for size, stride, ratio in sizes)
+    return rows, columns
+
+
+@torch.no_grad()
+def resized_patches(embeddings: AFTImageEmbeddings, patch_size: tuple[int, int]) -> ResizedPatches:
+    """Compute the weight of the patch embedding for another patch size; the stride is unchanged.
+
+    Raises:
+        ValueError: the patch embedding has adapters, or is offloaded.
+    """
+    _require_plain(embeddings.patch_embeddings, "weight")
+    return ResizedPatches(resampled(embeddings.patch_embeddings.weight, patch_size))
+
+
+def resampled(weight: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Resample the weight of a patch embedding to another patch size.
+
+    For larger patches, the embedding of a bilinearly enlarged patch is equal to that of the original patch. For
+    smaller patches, it has the least squared error.
+
+    Args:
+        weight: weight of the convolution, (d, channels, rows, columns).
+        patch_size: new patch size in pixels, (rows, columns).
+
+    Returns:
+        The new weight, (d, channels, *patch_size).
+    """
+    wide = weight.double() if weight.is_cpu else weight.cpu().double()  # not all devices have float64
+    rows, columns = (_inverse_interpolation(*sizes) for sizes in zip(weight.shape[2:], patch_size))
+    return (rows @ wide @ columns.mT).to(weight)
+
+
+def _inverse_interpolation(old: int, new: int) -> torch.Tensor:
+    """Return the pseudoinverse of the transposed matrix that interpolates `old` pixels to `new` ones, (new, old)."""
+    pixels = torch.eye(old, dtype=torch.float64, device="cpu").unsqueeze(1)
+    return torch.linalg.pinv(nn.functional.interpolate(pixels, new, mode="linear", align_corners=False).squeeze(1))
+
+
+@torch.no_grad()
+def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> ResizedKernels:
+    """Compute the parameters of a mixer for another grid size.
+
+    Args:
+        mixer: a mixer on a grid, without `selection`.
+        ratios: the ratios of the new to the old number of patches, for rows and columns.
+        longest: the larger of the new numbers of rows and columns; the new kernel is at most 2 longest - 1 wide.
+
+    Raises:
+        ValueError: the mixer selects one position per head, which cannot be resized; or it has no global connectivity
+            and the ratios differ, so that the new kernel would not be square; or its parameters are offloaded.
+    """
+    if mixer.selection is not None:
+        raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
+    if not mixer.global_connectivity and ratios[0] != ratios[1]:
+        raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
+    _require_plain(mixer, "kernel")
+    bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
+    bias = bias / mixer.position_bias_multiplier
+    if mixer.kernel_scale is None or mixer.kernel_shift is None:
+        return ResizedKernels(bias, None, None)
+    # The inverse of Eq. 8.
+    deviation, mean = torch.std_mean(bias, (1, 2), correction=0, keepdim=True)
+    flat = deviation == 0
+    standard = torch.where(flat, _shape(mixer, bias), (bias - mean) / deviation.masked_fill(flat, 1.0))
+    # The kernel keeps its standard deviation, so that an optimizer changes it at the same rate as before.
+    size = widen(mixer.kernel).std((1, 2), correction=0, keepdim=True)
+    kernel = standard * torch.where(size == 0, mixer.position_bias_init_std / mixer.position_bias_multiplier, size)
+    return ResizedKernels(kernel, deviation.flatten(), mean.flatten())
+
+
+def _shape(mixer: AFTConv, like: torch.Tensor) -> torch.Tensor:
+    """Return standardized kernels for heads with gamma = 0, whose w is constant: the old kernels, interpolated, or
+    random kernels if the old or the new size is 1.
+    """
+    if min(mixer.window, like.shape[-1]) == 1:
+        shape = torch.randn_like(like)
+    else:
+        old = widen(mixer.kernel).unsqueeze(0)
+        shape = nn.functional.interpolate(old, like.shape[1:], mode="bilinear", align_corners=True).squeeze(0)
+    deviation, mean = torch.std_mean(shape, (1, 2), correction=0, keepdim=True)
+    return (shape - mean) / deviation.masked_fill(deviation == 0, 1.0)
+
+
+def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, outside: float) -> torch.Tensor:
+    """Resize kernels w (h, s, s) to (h, s', s'), with s' about s times the larger ratio.
+
+    A new position covers 1 / ratio of an old position in each direction. Its exp(w) is the mean of the old exp(w) over
+    the area that it covers; w is `outside` beyond the old kernel.
+    """
+    half = kernels.shape[-1] // 2
+    reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
+    rows, columns = (_shares(half, reach, ratio) for ratio in ratios)
+    wide = kernels.double() if kernels.is_cpu else kernels.cpu().double()  # not all devices have float64
+    top = wide.flatten(1).amax(1).clamp_min(outside)[:, None, None]
+    beyond = torch.exp(outside - top)
+    weights = rows @ (torch.exp(wide - top) - beyond) @ columns.mT + beyond
+    # Weights that underflow relative to the largest weight get the smallest w.
+    smallest = min(float(wide.amin()), outside) if outside > -math.inf else float(wide.amin())
+    bias = torch.where(weights < torch.finfo(weights.dtype).tiny, smallest, weights.log() + top)
+    return bias.to(kernels)
+
+
+def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
+    """Return the share of each old offset in each new offset, (2 reach + 1, 2 half + 1).
+
+    The rest of a row, up to 1, is the share outside the old kernel.
+    """
+    old = torch.arange(-half, half + 1, dtype=torch.float64, device="cpu")
+    new = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu").unsqueeze(1)
+    end = torch.minimum(old + 0.5, (new + 0.5) / ratio)
+    start = torch.maximum(old - 0.5, (new - 0.5) / ratio)
+    return ratio * (end - start).clamp_min(0.0)
+
+
+__all__ = [
+    "ResizedKernels",
+    "ResizedPatches",
+    "adapt_to_image_size",
+    "new_patch_size",
+    "resampled",
+    "resized_kernels",
+    "resized_patches",
+    "stretched",
+]

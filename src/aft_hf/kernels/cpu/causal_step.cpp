@@ -1,0 +1,92 @@
+// One token per row that continues a state: causal Eq. 2 for it, and the state after it, in place.
+#include "causal.h"
+
+namespace aft {
+namespace {
+
+// The tokens of the window move one place forward. The oldest one, or the new one if there is no window, joins the far
+// sums, which then are relative to the larger of the two exponents.
+template <class S>
+void step(const CausalProblem& p, int64_t row, int64_t head) {
+  const int64_t features = p.width / p.heads, kept = p.window - 1;
+  const bool key_per_head = p.key_width != p.width;
+  const int64_t key_features = key_per_head ? 1 : features, index = row * p.heads + head;
+  const float* w = p.bias ? p.bias + p.bias_row(row, head, 0) * p.window : nullptr;
+  const float slope = p.slopes ? p.slopes[head] : 0.0f;
+  const S* new_key = (const S*)p.key + row * p.key_batch + head * key_features;
+  const S* new_value = (const S*)p.value + row * p.value_batch + head * features;
+  float* keys = p.keys + index * kept * key_features;
+  float* values = p.values + index * kept * features;
+  float *maximum = p.maximum + index * key_features, *denominator = p.denominator + index * key_features;
+  float* numerator = p.numerator + index * features;
+
+  for (int64_t f = 0; f < features; f += VL) {
+    const int count = int(std::min<int64_t>(VL, features - f));
+    auto key_of = [&](const float* x) { return key_per_head ? splat(*x) : load(x + f, count); };
+    const vf key = key_per_head ? splat(to_float(*new_key)) : load(new_key + f, count);
+    const vf value = load(new_value + f, count);
+    const vf far = key_of(maximum) - slope;  // NEVER if there are no far keys
+    vf most = p.hides_outside ? splat(NEVER) : far;
+    for (int64_t j = 0; j < kept; ++j) most = max(key_of(keys + j * key_features) + w[j], most);
+    const vf own = key + (w ? w[kept] : 0.0f);
+    most = max(own, most);
+
+    vf weight = exp(own - most), sum = weight, product = weight == 0.0f ? vf{} : weight * value;
+    for (int64_t j = 0; j < kept; ++j) {
+      weight = exp(key_of(keys + j * key_features) + w[j] - most);
+      sum += weight;
+      product += weight == 0.0f ? vf{} : weight * load(values + j * features + f, count);
+    }
+    if (!p.hides_outside) {
+      weight = exp(far - most);
+      sum += weight * key_of(denominator);
+      product += weight * load(numerator + f, count);
+    }
+    vf average = sum == 0.0f ? vf{} : product / sum;
+    if (p.query) {
+      const S* query = (const S*)p.query + row * p.query_batch + head * features + f;
+      average *= sigmoid(load(query, count));
+    }
+    store((S*)p.output + row * p.width + head * features + f, average, count);
+
+    if (!p.hides_outside) {
+      const vf leaving = kept ? key_of(keys) : key, value_of_leaving = kept ? load(values + f, count) : value;
+      const vf larger = max(leaving, far), scale = exp(far - larger);
+      weight = exp(leaving - larger);
+      const vf added = weight == 0.0f ? vf{} : weight * value_of_leaving;
+      store(numerator + f, load(numerator + f, count) * scale + added, count);
+      if (!key_per_head || f + VL >= features) {  // the last vector of the head writes what they share
+        const int lanes = key_per_head ? 1 : count;
+        const int64_t at = key_per_head ? 0 : f;
+        store(denominator + at, key_of(denominator) * scale + weight, lanes);
+        store(maximum + at, larger, lanes);
+      }
+    }
+    for (int64_t j = 0; j + 1 < kept; ++j)
+      store(values + j * features + f, load(values + (j + 1) * features + f, count), count);
+    if (kept) store(values + (kept - 1) * features + f, value, count);
+    if (key_per_head && f + VL < features) continue;
+    const int lanes = key_per_head ? 1 : count;
+    for (int64_t j = 0; j + 1 < kept; ++j)
+      store(keys + j * key_features + (key_per_head ? 0 : f), key_of(keys + (j + 1) * key_features), lanes);
+    if (kept) store(keys + (kept - 1) * key_features + (key_per_head ? 0 : f), key, lanes);
+  }
+}
+
+template <class S>
+void steps(const CausalProblem& p) {
+  parallel_for(p.batch * p.heads, p.numbers() * p.window, [&](int64_t begin, int64_t end) {
+    const FlushSubnormals flush;
+    for (int64_t i = begin; i < end; ++i) step<S>(p, i / p.heads, i % p.heads);
+  });
+}
+
+}  // namespace
+}  // namespace aft
+
+AFT_EXPORT void aft_causal_step(const aft::CausalProblem* p) {
+  if (p->is_bf16)
+    aft::steps<aft::bf16>(*p);
+  else
+    aft::steps<float>(*p);
+}

@@ -1,0 +1,35 @@
+// Threads: PyTorch's own pool, by the C functions `torch_parallel_for` and `torch_get_num_threads` of libtorch_cpu.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#define AFT_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace aft {
+
+typedef void (*Range)(int64_t begin, int64_t end, void* context);
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Range range, void* context);
+typedef int32_t (*GetNumThreads)(uint32_t* count);
+
+extern ParallelFor torch_parallel_for;  // null: one thread
+extern GetNumThreads torch_get_num_threads;
+
+// Below this number of features times tokens, starting threads takes longer than the computation.
+constexpr int64_t FEW_NUMBERS = 1 << 15;
+
+static inline int64_t num_threads(int64_t numbers) {
+  uint32_t count = 1;
+  if (torch_get_num_threads && torch_parallel_for && numbers >= FEW_NUMBERS) torch_get_num_threads(&count);
+  return std::max<int64_t>(count, 1);
+}
+
+// Calls run(begin, end) for parts of the range 0 .. count - 1, on one thread each.
+template <class Run>
+void parallel_for(int64_t count, int64_t numbers, const Run& run) {
+  if (count <= 1 || num_threads(numbers) == 1) return run(int64_t(0), count);
+  auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Run*>(context))(begin, end); };
+  torch_parallel_for(0, count, 1, call, const_cast<void*>(static_cast<const void*>(&run)));
+}
+
+}  // namespace aft

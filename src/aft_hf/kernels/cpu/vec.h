@@ -1,0 +1,267 @@
+// Vectors of VL float32 numbers and the few primitives that differ between instruction sets: AVX-512, AVX2, NEON.
+//
+// Arithmetic, comparisons and `condition ? a : b` are those of the vector extensions of GCC and Clang. -ffast-math must
+// not be used: it removes `rounded` and the tests for NaN.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace aft {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;
+constexpr int TILE = 8;  // rows of a register tile: two accumulators each
+#elif defined(__AVX2__)
+constexpr int VL = 8;
+constexpr int TILE = 4;
+#else
+constexpr int VL = 4;
+constexpr int TILE = 8;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+static inline vf splat(float x) { return x - vf{}; }  // not 0 + x, which is an addition: it turns -0 into 0
+
+// ------------------------------------------------------------------------------------------------- loads and stores
+
+static inline vf load(const float* p) {
+  vf x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+static inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
+
+static inline vf load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  vh x;
+  memcpy(&x, p, sizeof x);
+  return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
+}
+
+// Rounds to the nearest bfloat16, ties to even.
+static inline void store(bf16* p, vf x) {
+  vu u = (vu)x;
+  u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  u = x == x ? u : vu{} + 0x7fc0;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)u));
+#elif defined(__AVX2__)
+  __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 8);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(pairs));
+#else
+  vh h = __builtin_convertvector(u, vh);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first `count` entries; the others are 0 when loaded, and not stored.
+template <class S>
+static inline vf load(const S* p, int count) {
+  if (count == VL) return load(p);
+  S padded[VL] = {};
+  for (int i = 0; i < count; ++i) padded[i] = p[i];
+  return load(padded);
+}
+
+template <class S>
+static inline void store(S* p, vf x, int count) {
+  if (count == VL) return store(p, x);
+  S padded[VL];
+  store(padded, x);
+  for (int i = 0; i < count; ++i) p[i] = padded[i];
+}
+
+static inline float to_float(float x) { return x; }
+
+static inline float to_float(bf16 x) {
+  uint32_t u = (uint32_t)x.bits << 16;
+  float y;
+  memcpy(&y, &u, sizeof y);
+  return y;
+}
+
+// ------------------------------------------------------------------------------------------------------- primitives
+
+// Both return b where a or b is NaN.
+static inline vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+static inline vf min(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// The nearest integer.
+static inline vf rounded(vf x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__ARM_NEON)
+  return (vf)vrndnq_f32((float32x4_t)x);
+#else
+#error "no vector primitives for this instruction set"
+#endif
+}
+
+// x 2^n for integers n <= 127; 0 where 2^n is less than the smallest normal number.
+static inline vf scaled(vf x, vf n) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+  n = min(max(n, splat(-127.0f)), splat(127.0f));
+#if defined(__AVX2__)
+  vi exponent = (vi)_mm256_cvtps_epi32((__m256)n);
+#else
+  vi exponent = __builtin_convertvector(n, vi);
+#endif
+  return x * (vf)((exponent + 127) << 23);
+#endif
+}
+
+// The exponent of x: n with 2^n <= |x| < 2^(n + 1).
+static inline vf exponent_of(vf x) { return __builtin_convertvector((((vi)x >> 23) & 255) - 127, vf); }
+
+static inline bool any(vi condition) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)condition) != 0;
+#else
+  return vmaxvq_u32((uint32x4_t)condition) != 0;
+#endif
+}
+
+static inline float sum_of(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float sum = 0;
+  for (int i = 0; i < VL; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+// Adds neighbouring lanes: those of x, then those of y.
+static inline vf add_neighbours(vf x, vf y) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14) +
+         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
+#endif
+}
+
+// The sums of VL vectors that follow each other in memory.
+static inline vf sums_of_rows(const float* rows) {
+  vf x[VL];
+  for (int i = 0; i < VL; ++i) x[i] = load(rows + i * VL);
+#pragma GCC unroll 4
+  for (int count = VL; count > 1; count /= 2)
+#pragma GCC unroll 16
+    for (int i = 0; i < count / 2; ++i) x[i] = add_neighbours(x[2 * i], x[2 * i + 1]);
+  return x[0];
+}
+
+// ----------------------------------------------------------------------------------------------------- exponentials
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LN_2_HIGH = 0.693145751953125f;  // ln 2 = LN_2_HIGH + LN_2_LOW
+constexpr float LN_2_LOW = 1.428606820309417e-6f;
+
+// exp(x) for |x| <= ln(2) / 2, with a relative error of 1e-7.
+static inline vf exp_near_0(vf x) {
+  vf y = splat(1.9875691500e-4f);
+  y = y * x + 1.3981999507e-3f;
+  y = y * x + 8.3334519073e-3f;
+  y = y * x + 4.1665795894e-2f;
+  y = y * x + 1.6666665459e-1f;
+  y = y * x + 5.0000001201e-1f;
+  return y * x * x + x + 1.0f;
+}
+
+// A number m 2^n. m is 0, or of the order of 1; n is an integer.
+struct Scaled {
+  vf m, n;
+};
+
+constexpr float NEVER = -1e30f;  // the exponent n of 0
+constexpr float LARGEST = 1e7f;  // larger arguments of exponentials are clamped, so that their exponents are integers
+
+// exp(x) as m 2^n, which neither overflows nor underflows; NaN has the exponent NEVER, so it changes no maximum.
+static inline Scaled split_exp(vf x) {
+  vi hidden = x < -1e30f;  // exp(-inf) = 0
+  x = max(splat(-LARGEST), min(splat(LARGEST), x));
+  vf n = rounded(x * LOG2_E);
+  vf m = exp_near_0((x - n * LN_2_HIGH) - n * LN_2_LOW);
+  n = hidden | (x != x) ? splat(NEVER) : n;
+  return {hidden ? vf{} : m, n};
+}
+
+// exp(x) for x <= 88.
+static inline vf exp(vf x) {
+  x = max(splat(-104.0f), x);
+  vf n = rounded(x * LOG2_E);
+  return scaled(exp_near_0((x - n * LN_2_HIGH) - n * LN_2_LOW), n);
+}
+
+static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(min(splat(88.0f), -x))); }
+
+// Products with subnormal numbers take many times longer, so they count as 0 as long as an object of this class lives.
+class FlushSubnormals {
+ public:
+#if defined(__x86_64__)
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  FlushSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
+  }
+  ~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
+}  // namespace aft

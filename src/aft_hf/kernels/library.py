@@ -1,0 +1,80 @@
+"""Load the compiled CPU kernels: the variant for the instruction set of this CPU.
+
+The environment variable AFT_HF_KERNELS names the variant to load instead ("avx512", "avx2", "neon"), or is "none".
+"""
+
+import ctypes
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from . import build
+from .build import SOURCES, library_path
+
+
+logger = logging.get_logger(__name__)
+
+NAMES = ("causal", "causal_backward", "causal_step", "grid", "grid_backward", "table", "table_backward")
+
+
+# For each instruction set that PyTorch reports, the variants that the CPU can run, the fastest first.
+RUNNABLE = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",), "NEON": ("neon",), "SVE256": ("neon",)}
+
+
+def runnable_variants() -> list[str]:
+    """Return the variants that are compiled and that this CPU can run, the fastest first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    known = RUNNABLE.get(capability, ("neon",) if platform.machine() in ("aarch64", "arm64") else ())
+    return [variant for variant in known if library_path(variant).is_file()]
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """Load the kernels, and give them the threads of PyTorch; None if there are none for this CPU."""
+    asked = os.environ.get("AFT_HF_KERNELS")
+    if asked == "none":
+        return None
+    variants = runnable_variants()
+    if asked:
+        if asked not in variants:
+            allowed = ", ".join(["none", *variants])
+            logger.warning_once(f"AFT_HF_KERNELS={asked} is not compiled, or not for this CPU; use one of {allowed}")
+            return None
+        variants = [asked]
+    elif not variants and any(SOURCES.glob("libaft_*.so")):
+        logger.warning_once(f"the CPU kernels are not those of this version; compile them: python {build.__file__}")
+    return load_from(library_path(variants[0])) if variants else None
+
+
+def load_from(path: Path) -> ctypes.CDLL | None:
+    """Load one library; None, with a warning, if the system cannot load it."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning_once(f"the CPU kernels cannot be loaded, so the portable form is used: {error}")
+        return None
+    for name in (f"aft_{name}" for name in NAMES):
+        getattr(library, name).argtypes = [ctypes.c_char_p]
+        getattr(library, name).restype = None
+    torch_library = _library_of_torch()
+    if torch_library is not None:
+        functions = (torch_library.torch_parallel_for, torch_library.torch_get_num_threads)
+        library.aft_use_threads_of_torch(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
+    return library
+
+
+def _library_of_torch() -> ctypes.CDLL | None:
+    """The library of PyTorch with `torch_parallel_for`, which is part of its stable interface since 2.10."""
+    directory = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        if (directory / name).is_file():
+            library = ctypes.CDLL(str(directory / name))
+            return library if hasattr(library, "torch_parallel_for") else None
+    return None
+
+
+__all__ = ["SOURCES", "load_from", "load_library", "runnable_variants"]

@@ -1,0 +1,6 @@
+"""Triton kernels for GPUs."""
+
+from .backend import TritonBackend
+
+
+__all__ = ["TritonBackend"]

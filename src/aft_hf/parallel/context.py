@@ -1,0 +1,291 @@
+"""Context parallelism: the models and the AFT operation on sequences that are divided among several processes.
+
+`context_parallel` tells the models that their inputs are shards. `ContextParallelism` is what a model then asks for
+what concerns whole sequences, and `SequenceShard` is what goes with the shard through all layers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+
+from .. import modeling_aft
+from ..caching_aft import AFTLayerState
+from ..mixers_aft import AFTMixer
+from ..mixing_aft import Documents, Mixing, gather, mix, without_padding
+from ..portable_aft import can_read_values, split_heads
+from .exchange import count_of_past, state_at_end, with_past
+from .shards import Shard, gather_shards
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
+    """Context manager for context parallelism: the inputs of AFT models are this process's shards of the sequences.
+
+    Process r of the group holds the r-th shard of `input_ids`, `attention_mask`, `position_ids` and `labels`, all cut
+    at the same positions, or of `pixel_values`, cut between rows of patches. `local_shard` cuts the shards. All
+    processes of the group have the same weights and call the model together.
+
+    Hidden states, logits of tokens and feature maps are those of the shard. The pooled output and the logits of an
+    image are those of the whole image. The loss is that of the whole sequences and has the same value in every
+    process. The gradients in a process are the contribution of its shard times the number of processes. So their
+    average over the processes, which DDP and FSDP compute, is the gradient of a single process with the whole
+    sequences.
+
+    The backward pass may run outside of the context.
+
+    Args:
+        group: the process group that shares each sequence, or a one-dimensional device mesh.
+    """
+    group = group.get_group() if hasattr(group, "get_group") else group
+    surrounding, modeling_aft.context_parallelism = modeling_aft.context_parallelism, _parallelism(group)
+    try:
+        yield
+    finally:
+        modeling_aft.context_parallelism = surrounding
+
+
+def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+    """The label of the next token for each token of a shard, (B, T).
+
+    For the last token this is the first label of the next shard, and -100 at the end of the sequence.
+    """
+    first = gather_shards(labels[:, 0], group)
+    first = torch.cat([first, torch.full_like(first[:1], -100)])[distributed.get_rank(group) + 1]
+    return torch.cat([labels[:, 1:], first[:, None]], 1)
+
+
+def total_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the processes, without gradients."""
+    x = x.detach().clone()
+    distributed.all_reduce(x, group=group)
+    return x
+
+
+def average_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
+    """Average a tensor over the processes. Gradients flow to the tensor of this process with factor 1."""
+    return x + (total_over(group, x) / distributed.get_world_size(group) - x.detach())
+
+
+class ContextParallelism:
+    """What models ask within `context_parallel`.
+
+    Args:
+        group: the process group that shares each sequence.
+    """
+
+    def __init__(self, group: "ProcessGroup"):
+        self.group = group
+
+    def shard_text(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packing: dict[str, torch.Tensor | None],
+    ) -> "SequenceShard":
+        """Return the shard of the inputs of a text model.
+
+        Args:
+            inputs_embeds: the embedded tokens of the shard, (B, T, d).
+            attention_mask: the padding mask of the shard, (B, T), 0 for padding.
+            packing: the model's inputs in `PACKING_INPUTS`; `position_ids` start again at 0 with each document.
+
+        Raises:
+            ValueError: the mask does not have the shape of the shard, `cu_seq_lens_q` is given, or `position_ids` are
+                not those of packed documents.
+        """
+        (batch, length), position_ids = inputs_embeds.shape[:2], packing["position_ids"]
+        if attention_mask is not None and attention_mask.shape != (batch, length):
+            raise ValueError(
+                f"within context_parallel, attention_mask must be the padding mask of the shard, ({batch}, {length}), "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        if packing["cu_seq_lens_q"] is not None:
+            raise ValueError(
+                "within context_parallel, cu_seq_lens_q is not supported: give packed documents as the position_ids "
+                "of the shard"
+            )
+        if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+            raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
+        documents = None if position_ids is None else Documents((position_ids == 0).expand(batch, -1))
+        mask = None if attention_mask is None else attention_mask.bool()
+        shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, documents)
+        given = position_ids if mask is None else None
+        if given is not None and can_read_values(given) and (shard.positions() != given).any():
+            raise ValueError(
+                "position_ids of a shard must continue those of the shard before it, and start again at 0 with each "
+                "packed document: other position_ids are not supported, the attention_mask determines positions"
+            )
+        return shard
+
+    def shard_images(
+        self, model: Any, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> "SequenceShard":
+        """Return the shard for `pixel_values`, this process's rows of images.
+
+        Raises:
+            ValueError: the model has a class token, a mask is given, or the patches overlap, so that they extend to
+                the pixels of other processes.
+        """
+        if attention_mask is not None or model.config.use_cls_token:
+            given = "a class token" if model.config.use_cls_token else "an attention_mask"
+            raise ValueError(
+                f"within context_parallel, images must have no class token and no attention_mask, got {given}"
+            )
+        patches = model.embeddings
+        patches.check_patches(pixel_values)
+        if patches.patch_size != patches.grid_stride:
+            raise ValueError(
+                "within context_parallel, patches must not overlap, got patches of "
+                f"{patches.patch_size[0]} x {patches.patch_size[1]} pixels with patch_stride={patches.grid_stride}"
+            )
+        rows, columns = (side // stride for side, stride in zip(pixel_values.shape[2:], patches.grid_stride))
+        return SequenceShard(self.group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
+
+    def loss(
+        self,
+        model: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        entropy: torch.Tensor | None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the loss of next-token prediction of the whole sequences."""
+        following = following_labels(labels, self.group)
+        targets = total_over(self.group, (following != -100).sum())
+        # Gradients are averaged over the processes, so each process counts its sum `group.size()` times.
+        kwargs["num_items_in_batch"] = (
+            targets if num_items_in_batch is None else num_items_in_batch
+        ) / self.group.size()
+        vocab_size = model.config.vocab_size
+        loss = model.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
+        loss = average_over(self.group, loss)
+        return modeling_aft.with_entropy(loss, entropy, model.config, targets, num_items_in_batch)
+
+
+# One object for each group, since compiled programs guard on it.
+_parallelism = cache(ContextParallelism)
+
+
+class SequenceShard(Shard):
+    """A shard that computes the AFT operation: `Mixing.shard`."""
+
+    def check(self, mixer: AFTMixer, one_input: bool, state: AFTLayerState | None, others: Iterable[object]) -> None:
+        """Raise a ValueError if a mixer cannot take this shard, or gets other inputs that do not go with it."""
+        if mixer.state_window is None or not (mixer.causal or mixer.max_positions is None):
+            kind = "causal" if mixer.causal else "bidirectional"
+            raise ValueError(
+                f"a {kind} {type(mixer).__name__} cannot take a shard of a sequence (context parallelism): use a "
+                "causal AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
+            )
+        if not mixer.causal and (self.padding_mask is not None or self.documents is not None):
+            raise ValueError(f"a shard for a bidirectional {type(mixer).__name__} has no padding and no documents")
+        if not one_input or any(x is not None for x in others):
+            raise ValueError(
+                "a shard needs one input for query, key and value, without attention_mask, position_ids, documents "
+                "and output_attentions: pass padding and documents in the SequenceShard"
+            )
+        if state is not None and (state.is_initialized or self.documents is not None):
+            raise ValueError("shards can start a state, with one document per row, but do not continue one")
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean over whole sequences from the mean x over this shard."""
+        return average_over(self.group, x * self.share)
+
+    def mix(self, problem: Mixing, implementation: str) -> torch.Tensor:
+        """Compute Eq. 2 for the queries of this shard, (B, T, d)."""
+        return (_mix_causal if problem.causal else _mix_rows)(self, problem, implementation)
+
+    def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
+        """Set a state to that at the end of the whole rows."""
+        biases, heads = problem.biases, problem.num_heads
+        if problem.padding_mask is not None:
+            problem, _ = without_padding(problem, moved=True)
+        options: dict[str, Any] = {"slopes": biases.slopes, "hides_outside": biases.hides_outside}
+        options |= {"num_heads": heads, "reach": biases.reach}
+        keys, values, sums = state_at_end(self, problem.key, problem.value, **options)
+        keys, values = split_heads(keys, heads), split_heads(values, heads)
+        state.set_to(keys, values, sums, self.total_length, self.starts[-1])
+
+
+def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
+    """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
+    biases, order = problem.biases, None
+    if problem.padding_mask is not None:
+        problem, order = without_padding(problem, moved=True)
+    assert biases.reach is not None
+    past = count_of_past(biases.reach, biases.hides_outside)
+    key, value = with_past(
+        shard,
+        problem.key,
+        problem.value,
+        num_heads=problem.num_heads,
+        reach=biases.reach,
+        slopes=biases.slopes,
+        hides_outside=biases.hides_outside,
+    )
+    starts, documents = shard.before - past, shard.real_documents  # positions of the first tokens of the rows
+    one_table = biases.relative or bool((starts == starts[0]).all())
+    if documents is not None or not one_table:
+        documents = _with_tokens_in_front(shard, past, None if biases.relative else starts)
+    elif not biases.relative:
+        biases = biases.from_position(int(starts[0]), key.shape[1])
+    whole = replace(
+        problem,
+        key=key,
+        value=value,
+        biases=biases,
+        num_queries=None,
+        shard=None,
+        documents=documents,
+        padding_mask=None,
+    )
+    context = mix(whole, implementation)[:, past:].to(problem.value.dtype)
+    return context if order is None else gather(context, order)
+
+
+def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
+    """Compute a bidirectional shard, of images or of sequences: prepend and append the grid rows within reach of the
+    kernels and one sum for all rows farther away, and mix the result as an image with more rows.
+    """
+    biases = problem.biases
+    assert biases.reach_of_rows is not None
+    reach = biases.reach_of_rows * biases.columns
+    options: dict[str, Any] = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
+    past = count_of_past(reach, biases.hides_outside)
+    key, value = with_past(shard, problem.key, problem.value, **options)
+    following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
+    filling = -past % biases.columns  # hidden tokens that complete the rows of the summary tokens
+    key, value = (
+        nn.functional.pad(torch.cat([x, after[:, :past].flip(1)], 1), (0, 0, filling, filling), value=hidden)
+        for x, after, hidden in zip((key, value), following, (-math.inf, 0.0))
+    )
+    biases = biases.with_more_rows(2 * (past + filling) // biases.columns)
+    whole = replace(problem, key=key, value=value, biases=biases, num_queries=None, shard=None)
+    context = mix(whole, implementation).narrow(1, past + filling, problem.length)
+    return context.to(problem.value.dtype)
+
+
+def _with_tokens_in_front(shard: Shard, count: int, positions: torch.Tensor | None) -> Documents:
+    """Return the documents of a shard after `count` tokens were prepended to each row."""
+    starts = torch.zeros(shard.batch_size, count + shard.length, dtype=torch.bool, device=shard.device)
+    if shard.real_documents is not None:
+        starts[:, count:] = shard.real_documents.starts
+        # A document that starts with the shard has no earlier tokens: the tokens in front of it are hidden.
+        starts[:, count] = False
+    starts[:, 0] = True
+    return Documents(starts, positions if positions is None else positions.to(shard.device))
+
+
+__all__ = ["SequenceShard", "average_over", "context_parallel", "total_over"]

@@ -1,0 +1,313 @@
+"""Communication between the processes that share a sequence: one pair of sums and one window of tokens per shard.
+
+The tokens before a shard enter Eq. 2 only as two sums for each feature. These equal the sums of a single token whose
+key is log(sum of exp(K + w)) and whose value is the average. So each process prepends such summary tokens and the last
+`reach` tokens before its shard, unchanged, and any backend computes the result as if the shard were a whole sequence.
+
+For this, each process receives the last `reach` tokens before its shard, sums over the tokens that are farther back
+than `reach` for the next shard, and gathers the sums of all processes. The backward pass sends the gradients in the
+opposite direction. The amount of communication does not depend on the number of tokens.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.autograd.function import once_differentiable
+
+from ..portable_aft import EMPTY, ScaledSums
+from ..position_biases_aft import working_dtype
+from .shards import Shard
+
+
+# The number of summary tokens. The key of one token holds the logarithm only to the spacing of floating point numbers
+# of its size; the second token holds the remainder.
+FAR_TOKENS = 2
+
+# How many elements of a shard are summed at once. The backward pass recomputes the intermediate results, so only those
+# of one part are in memory.
+NUMBERS_AT_ONCE = 2**22
+
+
+def with_past(
+    shard: Shard,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    num_heads: int,
+    reach: int,
+    slopes: torch.Tensor | None = None,
+    hides_outside: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prepend the tokens that stand for everything before a shard to its keys and values.
+
+    Args:
+        shard: the shard of this process.
+        key: its keys, (B, T, h k). In each row, real tokens come first; the others are -inf.
+        value: its values, (B, T, d).
+        num_heads: h.
+        reach: the largest distance at which w may differ from 0.
+        slopes: (h,), for w = -slope * distance.
+        hides_outside: whether tokens beyond `reach` are hidden.
+
+    Returns:
+        Keys (B, E + T, h k) and values (B, E + T, d) in float32, or float64 for float64, with E = `count_of_past`
+        tokens in front. Tokens that do not exist are hidden.
+    """
+    return _WithPast.apply(_Exchange(shard, num_heads, reach, slopes, hides_outside), key, value)
+
+
+def count_of_past(reach: int, hides_outside: bool) -> int:
+    """E, the number of tokens that `with_past` prepends."""
+    return reach if hides_outside else FAR_TOKENS + reach
+
+
+@torch.no_grad()
+def state_at_end(
+    shard: Shard, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None]:
+    """Compute the cached state after the last shard, in every process. The arguments are those of `with_past`.
+
+    Returns:
+        The last `reach` keys and values of each row, right-aligned, (B, reach, h k) and (B, reach, d), with keys of
+        -inf where a row is shorter; and the sums over the tokens before them, (B, h, c) and (B, h, k), as seen from
+        the last token, or None if tokens beyond `reach` are hidden.
+    """
+    exchange = _Exchange(shard, **options)
+    own = exchange.forward(key, value)[2]
+    keys, values = exchange.new_window(key, value, exchange.reach)
+    if exchange.reach > 0:
+        exchange.receive_window(key, value, keys, values, to_end=True)
+    if own is None:
+        return keys, values, None
+    return keys, values, exchange.combined(exchange.gathered(own), *shard.received(shard.size))
+
+
+class _WithPast(torch.autograd.Function):
+    """`with_past` as an autograd function. All processes must run its forward and backward pass at the same point."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: "_Exchange", key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange, ctx.dtypes = exchange, (key.dtype, value.dtype)
+        keys, values, own, far = exchange.forward(key, value)
+        ctx.save_for_backward(keys, values, *(own or ()), *(far or ()))
+        return keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_keys: torch.Tensor, of_values: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        keys, values, *sums = ctx.saved_tensors
+        own, far = (ScaledSums(*sums[:3]), ScaledSums(*sums[3:])) if sums else (None, None)
+        of_key, of_value = ctx.exchange.backward(keys, values, own, far, of_keys, of_values)
+        return None, of_key.to(ctx.dtypes[0]), of_value.to(ctx.dtypes[1])
+
+
+class _Exchange:
+    """The forward and backward pass of `with_past`.
+
+    Sums have the shapes (B, h, c) and (B, h, k); gathered sums have the number of shards N in front.
+    """
+
+    def __init__(self, shard: Shard, num_heads: int, reach: int, slopes: torch.Tensor | None, hides_outside: bool):
+        self.shard, self.num_heads, self.reach, self.slopes = shard, num_heads, reach, slopes
+        self.far_tokens = count_of_past(reach, hides_outside) - reach
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None, ScaledSums | None]:
+        """Return the keys and values of `with_past`, the sums over this shard, and the sums over the tokens far back.
+
+        Both sums are None if tokens beyond `reach` are hidden.
+        """
+        past = self.far_tokens + self.reach
+        keys, values = self.new_window(key, value, past + key.shape[1])
+        keys[:, past:], values[:, past:] = key, value
+        if self.reach > 0:
+            self.receive_window(key, value, keys[:, self.far_tokens :], values[:, self.far_tokens :])
+        if not self.far_tokens:
+            return keys, values, None, None
+        own = self._sums(keys, values)
+        far = self.combined(self.gathered(own), *self.shard.received())
+        self._put_far(far, keys, values)
+        return keys, values, own, far
+
+    def new_window(self, key: torch.Tensor, value: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of hidden tokens, (B, length, h k) and (B, length, d)."""
+        dtype = working_dtype(value)
+        hidden = key.new_full((len(key), length, key.shape[-1]), -math.inf, dtype=dtype)
+        return hidden, value.new_zeros((len(key), length, value.shape[-1]), dtype=dtype)
+
+    def receive_window(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        to_end: bool = False,
+    ) -> None:
+        """Exchange tokens with other shards, and write the received ones into the first `reach` keys and values."""
+        routes = self.shard.routes(self.reach, to_end=to_end)
+        sent = torch.cat([x.flatten(0, 1)[routes.sent] for x in (key, value)], -1)
+        received = self._exchange(sent, routes.sent_sizes, routes.received_sizes)
+        row, slot = routes.received // self.reach, routes.received % self.reach
+        keys[row, slot], values[row, slot] = received.to(keys.dtype).split([key.shape[-1], value.shape[-1]], -1)
+
+    def _exchange(self, tokens: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Send tokens (M, c) to the other processes and receive theirs; `given` and `taken` are the counts of each."""
+        received = tokens.new_empty(sum(taken), tokens.shape[-1])
+        distributed.all_to_all_single(received, tokens.contiguous(), taken, given, group=self.shard.group)
+        return received
+
+    def _sums(self, keys: torch.Tensor, values: torch.Tensor) -> ScaledSums:
+        """The sums that this shard adds for later shards, as seen from its last token."""
+        total = None
+        for key, value in self._summed_parts(keys, values):
+            maximum = key.amax(1).clamp_min(EMPTY)
+            weights = torch.exp(key - maximum.unsqueeze(1))
+            sums = ScaledSums((weights * value).sum(1), weights.sum(1), maximum)
+            total = sums if total is None else total.merge(sums)
+        assert total is not None  # a shard has tokens
+        return total
+
+    def _summed_parts(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield K + w and V of the tokens to sum over, (B, t, h, k) and (B, t, h, c), part by part."""
+        for start, stop in self._parts(keys.shape[1], values[:, 0].numel()):
+            key, value = (x[:, start:stop].unflatten(-1, (self.num_heads, -1)) for x in (keys, values))
+            hidden, bias = self._bias(start, stop, keys)
+            key = key if bias is None else key + bias
+            yield key if hidden is None else key.masked_fill(hidden, -math.inf), value
+
+    def _parts(self, length: int, numbers: int) -> list[tuple[int, int]]:
+        """Start and end of each part of the tokens to sum over; indices include the tokens in front."""
+        first, last = self.far_tokens, length - self.reach
+        step = max(1, NUMBERS_AT_ONCE // numbers)
+        return [(start, min(start + step, last)) for start in range(first, last, step)]
+
+    def _bias(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """For the tokens start .. stop: which are excluded from the sums, (B, t, 1, 1), and w, (B, t, h, 1).
+
+        Each is None if it has no effect.
+        """
+        shard = self.shard
+        if shard.is_whole and self.slopes is None:
+            return None, None
+        place = torch.arange(start - self.far_tokens, stop - self.far_tokens, device=like.device)
+        first, last = shard.last_tokens(self.reach).to(like.device).unbind(-1)
+        outside = (place < first[:, None]) | (place >= last[:, None])
+        hidden = None if shard.is_whole else outside[:, :, None, None]
+        if self.slopes is None:
+            return hidden, None
+        distance = (last[:, None] - 1 - place).clamp_min(0)  # padding comes after the last token
+        return hidden, (-distance[..., None].to(like.dtype) * self.slopes.to(like.dtype)).unsqueeze(-1)
+
+    def gathered(self, sums: ScaledSums) -> ScaledSums:
+        """Gather the sums of all processes, (N, B, h, c) and (N, B, h, k)."""
+        widths = [x.shape[-1] for x in sums]
+        return ScaledSums(*self.shard.gather(torch.cat(sums, -1)).split(widths, -1))
+
+    def combined(self, sums: ScaledSums, counts: torch.Tensor, distances: torch.Tensor) -> ScaledSums:
+        """Add up gathered sums: those of the shards in `counts` (N, B), each decayed by its distance (N, B)."""
+        maximum = sums.maximum + self._decays(distances, sums.maximum)
+        maximum = maximum.masked_fill(~counts.to(maximum.device)[..., None, None], EMPTY)
+        largest = maximum.amax(0)
+        scale = torch.exp(maximum - largest) * counts.to(maximum)[..., None, None]
+        return ScaledSums((sums.numerator * scale).sum(0), (sums.denominator * scale).sum(0), largest)
+
+    def _decays(self, distances: torch.Tensor, like: torch.Tensor) -> torch.Tensor | float:
+        """w at distances (N, B), as (N, B, h, 1)."""
+        if self.slopes is None:
+            return 0.0
+        return (-distances.to(like)[..., None] * self.slopes.to(like)).unsqueeze(-1)
+
+    def _put_far(self, far: ScaledSums, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the sums over the tokens far back as two summary tokens: one with slightly less than the whole sum,
+        and one with the remainder.
+        """
+        exists = far.denominator > 0
+        denominator = far.denominator.masked_fill(~exists, 1.0)
+        values[:, : self.far_tokens] = (far.numerator / denominator).flatten(1).unsqueeze(1)
+        logarithm = far.maximum + denominator.log()
+        key = logarithm - 2 * torch.finfo(logarithm.dtype).eps * logarithm.abs()
+        rest = (denominator * torch.exp(far.maximum - key) - 1).clamp_min(torch.finfo(logarithm.dtype).tiny)
+        for place, logits in enumerate((key + rest.log(), key)):
+            if self.slopes is not None:  # cancels w at the distance where the summary token stands
+                logits = logits + self.slopes.to(logits)[:, None] * (self.far_tokens - 1 - place)
+            keys[:, place] = logits.masked_fill(~exists, -math.inf).flatten(1)
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        own: ScaledSums | None,
+        far: ScaledSums | None,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the gradients of key and value from those of the keys and values that `forward` returned."""
+        past, width = self.far_tokens + self.reach, keys.shape[-1]
+        of_keys, of_values = (x.clone(memory_format=torch.contiguous_format) for x in (of_keys, of_values))
+        if own is not None and far is not None:
+            of_own = self._gradient_of_own(own, far, of_keys, of_values)
+            self._add_from_sums(keys, values, of_own, of_keys, of_values)
+        of_key, of_value = of_keys[:, past:], of_values[:, past:]
+        if self.reach > 0:
+            routes = self.shard.routes(self.reach)
+            row, slot = routes.received // self.reach, routes.received % self.reach + self.far_tokens
+            window = torch.cat([of_keys[row, slot], of_values[row, slot]], -1)
+            window = self._exchange(window, routes.received_sizes, routes.sent_sizes)
+            row, slot = routes.sent // of_key.shape[1], routes.sent % of_key.shape[1]
+            for x, gradient in zip((of_key, of_value), window.split([width, values.shape[-1]], -1)):
+                x.index_put_((row, slot), gradient, accumulate=True)
+        return of_key, of_value
+
+    def _gradient_of_own(
+        self, own: ScaledSums, far: ScaledSums, of_keys: torch.Tensor, of_values: torch.Tensor
+    ) -> ScaledSums:
+        """The gradients of the sums over this shard, added up over all later shards, as `ScaledSums` whose maximum is
+        that of `own`.
+        """
+        exists = far.denominator > 0
+        denominator = far.denominator.masked_fill(~exists, 1.0)
+        of_key, of_average = (
+            x[:, : self.far_tokens].sum(1).unflatten(-1, (self.num_heads, -1)) for x in (of_keys, of_values)
+        )
+        average = far.numerator / denominator
+        from_values = (of_average * average).unflatten(-1, (of_key.shape[-1], -1)).sum(-1)
+        of_sums = of_average / denominator, (of_key - from_values) / denominator
+        of_numerator, of_denominator = (x.masked_fill(~exists, 0.0) for x in of_sums)
+        gathered = self.gathered(ScaledSums(of_numerator, of_denominator, far.maximum))
+        counts, distances = self.shard.given()
+        exponent = own.maximum + self._decays(distances, own.maximum) - gathered.maximum
+        counts = counts.to(exponent.device)[..., None, None]
+        scale = torch.exp(exponent.masked_fill(~counts, -math.inf))
+        return ScaledSums((gathered.numerator * scale).sum(0), (gathered.denominator * scale).sum(0), own.maximum)
+
+    def _add_from_sums(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        of_own: ScaledSums,
+        of_keys: torch.Tensor,
+        of_values: torch.Tensor,
+    ) -> None:
+        """Add the gradients of keys and values that come from the sums over this shard."""
+        of_numerator, of_denominator, maximum = (x.unsqueeze(1) for x in of_own)
+        parts = self._parts(keys.shape[1], values[:, 0].numel())
+        for (start, stop), (key, value) in zip(parts, self._summed_parts(keys, values)):
+            weights = torch.exp(key - maximum)
+            of_value = of_numerator * weights
+            of_key = (of_value * value).unflatten(-1, (key.shape[-1], -1)).sum(-1) + of_denominator * weights
+            of_keys[:, start:stop] += of_key.flatten(2)
+            of_values[:, start:stop] += of_value.flatten(2)
+
+
+__all__ = ["count_of_past", "state_at_end", "with_past"]

@@ -1,0 +1,322 @@
+"""The shards of sequences that are divided among several processes, one contiguous shard each.
+
+The shards follow the order of the ranks, and their lengths may differ. A sequence is a text, or the patches of an
+image, row by row. A `Shard` describes the shard of this process: from the lengths, the padding and the documents of
+all shards it computes where this one starts and which tokens the processes send to each other.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from ..mixing_aft import Documents
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
+    """Return this process's shard of a tensor that holds whole sequences.
+
+    If the length is not a multiple of the number of processes, the first shards are longer.
+
+    Args:
+        x: tokens (B, T), or images (B, channels, height, width) with `dim=2`.
+        group: the process group that shares the sequences, or a one-dimensional device mesh.
+        dim: the dimension to cut.
+        unit: the length of each shard is a multiple of it. For images, the height of a patch.
+
+    Raises:
+        ValueError: the length is not a multiple of `unit`, or there are fewer units than processes.
+    """
+    group = group.get_group() if hasattr(group, "get_group") else group
+    size, (count, rest) = distributed.get_world_size(group), divmod(x.shape[dim], unit)
+    if rest:
+        raise ValueError(f"a length of {x.shape[dim]} is not a multiple of {unit}")
+    if count < size:
+        kind = "tokens" if unit == 1 else f"units of {unit}"
+        raise ValueError(f"{count} {kind} cannot be divided into {size} shards: each process needs at least one")
+    ends = [unit * (rank * (count // size) + min(rank, count % size)) for rank in range(1, size)]
+    return x.tensor_split(ends, dim)[distributed.get_rank(group)]
+
+
+def gather_shards(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+    """Gather the tensors of all processes, (N, ...), without gradients."""
+    x = x.contiguous()
+    shards = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(shards, x, group)
+    return torch.stack(shards)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The shard of a batch of sequences that this process holds. All processes of the group create theirs together.
+
+    The index of a real token in its whole row, over all shards and without padding, is called its place here.
+
+    Args:
+        group: the process group that shares the rows.
+        batch_size: B.
+        length: T, the number of tokens in this shard, padding included.
+        device: the device of the tensors of the shard.
+        padding_mask: (B, T) boolean, False for padding; None if there is no padding.
+        documents: the documents that start within the shard; tokens before the first start continue a document of
+            an earlier shard. None if no document starts here.
+        columns: for images, the number of patches in a row; 1 for text.
+        backward: whether the sequences are reversed, so that the tokens after a shard count as those before it.
+
+    Raises:
+        ValueError: the processes have images with different numbers of patches in a row.
+    """
+
+    group: "ProcessGroup"
+    batch_size: int
+    length: int
+    device: torch.device
+    padding_mask: torch.Tensor | None = None
+    documents: Documents | None = None
+    columns: int = 1
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        columns = self._descriptions[..., 6]  # a collective, so it runs here, which all processes reach
+        if (columns != self.columns).any():
+            given = columns[:, 0].tolist()
+            raise ValueError(f"images must be cut between rows of patches: the processes have rows of {given} patches")
+
+    @property
+    def rank(self) -> int:
+        """Index of this shard in the order of the shards."""
+        rank = distributed.get_rank(self.group)
+        return self.size - 1 - rank if self.backward else rank
+
+    @property
+    def size(self) -> int:
+        """N, the number of shards."""
+        return distributed.get_world_size(self.group)
+
+    def to(self, *arguments: Any, **options: Any) -> "Shard":
+        """Return itself: its information is on the host, so there is nothing to move to another device."""
+        return self
+
+    @cached_property
+    def from_the_end(self) -> "Shard":
+        """The shards of the reversed sequences. Only for sequences without padding and documents."""
+        return replace(self, backward=True)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather the tensors of all shards, (N, ...), in the order of the shards and without gradients."""
+        shards = gather_shards(x, self.group)
+        return shards.flip(0) if self.backward else shards
+
+    # ---------------------------------------------------------------------------------------- all shards, on the host
+
+    @cached_property
+    def _descriptions(self) -> torch.Tensor:
+        """Seven integers for each shard and row, (N, B, 7): the number of real tokens, of real tokens before the first
+        start of a document, and of real tokens from the last start on; the length of the longest document that starts
+        in the shard; whether a document starts in it; the number of all tokens; and the patches in a row of an image.
+        """
+        return self.gather(self._description()).cpu()
+
+    def _description(self) -> torch.Tensor:
+        """The part of `_descriptions` that describes this shard, (B, 7)."""
+        if self.padding_mask is None and self.documents is None:
+            whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns]
+            return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
+        mask = self._mask()
+        starts = torch.zeros_like(mask) if self.documents is None else self.documents.starts
+        document = starts.cumsum(1)  # 0 for tokens that continue a document
+        lengths = torch.where(mask & (document > 0), Documents(starts).positions(mask) + 1, 0)
+        columns = (
+            mask.sum(1),
+            (mask & (document == 0)).sum(1),
+            (mask & (document == document[:, -1:])).sum(1),
+            lengths.amax(1),
+            (document[:, -1] > 0).long(),
+            torch.full_like(document[:, -1], self.length),
+            torch.full_like(document[:, -1], self.columns),
+        )
+        return torch.stack(columns, -1)
+
+    def _mask(self) -> torch.Tensor:
+        if self.padding_mask is not None:
+            return self.padding_mask.bool()
+        return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """(N, B), the number of real tokens of each shard."""
+        return self._descriptions[..., 0]
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """(N + 1, B), the place of the first token of each shard; the last entry is the end of the rows."""
+        return torch.nn.functional.pad(self.counts.cumsum(0), (0, 0, 1, 0))
+
+    @cached_property
+    def open_documents(self) -> torch.Tensor:
+        """(N, B), the place of the first token of the last document of each shard, the one that may continue in the
+        next shard.
+        """
+        last, any_start = self._descriptions[..., 2], self._descriptions[..., 4]
+        return torch.where(any_start > 0, self.starts[1:] - last, 0).cummax(0).values
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """(N + 1, B), the place of the first token of the first document of each shard: in an earlier shard if the
+        shard continues a document, otherwise the start of the shard.
+        """
+        lead, any_start = self._descriptions[..., 1], self._descriptions[..., 4]
+        before = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
+        fresh = torch.nn.functional.pad((any_start > 0) & (lead == 0), (0, 0, 0, 1))
+        return torch.where(fresh, self.starts, before)
+
+    @cached_property
+    def before(self) -> torch.Tensor:
+        """(B,), how many tokens of the document that this shard continues are in earlier shards."""
+        return (self.starts - self.begins)[self.rank]
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest document of all shards."""
+        lead, inner = self._descriptions[..., 1], self._descriptions[..., 3]
+        return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
+
+    @property
+    def total_length(self) -> int:
+        """Length of a whole row, over all shards and with padding."""
+        return int(self._descriptions[:, 0, 5].sum())
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether this shard has no padding and no document starts in it."""
+        return bool((self.counts[self.rank] == self.length).all()) and not self._descriptions[self.rank, :, 4].any()
+
+    @property
+    def first_row(self) -> int:
+        """Index of the first row of patches in this shard."""
+        return int(self.starts[self.rank, 0]) // self.columns
+
+    @property
+    def share(self) -> float:
+        """The fraction of all tokens that this shard has, times the number of shards: the weight of its mean in an
+        average over the shards.
+        """
+        return self.length * self.size / self.total_length
+
+    # ------------------------------------------------------------------------------------------------ for the mixers
+
+    @cached_property
+    def real_documents(self) -> Documents | None:
+        """`documents` after padding has moved behind the real tokens of each row; None if no document starts here."""
+        if self.documents is None or not self._descriptions[self.rank, :, 4].any():
+            return None
+        if self.padding_mask is None:
+            return self.documents
+        document = self.documents.starts.cumsum(1)
+        document = document.gather(1, (~self.padding_mask.bool()).long().argsort(stable=True))
+        # Padding that was between documents is now at the end of the row, and counts as part of the last document.
+        document = document.cummax(1).values
+        return Documents(torch.diff(document, dim=1, prepend=torch.zeros_like(document[:, :1])) > 0)
+
+    def positions(self) -> torch.Tensor:
+        """(B, T), the position of each token in its document; padding has the position of a neighboring real token."""
+        mask, before = self._mask(), self.before.to(self.device)
+        if self.documents is None:
+            return (before[:, None] + mask.cumsum(1) - 1).clamp_min(0)
+        return Documents(self.documents.starts, before).positions(mask)
+
+    def last_tokens(self, reach: int) -> torch.Tensor:
+        """The tokens that this shard adds to the running sum, (B, 2): start and end, counted from the first of the
+        `reach` tokens before the shard.
+
+        These are the tokens more than `reach` before the first token of the next shard, in the document that is open
+        there.
+        """
+        here, reset = self.starts[self.rank], self.open_documents[self.rank]
+        return torch.stack([(reset - here + reach).clamp_min(0), self.counts[self.rank]], -1)
+
+    @cached_property
+    def _continued(self) -> torch.Tensor:
+        """(N + 1, N, B), entry (r, q): whether the running sum of shard q belongs to the document at the start of
+        shard r.
+        """
+        shards = torch.arange(self.size + 1)
+        earlier = shards[:-1] < shards[:, None]
+        return earlier.unsqueeze(-1) & (self.open_documents == self.begins.unsqueeze(1))
+
+    @cached_property
+    def _distances(self) -> torch.Tensor:
+        """(N + 1, N, B), entry (r, q): the distance from the last token of shard q to the last one before shard r."""
+        return (self.starts.unsqueeze(1) - self.starts[1:]).clamp_min(0)
+
+    def received(self, index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The running sums that a shard (by default this one) receives: whether it uses that of each shard, (N, B),
+        and how far back the sum ends, (N, B).
+        """
+        index = self.rank if index is None else index
+        return self._continued[index], self._distances[index]
+
+    def given(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shards that use the running sum of this one: whether each of them does, (N, B), and how far back the
+        sum ends for it, (N, B).
+        """
+        return self._continued[: self.size, self.rank], self._distances[: self.size, self.rank]
+
+    def routes(self, reach: int, *, to_end: bool = False) -> "Routes":
+        """Which tokens the processes exchange so that each shard has the `reach` tokens before it, as far as they
+        belong to the document that it continues.
+
+        Args:
+            reach: the number of tokens.
+            to_end: whether every process receives the last `reach` tokens of the rows instead.
+        """
+        cached = self.__dict__.setdefault("_routes", {})
+        if (reach, to_end) not in cached:
+            cached[reach, to_end] = self._find_routes(reach, to_end)
+        return cached[reach, to_end]
+
+    def _find_routes(self, reach: int, to_end: bool) -> "Routes":
+        sent: list[int] = []
+        received: list[int] = []
+        sent_sizes, received_sizes = [], []
+        for other in reversed(range(self.size)) if self.backward else range(self.size):  # in the order of the ranks
+            there, here = (self.size, self.size) if to_end else (other, self.rank)
+            sent += (places := self._overlap(self.rank, there, reach, in_shard=True))
+            received += (slots := self._overlap(other, here, reach, in_shard=False))
+            sent_sizes.append(len(places))
+            received_sizes.append(len(slots))
+        from_here, to_here = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (sent, received))
+        return Routes(from_here, to_here, sent_sizes, received_sizes)
+
+    def _overlap(self, source: int, target: int, reach: int, in_shard: bool) -> list[int]:
+        """The tokens of shard `source` that shard `target` needs, as flat indices: into the (B, T) tokens of the
+        source if `in_shard`, otherwise into the (B, reach) slots of the target.
+        """
+        start, stop = self.starts[source], self.starts[source + 1]
+        first = torch.maximum(torch.maximum(self.begins[target], self.starts[target] - reach), start)
+        last = torch.minimum(self.starts[target], stop)
+        width, origin = (self.length, start) if in_shard else (reach, self.starts[target] - reach)
+        found: list[int] = []
+        for row, (lo, hi, zero) in enumerate(zip(first.tolist(), last.tolist(), origin.tolist())):
+            found += range(row * width + lo - zero, row * width + hi - zero)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The tokens that this process sends and receives, in the order of the other processes."""
+
+    sent: torch.Tensor  # flat indices into (B, T)
+    received: torch.Tensor  # flat indices into (B, reach)
+    sent_sizes: list[int]
+    received_sizes: list[int]
+
+
+__all__ = ["Shard", "gather_shards", "local_shard"]

@@ -1,0 +1,382 @@
+"""Adapting image models to another image size: kernels and patches are resampled."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from aft_hf import AFTConfig, AFTForImageClassification
+from aft_hf.configuration_aft import pair
+from aft_hf.conversion.resizing import adapt_to_image_size, resampled, stretched
+from aft_hf.parallel.context import ContextParallelism
+
+
+def classifier(**changes):
+    fields = {"image_size": 32, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4}
+    fields |= {"modality": "image", "aft_type": "conv", "kernel_size": 5, "num_labels": 3}
+    torch.manual_seed(0)
+    model = AFTForImageClassification(AFTConfig(**fields | changes)).eval()
+    for layer in model.aft.layers:  # nonzero kernels, gamma and beta, as after training
+        for name, parameter in layer.mixer.named_parameters():
+            if name.startswith("kernel"):
+                torch.nn.init.normal_(parameter, std=1.0 / layer.mixer.position_bias_multiplier)
+    return model
+
+
+def kernels(size=5, heads=3, spread=2.0):
+    return spread * torch.randn(heads, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("outside", [0.0, -math.inf])
+@pytest.mark.parametrize("ratio", [0.3, 0.75, 1.25, 1.5, 12 / 7, 2.0, 5.0])
+def test_a_kernel_keeps_its_part_of_the_image(ratio, outside):
+    """The sum of exp(w) minus the weight outside grows with the area of the image."""
+    kernel, beyond = kernels(), math.exp(outside)
+    large = stretched(kernel, (ratio, ratio), longest=1000, outside=outside)
+    before, after = ((torch.exp(x) - beyond).sum((1, 2)) for x in (kernel, large))
+    torch.testing.assert_close(after, before * ratio**2, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.75, 0.75), (1.25, 1.25), (2.0, 2.0), (3.0, 3.0), (1.5, 0.8)])
+def test_a_weight_is_the_mean_over_its_area(ratios):
+    kernel = kernels(heads=1)
+    large = stretched(kernel, ratios, longest=1000, outside=0.0)[0]
+    half, reach, fine = kernel.shape[-1] // 2, large.shape[-1] // 2, 1200
+
+    def covered(new, ratio):
+        """Return the old positions at many points of a new position."""
+        points = (new + (torch.arange(fine) + 0.5) / fine - 0.5) / ratio
+        return points.round().long()
+
+    field = torch.ones(101, 101, dtype=torch.float64)  # exp(w) around the kernel
+    field[50 - half : 51 + half, 50 - half : 51 + half] = torch.exp(kernel[0])
+    for row, column in ((0, 0), (1, 0), (-1, 2), (reach, -reach), (reach, 0)):
+        row, column = (max(-reach, min(reach, x)) for x in (row, column))
+        rows, columns = covered(row, ratios[0]) + 50, covered(column, ratios[1]) + 50
+        expected = field[rows][:, columns].mean().log()
+        found = large[row + reach, column + reach]
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=float(field.max()) * 4 / fine)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.0, 1.25, 1.5, 2.0])
+def test_the_new_kernel_covers_the_old_one_and_no_more(ratio):
+    kernel = torch.full((1, 5, 5), 3.0, dtype=torch.float64)
+    large = stretched(kernel, (ratio, ratio), longest=1000, outside=0.0)[0]
+    reach = large.shape[-1] // 2
+    assert (reach - 0.5) / ratio < 2.5 <= (reach + 0.5) / ratio + 1e-9
+    assert large[reach, -1] > 0
+
+
+def test_rows_stretch_by_the_ratio_of_the_rows():
+    kernel = torch.zeros(1, 3, 3, dtype=torch.float64)
+    kernel[0, 2, 1] = 4.0  # below the centre
+    large = stretched(kernel, (3.0, 1.0), longest=1000, outside=0.0)[0]
+    assert large[:, 4].tolist() == pytest.approx([0.0] * 6 + [4.0] * 3)
+    assert large.count_nonzero() == 3
+    model = classifier(num_heads=1, kernel_size=3, position_bias_reparameterized=False)
+    for layer in model.aft.layers:
+        layer.mixer.kernel.data.copy_(kernel)
+    adapt_to_image_size(model, (96, 32))
+    torch.testing.assert_close(model.aft.layers[1].mixer.kernel_bias()[0].double(), large)
+
+
+def test_large_and_small_biases_stay_finite():
+    kernel = torch.tensor([[-2e4, 1e4, 0.0], [3e4, -1e4, 5.0], [0.0, 0.0, -900.0]], dtype=torch.float64)[None]
+    for outside in (0.0, -math.inf):
+        large = stretched(kernel, (1.7, 1.7), longest=1000, outside=outside)
+        assert large.isfinite().all() and float(large.amax()) == pytest.approx(3e4, abs=1)
+
+
+@pytest.mark.parametrize("reparameterized", [True, False])
+@pytest.mark.parametrize("multiplier", [1.0, 1000.0])
+def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
+    model = classifier(position_bias_reparameterized=reparameterized, position_bias_multiplier=multiplier)
+    mixer = model.aft.layers[1].mixer
+    expected = stretched(mixer.kernel_bias().detach(), (1.5, 1.5), longest=12, outside=0.0)
+    pace = mixer.kernel.std((1, 2), correction=0).detach()
+    adapt_to_image_size(model, 48)
+    assert model.config.image_size == 48 and model.config.kernel_size == expected.shape[-1] == 9
+    torch.testing.assert_close(mixer.kernel_bias(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()))
+    assert mixer.kernel.requires_grad
+    if reparameterized:  # an optimizer changes the kernel at the same rate as before
+        torch.testing.assert_close(mixer.kernel.std((1, 2), correction=0).detach(), pace)
+
+
+def test_a_resized_model_runs_saves_and_loads(tmp_path):
+    model = classifier()
+    adapt_to_image_size(model, (40, 64))
+    pixels = torch.randn(2, 3, 40, 64)
+    expected = model(pixel_values=pixels).logits
+    model.save_pretrained(tmp_path)
+    loaded = AFTForImageClassification.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(pixel_values=pixels).logits, expected)
+    assert loaded.config.grid_size == (10, 16)
+    loaded.train()(pixel_values=pixels, labels=torch.tensor([0, 1])).loss.backward()
+    assert loaded.aft.layers[0].mixer.kernel.grad.isfinite().all()
+
+
+def test_the_size_of_the_training_changes_nothing():
+    model = classifier()
+    before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
+    adapt_to_image_size(model, 32)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.state_dict().items())
+
+
+def test_a_kernel_without_gamma_keeps_a_shape_to_learn():
+    model = classifier()
+    mixer = model.aft.layers[0].mixer
+    torch.nn.init.zeros_(mixer.kernel_scale)
+    torch.nn.init.zeros_(mixer.kernel_shift)
+    adapt_to_image_size(model, 64)
+    assert mixer.kernel_bias().count_nonzero() == 0
+    assert (mixer.kernel.std((1, 2)) > 0).all()
+
+
+def test_a_kernel_alone_stays_alone():
+    model = classifier(global_connectivity=False)
+    adapt_to_image_size(model, 64)
+    assert model.aft.layers[0].mixer.kernel_bias().isfinite().all()
+    assert model(pixel_values=torch.randn(1, 3, 64, 64)).logits.isfinite().all()
+    with pytest.raises(ValueError, match="same ratio"):
+        adapt_to_image_size(model, (64, 96))
+
+
+def test_a_kernel_is_no_larger_than_the_grid_has_use_for():
+    model = classifier(kernel_size=15)
+    adapt_to_image_size(model, 16)
+    assert model.config.kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == 7
+
+
+def test_a_kernel_of_one_position_gets_a_shape_to_learn():
+    model = classifier(kernel_size=1)
+    mixer = model.aft.layers[0].mixer
+    torch.nn.init.zeros_(mixer.kernel_scale)
+    adapt_to_image_size(model, 64)
+    model(pixel_values=torch.randn(2, 3, 64, 64), labels=torch.tensor([0, 1])).loss.backward()
+    assert mixer.window == 3 and mixer.kernel_scale.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_in_half_precision_are_stretched_as_in_float32(dtype):
+    model, half = classifier(), classifier().to(dtype)
+    for each in (model, half):
+        adapt_to_image_size(each, 48)
+    for layer, other in zip(model.aft.layers, half.aft.layers):
+        expected, found = layer.mixer.kernel_bias(), other.mixer.kernel_bias()
+        # Kernel, gamma and beta are rounded before and after resizing.
+        bound = 6 * torch.finfo(dtype).eps * max(1.0, float(expected.detach().abs().amax()))
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
+
+
+def test_what_is_frozen_stays_frozen():
+    model = classifier().requires_grad_(False)
+    adapt_to_image_size(model, 48)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_nothing_is_changed_where_one_layer_cannot_be_stretched():
+    model = classifier()
+    model.aft.layers[1].mixer.selection = "gumbel"
+    with pytest.raises(ValueError, match="position_bias_selection"):
+        adapt_to_image_size(model, 48)
+    assert [layer.mixer.window for layer in model.aft.layers] == [5, 5]
+    assert model.config.image_size == 32 and model.config.kernel_size == 5
+
+
+def test_kernels_that_are_not_those_of_the_config_are_refused():
+    model = classifier()
+    other = AFTForImageClassification(model.config)
+    adapt_to_image_size(model, 48)
+    for size in (48, 64):  # also for the size of the shared config
+        with pytest.raises(ValueError, match="kernel_size=9"):
+            adapt_to_image_size(other, size)
+
+
+def test_patches_that_are_not_those_of_the_config_are_refused():
+    model = classifier()
+    other = AFTForImageClassification(model.config)
+    adapt_to_image_size(model, 64, stretch_kernels=False)
+    for size in (64, 128):
+        with pytest.raises(ValueError, match="patch_size=8"):
+            adapt_to_image_size(other, size)
+
+
+def unchanged(model, size, message, **options):
+    """Check that adapting raises a ValueError and changes neither the weights nor the config."""
+    before, config = {name: x.clone() for name, x in model.state_dict().items()}, model.config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        adapt_to_image_size(model, size, **options)
+    assert model.config.to_dict() == config
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+def test_a_size_whose_config_would_be_invalid_is_refused():
+    unchanged(classifier(kernel_size=15), 16, "kernel_size=15", stretch_kernels=False)
+    unchanged(classifier(patch_size=1024, image_size=2048, kernel_size=3), 10240, "patch_size")
+
+
+def test_parameters_with_adapters_or_parametrizations_are_refused():
+    model = classifier()
+    torch.nn.utils.parametrizations.weight_norm(model.aft.layers[1].mixer, "kernel")
+    unchanged(model, 48, "kernel of .*adapters")
+    model = classifier()
+    config = LoraConfig(target_modules=["v_proj", "patch_embeddings"], r=2)
+    adapted = get_peft_model(model, config)
+    pixels = torch.randn(2, 3, 32, 32)
+    assert adapted(pixel_values=pixels).logits.isfinite().all()
+    unchanged(model, 48, "adapters")
+    merged = adapted.merge_and_unload()
+    adapt_to_image_size(merged, 48)
+    assert merged.config.patch_size == 6
+
+
+def test_adapting_does_not_depend_on_the_default_device():
+    model, other = classifier(), classifier()
+    adapt_to_image_size(model, 48)
+    with torch.device("meta"):
+        adapt_to_image_size(other, 48)
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], parameter)
+
+
+@pytest.mark.parametrize("w", (-800.0, -3.0, 0.0, 3.0, 800.0))
+@pytest.mark.parametrize("ratios", ((2.0, 1.0), (1.0, 3.0), (1.4, 0.5)))
+def test_weights_beyond_the_range_of_exp_keep_their_place_among_those_of_1_outside(w, ratios):
+    """exp(-800) and exp(800) are 0 and infinite in float64."""
+    large = stretched(torch.full((1, 5, 5), w, dtype=torch.float64), ratios, longest=1000, outside=0.0)[0]
+    reach = large.shape[-1] // 2
+    assert large.isfinite().all() and large[reach, reach] == pytest.approx(w)
+    beyond = [(abs(torch.arange(-reach, reach + 1)) - 0.5) / ratio >= 2.5 for ratio in ratios]
+    outside = large[beyond[0][:, None] | beyond[1]]
+    assert len(outside) > 0 and outside.tolist() == pytest.approx([0.0] * len(outside))
+
+
+@pytest.mark.parametrize(("half", "new", "old"), ((3, 29, 7), (5, 25, 11), (6, 54, 26), (1, 2, 1)))
+def test_rounding_of_a_ratio_does_not_enlarge_a_kernel(half, new, old):
+    """(half + 1/2) new / old - 1/2 is a whole number for the ratios here, but not always in floating point."""
+    size = stretched(torch.ones(1, 2 * half + 1, 2 * half + 1), (new / old, new / old), 1000, outside=0.0).shape[-1]
+    assert size // 2 == -(-((2 * half + 1) * new - old) // (2 * old))
+
+
+@pytest.mark.parametrize("size", ((16, 64), (64, 16)))
+def test_a_kernel_reaches_over_the_longer_side_of_the_grid(size):
+    model = classifier(image_size=(16, 32), kernel_size=15)
+    adapt_to_image_size(model, size)
+    assert model.config.kernel_size == 2 * 16 - 1
+
+
+@pytest.mark.parametrize("multiplier", (1.0, 20.0))
+def test_a_constant_kernel_gets_one_that_is_learned_as_fast_as_a_new_one(multiplier):
+    model = classifier(position_bias_multiplier=multiplier)
+    for layer in model.aft.layers:
+        torch.nn.init.constant_(layer.mixer.kernel, 0.5)
+    adapt_to_image_size(model, 64)
+    kernel = model.aft.layers[0].mixer.kernel
+    torch.testing.assert_close(kernel.std((1, 2), correction=0), torch.full((4,), 0.1 / multiplier))
+
+
+def test_offloaded_kernels_are_refused():
+    model = classifier().to("meta")
+    with pytest.raises(ValueError, match="offloaded"):
+        adapt_to_image_size(model, 48)
+    assert model.config.image_size == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"aft_type": "full"}, 'aft_type "conv"'),
+        ({"aft_type": ["conv", "simple"]}, 'aft_type "conv"'),
+        ({"use_position_embeddings": True}, "position embeddings"),
+        ({"position_bias_selection": "gumbel"}, "position_bias_selection"),
+    ],
+)
+def test_other_models_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        adapt_to_image_size(classifier(**changes), 48)
+
+
+@pytest.mark.parametrize("size", [30, 0, (32, 33)])
+def test_sizes_that_cannot_be_are_refused(size):
+    model = classifier()
+    with pytest.raises(ValueError, match="image_size"):
+        adapt_to_image_size(model, size)
+    assert model.config.image_size == 32
+
+
+@pytest.mark.parametrize(("old", "new"), [((4, 4), (5, 5)), ((16, 16), (27, 27)), ((3, 5), (8, 5)), ((1, 2), (2, 7))])
+def test_an_enlarged_patch_has_the_embedding_of_the_original(old, new):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 3, *old, generator=generator, dtype=torch.float64)
+    patches = torch.randn(9, 3, *old, generator=generator, dtype=torch.float64)
+    enlarged = torch.nn.functional.interpolate(patches, new, mode="bilinear", align_corners=False)
+    found = torch.einsum("bcij,dcij->bd", enlarged, resampled(weight, new))
+    torch.testing.assert_close(found, torch.einsum("bcij,dcij->bd", patches, weight), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [32, 40, 48, 64, 100, (40, 64), (64, 24)])
+def test_an_image_of_one_color_has_the_same_embeddings_at_every_size(size):
+    model = classifier().double()
+    color = torch.tensor([1.5, -0.5, 0.25], dtype=torch.float64).view(1, 3, 1, 1)
+    expected = model.aft.embeddings(color.expand(1, 3, 32, 32))[0][:, :1]
+    adapt_to_image_size(model, size)
+    found, grid_size = model.aft.embeddings(color.expand(1, 3, *pair(size)))
+    assert grid_size == model.config.grid_size == tuple(side // 4 for side in pair(size))
+    torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "patch"), [(40, 5), (48, 6), (64, 8), ((32, 64), (4, 8)), (24, 4), (33 * 4, 17)])
+def test_patches_grow_with_the_image_around_their_place_on_the_grid(size, patch):
+    model = classifier()
+    adapt_to_image_size(model, size)
+    assert model.config.patch_size == patch and model.config.grid_stride == (4, 4)
+    pixels = torch.zeros(1, 3, *pair(size), requires_grad=True)
+    embeddings, (_, columns) = model.aft.embeddings(pixels)
+    row, column = 2, 3
+    (gradient,) = torch.autograd.grad(embeddings[0, row * columns + column].sum(), pixels)
+    seen = gradient[0].abs().sum(0).nonzero()
+    for axis, (side, place) in enumerate(zip(pair(patch), (row, column))):
+        first = 4 * place - (side - 4) // 2
+        assert (seen[:, axis].min().item(), seen[:, axis].max().item()) == (max(first, 0), first + side - 1)
+
+
+def test_overlapping_patches_train_save_and_load(tmp_path):
+    model = classifier(patch_size=7, patch_stride=(4, 2))
+    pixels = torch.randn(2, 3, 32, 32)
+    model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss.backward()
+    assert model.aft.embeddings.patch_embeddings.weight.grad.isfinite().all()
+    expected = model(pixel_values=pixels).logits
+    model.save_pretrained(tmp_path)
+    loaded = AFTForImageClassification.from_pretrained(tmp_path).eval()
+    assert loaded.config.grid_size == (8, 16)
+    torch.testing.assert_close(loaded(pixel_values=pixels).logits, expected)
+    with pytest.raises(ValueError, match="multiples of patch_stride"):
+        loaded(pixel_values=torch.randn(2, 3, 30, 32))
+
+
+def test_a_model_adapted_to_a_smaller_size_again_has_disjoint_patches():
+    model = classifier()
+    adapt_to_image_size(model, 64)
+    assert (model.config.patch_size, model.config.patch_stride) == (8, 4)
+    adapt_to_image_size(model, 16)
+    assert model.config.patch_size == 4
+    assert model(pixel_values=torch.randn(1, 3, 16, 16)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kept", ["stretch_kernels", "enlarge_patches"])
+def test_kernels_or_patches_can_be_kept(kept):
+    model, original = classifier(), classifier()
+    adapt_to_image_size(model, 64, **{kept: False})
+    config = model.config
+    expected = (5, 8, 4) if kept == "stretch_kernels" else (11, 4, None)
+    assert (config.kernel_size, config.patch_size, config.patch_stride) == expected
+    for name, parameter in original.named_parameters():
+        if (kept == "enlarge_patches") == ("patch_embeddings" in name):
+            assert torch.equal(model.get_parameter(name), parameter)
+
+
+def test_overlapping_patches_cannot_be_shared_by_processes():
+    model = classifier(patch_size=6, patch_stride=4)
+    with pytest.raises(ValueError, match="patch_stride"):
+        ContextParallelism(None).shard_images(model.aft, torch.randn(1, 3, 32, 32), None)

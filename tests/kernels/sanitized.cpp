@@ -1,0 +1,175 @@
+// Runs the kernels on many shapes with buffers of the least size, for a build with sanitizers, or for another
+// architecture in an emulator. Outputs are compared with Eq. 2 in double precision; gradients and states must be finite.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "causal.h"
+#include "grid.h"
+
+extern "C" {
+void aft_causal(const aft::CausalProblem*);
+void aft_causal_backward(const aft::CausalProblem*);
+void aft_causal_step(const aft::CausalProblem*);
+void aft_grid(const aft::GridProblem*);
+void aft_grid_backward(const aft::GridProblem*);
+}
+
+using aft::bf16;
+static std::mt19937 generator(0);
+
+static int64_t choose(std::initializer_list<int64_t> from) { return *(from.begin() + generator() % from.size()); }
+
+static float number(float scale) { return std::normal_distribution<float>(0, scale)(generator); }
+
+static void convert(float x, float& y) { y = x; }
+static void convert(float x, bf16& y) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  y.bits = uint16_t(bits >> 16);
+}
+
+template <class S>
+static std::vector<S> numbers(int64_t count, float scale) {
+  std::vector<S> x(count);
+  for (S& y : x) convert(number(scale), y);
+  return x;
+}
+
+template <class S>
+static void require_finite(const std::vector<S>& x, const char* what) {
+  for (S y : x)
+    if (!std::isfinite(aft::to_float(y))) {
+      printf("%s is not finite\n", what);
+      exit(1);
+    }
+}
+
+// Eq. 2 for one feature of one query, in double precision.
+template <class S>
+static double average(const aft::CausalProblem& p, int64_t row, int64_t t, int64_t feature) {
+  const int64_t head = feature / (p.width / p.heads), key_feature = p.key_width == p.width ? feature : head;
+  const int64_t first = p.first ? p.first[row * p.length + t] : 0;
+  double numerator = 0, denominator = 0, top = -1e300;
+  for (int pass = 0; pass < 2; ++pass)
+    for (int64_t k = first; k <= t; ++k) {
+      double logit = aft::to_float(((const S*)p.key)[row * p.key_batch + k * p.key_row + key_feature]);
+      if (p.slopes) logit -= p.slopes[head] * double(t - k);
+      if (t - k < p.window && p.bias) logit += p.bias[(p.bias_row(row, head, t - first) + 1) * p.window - 1 - (t - k)];
+      if (t - k >= p.window && p.hides_outside) continue;
+      if (pass == 0) {
+        top = std::max(top, logit);
+        continue;
+      }
+      const double weight = std::exp(logit - top);
+      numerator += weight * aft::to_float(((const S*)p.value)[row * p.value_batch + k * p.value_row + feature]);
+      denominator += weight;
+    }
+  if (denominator == 0) return 0;
+  double gate = 1;
+  if (p.query) gate = 1 / (1 + std::exp(-aft::to_float(((const S*)p.query)[row * p.query_batch + t * p.query_row + feature])));
+  return gate * numerator / denominator;
+}
+
+template <class S>
+static void require_exact(const aft::CausalProblem& p, float scale, double rounding) {
+  for (int i = 0; i < 50 && p.batch > 0; ++i) {
+    const int64_t row = generator() % p.batch, t = generator() % p.length, feature = generator() % p.width;
+    const double found = aft::to_float(((const S*)p.output)[(row * p.length + t) * p.width + feature]);
+    const double exact = average<S>(p, row, t, feature), allowed = (1e-5 + 1e-6 * scale + rounding) * 4;
+    if (std::abs(found - exact) > allowed) {
+      printf("an output is %g instead of %g\n", found, exact);
+      exit(1);
+    }
+  }
+}
+
+template <class S>
+static void run(bool is_bf16) {
+  const int64_t B = choose({0, 1, 2, 3}), T = choose({1, 2, 3, 7, 31, 63, 64, 65, 129, 200}), h = choose({1, 2, 3, 8, 16});
+  const int64_t c = choose({1, 2, 3, 8, 13, 16, 17, 32}), d = h * c, s = choose({1, 2, 5, 9, 40, 150});
+  const bool with_bias = s > 1 || generator() % 2, slopes = !with_bias && generator() % 2;
+  const int64_t heads = with_bias || slopes ? h : 1, key_width = with_bias && generator() % 2 ? h : d;
+  const int64_t rows = with_bias ? choose({1, T}) : 0, batches = with_bias ? choose({1, B}) : 0;
+  const float scale = float(choose({1, 30, 90, 10000}));
+  std::vector<S> query = numbers<S>(B * T * d, 1), key = numbers<S>(B * T * key_width, scale), value = query;
+  std::vector<S> output(B * T * d), gradient = numbers<S>(B * T * d, 1), dquery(B * T * d), dkey(key.size()), dvalue(B * T * d);
+  std::vector<float> bias = numbers<float>(batches * rows * h * s, float(choose({1, 300}))), slope(heads, 0.3f);
+  std::vector<float> dbias(bias.size());
+  std::vector<int64_t> first(B * T);
+  for (int64_t i = 0, begin = 0; i < B * T; ++i) {
+    const int64_t t = i % T;
+    if (t == 0 || generator() % 9 == 0) begin = generator() % 4 ? t : T;
+    first[i] = begin == T ? t + 1 : begin;
+  }
+  aft::CausalProblem p = {};
+  p.is_bf16 = is_bf16, p.batch = B, p.length = T, p.width = d, p.heads = heads, p.key_width = key_width, p.window = s;
+  p.bias_batch = batches, p.bias_rows = with_bias ? rows : 1, p.hides_outside = with_bias && generator() % 2;
+  p.query = generator() % 4 ? query.data() : nullptr, p.key = key.data(), p.value = value.data();
+  p.query_batch = p.value_batch = p.gradient_batch = T * d, p.query_row = p.value_row = p.gradient_row = d;
+  p.key_batch = T * key_width, p.key_row = key_width;
+  p.bias = with_bias ? bias.data() : nullptr, p.slopes = slopes ? slope.data() : nullptr;
+  p.first = generator() % 2 ? first.data() : nullptr;
+  p.output = output.data();
+  aft_causal(&p);
+  require_finite(output, "an output");
+  require_exact<S>(p, scale, is_bf16 ? 4e-3 : 0);
+
+  aft::CausalProblem b = p;
+  b.output = nullptr;
+  b.gradient = gradient.data(), b.query_gradient = p.query ? dquery.data() : nullptr;
+  b.key_gradient = dkey.data(), b.value_gradient = dvalue.data();
+  b.bias_gradient = with_bias && generator() % 4 ? dbias.data() : nullptr;
+  aft_causal_backward(&b);
+  require_finite(dkey, "a gradient of a key");
+  require_finite(dvalue, "a gradient of a value");
+  require_finite(dbias, "a gradient of a bias");
+
+  std::vector<float> keys(B * (s - 1) * key_width, -INFINITY), values(B * (s - 1) * d), numerator(B * d);
+  std::vector<float> denominator(B * key_width), maximum(B * key_width, aft::NEVER);
+  p.keys = keys.data(), p.values = values.data();
+  p.numerator = numerator.data(), p.denominator = denominator.data(), p.maximum = maximum.data();
+  for (int64_t row = 0; row < B; ++row)  // one document per row
+    for (int64_t t = 0, count = generator() % (T + 1); t < T; ++t) first[row * T + t] = t < count ? 0 : t + 1;
+  aft_causal(&p);
+  require_finite(output, "an output with a state");
+  p.length = 1, p.first = nullptr, p.bias_rows = std::min<int64_t>(p.bias_rows, 1);
+  aft_causal_step(&p);
+  require_finite(output, "an output of a step");
+}
+
+template <class S>
+static void run_grid(bool is_bf16) {
+  const int64_t B = choose({0, 1, 2}), rows = choose({1, 2, 5, 9}), columns = choose({1, 3, 7, 10}), T = rows * columns;
+  const int64_t h = choose({1, 3, 16, 20}), c = choose({1, 2, 5, 16}), d = h * c, key_width = choose({h, d});
+  const int64_t kernel_rows = choose({1, 3, 11}), kernel_columns = choose({1, 3, 7, 15});
+  std::vector<S> query = numbers<S>(B * T * d, 1), key = numbers<S>(B * T * key_width, float(choose({1, 90, 10000})));
+  std::vector<S> value = query, gradient = query, output(B * T * d), dquery(B * T * d), dkey(key.size()), dvalue(B * T * d);
+  std::vector<float> kernels = numbers<float>(h * kernel_rows * kernel_columns, float(choose({1, 300})));
+  std::vector<float> dkernels(kernels.size());
+  aft::GridProblem p = {};
+  p.is_bf16 = is_bf16, p.batch = B, p.rows = rows, p.columns = columns, p.width = d, p.heads = h, p.key_width = key_width;
+  p.kernel_rows = kernel_rows, p.kernel_columns = kernel_columns, p.hides_outside = generator() % 2;
+  p.query = generator() % 4 ? query.data() : nullptr, p.key = key.data(), p.value = value.data();
+  p.query_batch = p.value_batch = p.gradient_batch = T * d, p.query_row = p.value_row = p.gradient_row = d;
+  p.key_batch = T * key_width, p.key_row = key_width, p.kernels = kernels.data(), p.output = output.data();
+  aft_grid(&p);
+  require_finite(output, "an output on a grid");
+  p.gradient = gradient.data(), p.query_gradient = p.query ? dquery.data() : nullptr;
+  p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
+  p.kernel_gradient = generator() % 4 ? dkernels.data() : nullptr;
+  aft_grid_backward(&p);
+  require_finite(dkey, "a gradient of a key on a grid");
+  require_finite(dvalue, "a gradient of a value on a grid");
+  require_finite(dkernels, "a gradient of a kernel");
+}
+
+int main() {
+  for (int i = 0; i < 400; ++i) {
+    run<float>(false);
+    run<bf16>(true);
+    run_grid<float>(false);
+    run_grid<bf16>(true);
+  }
+  return 0;
+}

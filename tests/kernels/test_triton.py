@@ -1,0 +1,435 @@
+"""The Triton backend: the contract of all backends, and properties of the kernels alone.
+
+Without a GPU the kernels are interpreted on the CPU, which takes about a second per problem. So the problems are
+small, and each covers a branch of the kernels.
+"""
+
+import copy
+from functools import partial
+from itertools import product
+
+import pytest
+import test_backend_contract_aft as contract
+import torch
+from torch import nn
+
+from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple
+from aft_hf.caching_aft import AFTStaticLayerState
+from aft_hf.kernels.triton.backend import TritonBackend, triton_is_installed
+from aft_hf.kernels.triton.bidirectional import mix_bidirectional
+from aft_hf.kernels.triton.causal import Geometry, Inputs, causal_mix, problem_tensors
+from aft_hf.mixing_aft import Documents, Mixing, mix
+
+
+if not triton_is_installed():
+    pytest.skip("the package triton is not installed", allow_module_level=True)
+
+from aft_hf.kernels.triton import bidirectional_launch as bidirectional
+from aft_hf.kernels.triton import launch as launches
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
+TRITON = contract.Backend("triton", DEVICE)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# KERNELS: a structure for each branch of the kernels. FEW: structures whose kernels have branches on values.
+KERNELS = ["simple causal", "alibi causal", "local causal", "full causal", "local causal, window alone", "conv causal"]
+FEW = ["alibi causal", "local causal"]
+BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key per feature", "conv"]
+structures = partial(pytest.mark.parametrize, "structure")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Assert that the kernels computed the problem, so that a fallback to another backend fails the test."""
+    calls, compute = [], TritonBackend.mix
+
+    def counted(problem):
+        calls.append(problem)
+        return compute(problem)
+
+    monkeypatch.setattr(TritonBackend, "mix", staticmethod(counted))
+    yield calls
+    assert calls
+
+
+# ----------------------------------------------------------------------------------------------- the contract of Eq. 2
+
+
+# Structure, dtype, batch size and length. `scripts/measure_kernel_errors.py` uses the same cases.
+CASES = (
+    [(x, FP32, batch, length) for x in KERNELS for batch, length in ((1, 1), (2, 65))]
+    + [(x, dtype, 2, 35) for x in KERNELS for dtype in (BF16, FP16)]
+    + [(x, FP32, 1, 129) for x in ("local causal, wide", "local causal, wide, window alone", "conv causal, wide")]
+    + [(x, FP32, 1, 40) for x in ("simple causal, 2 heads", "local causal, 2 heads", "alibi causal, 8 heads")]
+    + [(x, FP32, 1, 40) for x in ("conv causal, even kernel", "conv causal, selected", "full causal, table")]
+    + [("local causal", FP32, 1, 300), ("full causal", FP32, 1, 200)]
+    + [(x, dtype, 2, 35) for x in BOTH_WAYS for dtype in (FP32, BF16)]
+    + [("full", FP16, 1, 35), ("conv 2-D", FP32, 1, 129), ("full", FP32, 1, 1), ("local", FP32, 3, 12)]
+)
+
+
+@pytest.mark.parametrize(("structure", "dtype", "batch", "length"), CASES, ids=str)
+def test_kernels_equal_the_reference(structure, dtype, batch, length, launched):
+    contract.assert_exact(contract.case(structure, dtype, batch, length), TRITON)
+
+
+@structures(KERNELS)
+@pytest.mark.parametrize("seen", ("documents", "documents and padding", "left padding"))
+def test_kernels_equal_the_reference_where_queries_do_not_see_everything(structure, seen, launched):
+    dtype = BF16 if seen == "documents" and structure == "local causal" else FP32
+    contract.assert_exact(contract.case(structure, dtype, 2, 70, seen), TRITON)
+
+
+LARGE = ("x 90", "all 1e4", "a rising ramp", "one huge, late")
+
+
+@pytest.mark.parametrize(
+    ("structure", "keys"),
+    [
+        *product(FEW, LARGE),
+        ("full causal", "up to 1e4"),
+        ("conv causal", "x 30"),
+        ("full", "x 90"),
+        ("conv 2-D", "x 30"),
+    ],
+)
+def test_large_keys_are_finite_and_right(structure, keys, launched):
+    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys), TRITON)
+
+
+@pytest.mark.parametrize(
+    ("structure", "keys"), (("local causal", "x 90"), ("full causal", "moderate"), ("full", "x 30"))
+)
+def test_position_biases_that_span_300_are_right(structure, keys, launched):
+    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=150.0), TRITON)
+
+
+@pytest.mark.slow
+@structures(FEW)
+def test_large_keys_in_packed_documents_are_right(structure, launched):
+    contract.assert_exact(contract.case(structure, FP32, 2, 70, "documents", "x 90"), TRITON)
+
+
+@structures(("local causal", "simple causal", "alibi causal"))
+@pytest.mark.parametrize("keys", ("moderate", "x 90"))
+def test_keys_with_a_large_common_offset_cost_no_precision(structure, keys, launched):
+    """A common offset does not change the averages. Rounding the sums of keys and biases would cost 3 digits."""
+    given = contract.case(structure, FP32, 1, 65, keys=keys)
+    key, size = given.key + 1e4, given.key.abs().max().item()
+    double = copy.deepcopy(given.mixer).double()
+    doubles = (x.double() for x in (key, given.value, given.weight))
+    exact = {name: x.detach() for name, x in contract.results(double, *doubles, {}, "reference").items()}
+    contract.assert_exact(given._replace(key=key, exact=exact), TRITON, largest_key=size)
+
+
+@structures(KERNELS)
+@pytest.mark.parametrize("later", ("1e4 larger", "NaN"))
+def test_later_tokens_do_not_change_earlier_outputs(structure, later, launched):
+    mixer = contract.keys_are_inputs(contract.build(structure, TRITON))
+    x = torch.randn(1, 70, contract.WIDTH, device=DEVICE)
+    with torch.no_grad():
+        expected = mixer(x)
+        for last in (31, 40):
+            changed = x.clone()
+            changed[:, last + 1 :] += contract.LATER[later]
+            contract.at_most(mixer(changed)[:, : last + 1], expected[:, : last + 1])
+
+
+@structures(KERNELS)
+def test_a_document_does_not_reach_another(structure, launched):
+    mixer, x = contract.keys_are_inputs(contract.build(structure, TRITON)), torch.randn(1, 70, contract.WIDTH)
+    starts = torch.zeros(1, 70, dtype=torch.bool)
+    starts[:, [0, 18, 23, 40, 64]] = True
+    documents, x = Documents(starts.to(DEVICE)), x.to(DEVICE)
+    with torch.no_grad():
+        expected = mixer(x, documents=documents)
+        for size in (1e4, torch.nan):
+            x[0, 19] = size
+            found = mixer(x, documents=documents)
+            for places in (slice(0, 18), slice(23, 70)):
+                contract.at_most(found[:, places], expected[:, places])
+
+
+@structures(FEW)
+@pytest.mark.parametrize(("dtype", "offset"), ((BF16, 100.0), (FP16, 100.0)), ids=str)
+def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, offset, dtype, launched):
+    contract.test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
+        structure, offset, dtype, TRITON
+    )
+
+
+def test_nan_in_one_row_does_not_reach_another(launched):
+    contract.test_nan_in_one_row_does_not_reach_another("local causal", TRITON)
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@structures(("alibi causal", "local causal"))
+def test_rows_of_more_chunks_than_a_scan_takes_at_once(structure, masked, launched, monkeypatch):
+    monkeypatch.setattr(launches, "SCANNED", 4)
+    contract.assert_exact(contract.case(structure, FP32, 1, 390, "documents" if masked else "everything"), TRITON)
+
+
+# -------------------------------------------------------------------------------------------------- mixers and models
+
+WIDTHS = {
+    "37 features": partial(AFTLocal, 37, 80, 7, position_bias_dim=4, causal=True),
+    "2 heads of 35 features": partial(AFTAlibi, 70, 2),
+    "a key for each of 3 heads of 23 features": partial(AFTConv, 69, 3, 5, spatial_dims=1, causal=True),
+    "1 feature": partial(AFTFull, 1, 80, causal=True),
+    "130 features": partial(AFTSimple, 130, causal=True),
+    "a key for 100 features": partial(AFTConv, 100, 1, 5, spatial_dims=1, causal=True),
+    "an image, a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 3),
+    "an image, 37 features": partial(AFTFull, 37, 80),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
+    mixer = WIDTHS[name](implementation="triton").to(DEVICE)
+    length = 35 if "image" in name else 40
+    contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
+    assert all(problem.query is not None for problem in launched)
+
+
+@pytest.mark.parametrize("options", [name for name in contract.OPTIONS if name])
+def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
+    mixer = contract.build("local causal", TRITON, **contract.OPTIONS[options])
+    contract.assert_mixer_exact(mixer, torch.randn(2, 33, contract.WIDTH, device=DEVICE))
+    fused = mixer.q_proj is not None and type(mixer.query_activation) is nn.Sigmoid
+    assert all((problem.query is not None) == fused for problem in launched)
+
+
+@pytest.mark.parametrize("implementation", ("triton", "portable", "auto"))
+@pytest.mark.parametrize("seen", ("everything", "holes", "documents and padding"))
+def test_every_backend_multiplies_by_the_gate_of_a_problem(implementation, seen):
+    given = contract.case("local causal", FP32, 2, 35, seen)
+    query = torch.randn(2, 35, contract.WIDTH)
+    biases = given.mixer.biases(given.value)
+    problem = Mixing(given.key, given.value, 1, biases, True, query=query, **given.fields)
+    expected, real = mix(problem, "reference"), given.weight.ne(0)
+    moved = {
+        name: contract.to_device(x, DEVICE) if isinstance(x, (torch.Tensor, Documents)) else x
+        for name, x in {**vars(problem), "biases": given.mixer.to(DEVICE).biases(given.value.to(DEVICE))}.items()
+    }
+    found = mix(Mixing(**moved), implementation).cpu()
+    given.mixer.cpu()
+    contract.at_most((found * real).detach(), (expected * real).detach(), contract.tolerance(FP32, 35))
+
+
+def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
+    config = AFTConfig(hidden_size=16, num_hidden_layers=2, max_position_embeddings=64, aft_type=["local", "simple"])
+    config.position_bias_dim, config.mixing_implementation = 4, "triton"
+    model = AFTForCausalLM(config).to(DEVICE)
+    ids = torch.randint(0, 256, (2, 40), device=DEVICE)
+    mask = contract.padding_mask("left", 2, 40).to(DEVICE)
+    found = []
+    for implementation in ("triton", "reference"):
+        for layer in model.aft.layers:
+            layer.mixer.implementation = implementation
+        model.train().gradient_checkpointing_enable()
+        model.zero_grad()
+        with torch.autocast(DEVICE, BF16):
+            loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    difference = (found[0] - found[1]).norm() / found[1].norm()
+    assert difference < 4 * torch.finfo(BF16).eps
+
+
+# ------------------------------------------------------------------------------- ordinary tensors, operators, tracing
+
+
+@structures(["local causal"])
+def test_outputs_and_gradients_are_ordinary_tensors(structure, launched):
+    contract.test_the_output_may_be_changed_in_place(structure, "y.mul_(2)", "neither", TRITON)
+    contract.test_inputs_and_gradients_need_not_be_contiguous(structure, TRITON)
+    contract.test_changing_an_input_before_the_backward_pass_is_an_error(structure, TRITON)
+    contract.test_nothing_is_kept_where_no_gradient_is_needed(structure, TRITON)
+    contract.test_only_what_is_trained_gets_a_gradient(structure, "position_bias", TRITON)
+    contract.test_only_what_is_trained_gets_a_gradient(structure, "v_proj", TRITON)
+
+
+@structures([*KERNELS, "full"])
+def test_batched_gradients_are_the_gradients_one_by_one(structure, launched):
+    contract.test_batched_gradients_are_the_gradients_one_by_one(structure, TRITON)
+
+
+@structures(["local causal", "alibi causal", "full causal", "conv causal", "local causal, window alone"])
+@pytest.mark.parametrize("seen", ("everything", "documents"))
+def test_gradients_of_gradients_are_those_of_the_reference(structure, seen, launched):
+    given, found = contract.case(structure, FP32, 2, 35, seen), []
+    for implementation in ("triton", "reference"):
+        key, value = (x.to(DEVICE).requires_grad_() for x in (given.key.clone(), given.value.clone()))
+        mixer = given.mixer.to(DEVICE)
+        fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
+        problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, **fields)
+        inputs = [key, value, *contract.learned(mixer).values()]
+        first = torch.autograd.grad(mix(problem, implementation).square().sum(), key, create_graph=True)[0]
+        found.append(torch.autograd.grad(first.square().sum(), inputs, materialize_grads=True))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * found[1][0].abs().max().item())
+    given.mixer.cpu()
+
+
+@structures(FEW)
+def test_vmap_is_a_loop_of_another_backend(structure):
+    contract.test_vmap_is_a_loop(structure, "inputs", TRITON)
+
+
+@structures([*KERNELS, "full", "conv 2-D"])
+def test_meta_tensors_work_with_gradients(structure, launched):
+    contract.test_meta_tensors_work_with_gradients(structure, TRITON)
+
+
+@pytest.mark.slow
+@structures(["local causal", "conv causal"])
+@pytest.mark.parametrize("packed", (False, True))
+def test_the_operator_does_what_its_registration_says(structure, packed):
+    given = contract.case(structure, FP32, 2, 40, "documents" if packed else "everything")
+    mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
+    fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
+    problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1, **fields)
+    inputs = [x if x is None or not x.is_floating_point() else x.detach() for x in problem_tensors(problem)]
+    inputs = [x.requires_grad_() if i < 4 and x is not None else x for i, x in enumerate(inputs)]
+    torch.library.opcheck(causal_mix, (*inputs, list(Geometry.of(problem)), True))
+    given.mixer.cpu()
+
+
+def test_the_operator_of_both_directions_does_what_its_registration_says():
+    given = contract.case("conv 2-D", FP32, 2, 12)
+    table = given.mixer.biases(given.value, (3, 4)).dense(12).detach()
+    inputs = [x.to(DEVICE).requires_grad_() for x in (given.value + 1, given.key.clone(), given.value.clone(), table)]
+    torch.library.opcheck(mix_bidirectional, (*inputs, 2, True))
+
+
+@structures(["local causal", "alibi causal"])
+def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched):
+    mixer, x = contract.build(structure, TRITON), torch.randn(1, 40, contract.WIDTH, device=DEVICE)
+    eager = contract.mixer_results(mixer, x)
+    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
+    found = contract.mixer_results(compiled, x)
+    for name, expected in eager.items():
+        torch.testing.assert_close(
+            found[name.replace("of ", "of _orig_mod.") if name not in found else name], expected
+        )
+
+
+@pytest.mark.parametrize("structure", ("local, window alone", "conv 2-D, selected", "simple"))
+def test_what_kernels_do_not_compute_goes_to_another_backend(structure, monkeypatch):
+    monkeypatch.setattr(TritonBackend, "mix", None)
+    contract.assert_exact(contract.case(structure, FP32, 2, 35), TRITON)
+    contract.assert_exact(contract.case("local causal", torch.float64, 1, 35), TRITON)
+    contract.assert_exact(contract.case("local causal", FP32, 3, 35, "a pair mask"), TRITON)
+
+
+def test_kernels_run_where_they_are_named_and_nowhere_else(monkeypatch):
+    monkeypatch.setattr(TritonBackend, "mix", None)
+    for name in ("auto", "portable"):
+        contract.assert_exact(contract.case("local causal", FP32, 1, 35), contract.Backend(name, DEVICE))
+
+
+# -------------------------------------------------------------------------------------------------- memory they touch
+
+GUARD = 512  # guard elements on each side of a buffer
+
+
+class Guarded:
+    """Stands in for `torch` in the launches: new tensors lie between guards, and `empty` fills them with NaN."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *shape, dtype, device, fill=torch.nan):
+        size = shape[0] if not isinstance(shape[0], int) else shape
+        count = torch.Size(size).numel()
+        buffer = torch.full((count + 2 * GUARD,), 12288.0, dtype=dtype, device=device)
+        self.buffers.append(buffer)
+        return buffer[GUARD : GUARD + count].fill_(fill).view(size)
+
+    def zeros(self, *shape, dtype, device):
+        return self.empty(*shape, dtype=dtype, device=device, fill=0.0)
+
+    def like(self, tensor):
+        """Copy a tensor to a buffer between guards."""
+        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, fill=0).copy_(tensor)
+
+    def assert_untouched(self):
+        assert self.buffers
+        for buffer in self.buffers:
+            assert buffer[:GUARD].eq(12288.0).all() and buffer[-GUARD:].eq(12288.0).all()
+
+
+def between_nan(x: torch.Tensor) -> torch.Tensor:
+    """Copy x into the middle of a buffer of NaN (-1 for integers)."""
+    fill = torch.nan if x.is_floating_point() else -1
+    buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype, device=x.device)
+    copy = buffer[GUARD : GUARD + x.numel()].view(x.shape)
+    copy.copy_(x)
+    return copy
+
+
+@structures([*KERNELS, "local causal, wide"])
+@pytest.mark.parametrize("seen", ("everything", "documents"))
+def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, monkeypatch):
+    monkeypatch.setattr(launches, "SCANNED", 4)
+    dtype = BF16 if structure == "local causal" else FP32  # with bfloat16, averages are kept in float16
+    given, guarded = contract.case(structure, dtype, 2, 70, seen), Guarded()
+    mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
+    fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
+    problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1, **fields)
+    geometry = Geometry.of(problem)
+    inputs = Inputs(*(None if x is None else x.detach() for x in problem_tensors(problem)))
+    given.mixer.cpu()
+
+    def both_passes(inputs):
+        gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)
+        output, kept, _ = launches.forward(inputs, geometry, keep=True)
+        with_table = inputs.table is not None
+        gradients = launches.backward(between_nan(gradient), inputs, kept, geometry, of_table=with_table)
+        return [output, *(x for x in gradients if x is not None)]
+
+    expected = both_passes(inputs)
+    monkeypatch.setattr(launches, "torch", guarded)
+    found = both_passes(Inputs(*(None if x is None else between_nan(x) for x in inputs)))
+    guarded.assert_untouched()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@structures(["full, 2 heads", "conv 2-D"])
+def test_kernels_of_both_directions_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
+    given, guarded = contract.case(structure, FP32, 2, 35), Guarded()
+    table = given.mixer.biases(given.value, contract.grid_of(given.mixer, 35)).dense(35).detach()
+    inputs = [x.to(DEVICE) for x in (given.value + 1, given.key, given.value, table)]
+    gradient = torch.linspace(0.2, 1, given.value.numel(), device=DEVICE).view_as(given.value)
+
+    def both_passes(gradient, *inputs):
+        output, kept = bidirectional.forward(*inputs, 2, keep=True)
+        return [output, *bidirectional.backward(gradient, *inputs, kept, 2, of_table=True)]
+
+    expected = both_passes(gradient, *inputs)
+    monkeypatch.setattr(bidirectional, "torch", guarded)
+    found = both_passes(*(between_nan(x) for x in (gradient, *inputs)))
+    guarded.assert_untouched()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@structures(["local causal", "conv causal", "alibi causal"])
+def test_kernels_of_generation_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
+    mixer, guarded = contract.build(structure, TRITON), Guarded()
+    x, states = torch.randn(2, 36, contract.WIDTH, device=DEVICE), []
+    for state in (AFTStaticLayerState(mixer.state_window, 50), AFTStaticLayerState(mixer.state_window, 50)):
+        with torch.no_grad():
+            mixer(x[:, :1], state=state)
+            if states:
+                monkeypatch.setattr(launches, "torch", guarded)
+                for name, tensor in state._tensors().items():
+                    setattr(state, name, guarded.like(tensor))
+            outputs = [mixer(piece, state=state) for piece in x[:, 1:].split([34, 1], 1)]
+        states.append([*outputs, *state._tensors().values()])
+    guarded.assert_untouched()
+    torch.testing.assert_close(*states)

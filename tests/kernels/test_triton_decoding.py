@@ -1,0 +1,181 @@
+"""Generation by Triton kernels: results and states against Eq. 2 over all tokens, and the memory that they access.
+
+Without a GPU the kernels are interpreted, so the problems are small.
+"""
+
+from functools import partial
+
+import pytest
+import test_backend_contract_aft as contract
+import torch
+
+from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, AFTSimple
+from aft_hf.caching_aft import AFTLayerState, AFTStaticLayerState
+from aft_hf.kernels.triton.backend import TritonBackend, triton_is_installed
+
+
+if not triton_is_installed():
+    pytest.skip("the package triton is not installed", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, FP32 = torch.bfloat16, torch.float32
+TRITON = contract.Backend("triton", DEVICE)
+WIDE = {
+    "a window of 40 and 2 heads of 35 features": partial(AFTLocal, 70, 200, 40, num_heads=2, position_bias_dim=4),
+    "a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 5, spatial_dims=1),
+    "a kernel of one position": partial(AFTConv, 6, 2, 1, spatial_dims=1, reparameterized=False),
+    "one position alone": partial(AFTConv, 6, 2, 1, spatial_dims=1, global_connectivity=False),
+    "37 features": partial(AFTSimple, 37),
+    "8 heads": partial(AFTAlibi, 40, 8),
+}
+STRUCTURES = ["simple causal", "alibi causal", "local causal", "local causal, wide", "local causal, table"]
+STRUCTURES += ["local causal, window alone", "local causal, 2 heads", "conv causal", "conv causal, window alone"]
+structures = partial(pytest.mark.parametrize, "structure")
+
+
+def _counted(calls, name, compute, *arguments):
+    context = compute(*arguments)
+    assert context is not None
+    calls.append(name)
+    return context
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Assert that the kernels processed the tokens, so that a fallback to another backend fails the test."""
+    calls = []
+    for name in ("step", "prefill"):
+        monkeypatch.setattr(
+            TritonBackend, name, staticmethod(partial(_counted, calls, name, getattr(TritonBackend, name)))
+        )
+    yield calls
+    assert "step" in calls and "prefill" in calls
+
+
+def build(structure: str, dtype: torch.dtype = FP32):
+    if structure not in WIDE:
+        return contract.build(structure, TRITON, dtype)
+    torch.manual_seed(0)
+    mixer = WIDE[structure](causal=True, implementation="triton")
+    for parameter in contract.learned(mixer).values():
+        torch.nn.init.normal_(parameter)
+    return mixer.to(DEVICE, dtype)
+
+
+def state_of(mixer, static: bool) -> AFTLayerState:
+    return AFTStaticLayerState(mixer.state_window, 500) if static else AFTLayerState(mixer.state_window)
+
+
+def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
+    """Assert that x in pieces of these lengths gives Eq. 2 over all of x, and the state that other backends give."""
+    found, state, start = [], state_of(mixer, static), 0
+    others, other = [], state_of(mixer, static)
+    with torch.no_grad():
+        for piece in pieces:
+            part = slice(start, start + piece)
+            # Decoding steps have no padding
+            options = {} if mask is None or mask[:, part].all() else {"attention_mask": mask[:, part]}
+            mixer.implementation = "triton"
+            found.append(mixer(x[:, part], state=state, **options))
+            mixer.implementation = "portable"
+            others.append(mixer(x[:, part], state=other, **options))
+            start += piece
+        mixer.implementation = "reference"
+        options = {} if mask is None else {"attention_mask": mask[:, :start]}
+        exact = mixer.double()(x[:, :start].double(), **options).cpu()
+    real = 1.0 if mask is None else mask[:, :start, None].cpu()
+    size = exact.abs().max().item()
+    # The terms of the average, and d products for each projection before and after it
+    allowed = contract.tolerance(FP32, start + 4 * x.shape[-1], x.abs().max().item() + 8.0)
+    allowed += 8 * contract.storage_error(dtype)
+    contract.assert_within(torch.cat(found, 1).cpu() * real, exact * real, size * allowed, "outputs")
+    assert int(state.get_seq_length()) == start
+    if mixer.global_connectivity:  # otherwise the sums are not used
+        torch.testing.assert_close(state.sums().average(), other.sums().average(), rtol=1e-4, atol=1e-4)
+    for name in ("keys", "values", "seen"):
+        torch.testing.assert_close(getattr(state, name), getattr(other, name), rtol=1e-4, atol=1e-4)
+
+
+@structures([*STRUCTURES, *WIDE])
+def test_a_prompt_and_tokens_after_it_are_eq_2(structure, computed):
+    mixer = build(structure)
+    x = torch.randn(2, 50, mixer.hidden_size, device=DEVICE)
+    assert_decodes(mixer, x, (37, 1, 1), static=structure in WIDE)
+
+
+@structures(["alibi causal", "local causal", "local causal, wide", "local causal, window alone", "conv causal"])
+def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed):
+    mixer = build(structure)
+    x, mask = torch.randn(3, 50, mixer.hidden_size, device=DEVICE), torch.ones(3, 50, dtype=torch.bool, device=DEVICE)
+    mask[0, :2] = mask[1, :43] = False  # the second row begins in the fourth piece
+    mask[2, 36] = False
+    assert_decodes(mixer, x, (3, 33, 1, 9, 1, 1), static=structure == "local causal", mask=mask)
+
+
+@structures(["local causal", "alibi causal", "conv causal"])
+def test_half_precision(structure, computed):
+    mixer = build(structure, BF16)
+    assert_decodes(mixer, torch.randn(1, 36, 8, device=DEVICE).to(BF16), (33, 1, 1), dtype=BF16)
+
+
+@structures(["local causal", "alibi causal"])
+@pytest.mark.parametrize("keys", ("x 90", "a rising ramp"))
+def test_large_keys_are_finite_and_right(structure, keys, computed):
+    mixer, torch_keys = contract.keys_are_inputs(build(structure)), contract.KEYS[keys](2, 40, contract.WIDTH)
+    assert_decodes(mixer, torch_keys.to(DEVICE), (36, 1, 1, 1))
+
+
+def language_model(aft_type: str, implementation: str, **options) -> AFTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 40, "position_bias_dim": 4}
+    sizes |= {"max_position_embeddings": 64, "window_size": 5, "kernel_size": 4, **options}
+    config = AFTConfig(aft_type=aft_type, mixing_implementation=implementation, position_bias_init_std=1.0, **sizes)
+    return AFTForCausalLM(config).eval().to(DEVICE)
+
+
+@pytest.mark.parametrize(("aft_type", "cache"), (("local", "static"), ("conv", None)))
+def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cache, computed):
+    ids = torch.randint(0, 40, (2, 9), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    found = []
+    for implementation in ("triton", "portable"):
+        model = language_model(aft_type, implementation)
+        options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
+        found.append(model.generate(ids, attention_mask=mask, **options))
+    assert torch.equal(*found)
+
+
+def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
+    torch._dynamo.reset()
+    model = language_model("local", "triton", num_hidden_layers=1)
+    ids = torch.randint(0, 40, (2, 7), device=DEVICE)
+    compiled, logits = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False), []
+    with torch.no_grad():
+        for run in (model, compiled):
+            cache = model.aft.new_cache(20)
+            model(ids, cache=cache)
+            places = [x.data_ptr() for layer in cache.layers for x in layer._tensors().values()]
+            logits.append(torch.cat([run(ids[:, i : i + 1], cache=cache).logits for i in range(3)]))
+            assert places == [x.data_ptr() for layer in cache.layers for x in layer._tensors().values()]
+            assert int(cache.get_seq_length()) == 10
+    torch.testing.assert_close(*logits)
+
+
+def test_a_state_that_was_filled_in_inference_mode_is_continued_without_it(computed):
+    mixer, x, found = build("local causal"), torch.randn(1, 8, contract.WIDTH, device=DEVICE), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        state = AFTLayerState(mixer.state_window)
+        with mode():
+            mixer(x, state=state)
+        with torch.no_grad():
+            found.append(mixer(x[:, :1], state=state))
+    torch.testing.assert_close(*found)
+
+
+def test_where_gradients_are_asked_for_another_backend_decodes():
+    mixer, x = build("local causal"), torch.randn(1, 8, contract.WIDTH, device=DEVICE)
+    state = AFTLayerState(mixer.state_window)
+    mixer(x, state=state)
+    mixer(x[:, :1], state=state).sum().backward()
+    assert mixer.k_proj.weight.grad.abs().sum() > 0

@@ -1,0 +1,86 @@
+"""How the core uses the operators: where they must not be used, and what must not depend on the process."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal
+from aft_hf.caching_aft import AFTLayerState
+
+
+MIXERS = {
+    "full": lambda: AFTFull(16, 40, position_bias_dim=None, num_heads=2),
+    "local": lambda: AFTLocal(16, 40, 5, causal=True, position_bias_dim=4),
+    "alibi": lambda: AFTAlibi(16, 2),
+    "conv": lambda: AFTConv(16, 2, 5, spatial_dims=1, causal=True),
+    "grid": lambda: AFTConv(16, 16, 3),
+}
+
+
+@pytest.fixture(params=MIXERS)
+def mixer(request):
+    torch.manual_seed(0)
+    return MIXERS[request.param]()
+
+
+def gradients(mixer, x):
+    return torch.autograd.grad(mixer(x).square().sum(), tuple(mixer.parameters()))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+def test_the_default_dtype_of_torch_does_not_matter(mixer, dtype):
+    x = torch.randn(2, 36, 16)
+    expected = gradients(mixer, x)
+    try:
+        torch.set_default_dtype(dtype)
+        found = gradients(mixer, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("threads", (1, 3, 8))
+def test_gradients_are_the_same_in_every_repetition(mixer, threads):
+    x, before = torch.randn(16, 36, 16), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        expected = gradients(mixer, x)
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(mixer, x), expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_transformations_of_functions_are_right_in_a_compiled_program(mixer):
+    x, tangent = torch.randn(2, 36, 16), torch.randn(2, 36, 16)
+    _, expected = torch.func.jvp(mixer, (x,), (tangent,))
+    compiled = torch.compile(lambda x: torch.func.jvp(mixer, (x,), (tangent,))[1], backend="eager")
+    torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("name", ("local", "alibi", "conv"))
+def test_a_copy_of_a_state_is_not_changed_by_later_steps_and_an_empty_piece_changes_nothing(name):
+    torch.manual_seed(0)
+    mixer, x = MIXERS[name](), torch.randn(2, 12, 16)
+    with torch.no_grad():
+        expected, state = mixer(x), AFTLayerState(mixer.state_window)
+        assert mixer(x[:, :0], state=state).shape == (2, 0, 16)
+        mixer(x[:, :7], state=state)
+        kept = copy.copy(state)
+        mixer(x[:, 1:5], state=state)
+        found = torch.cat([mixer(x[:, i : i + 1], state=kept) for i in range(7, 12)], 1)
+    torch.testing.assert_close(found, expected[:, 7:], rtol=1e-4, atol=1e-5)
+
+
+def test_the_package_may_be_imported_twice_in_one_process():
+    code = (
+        "import sys, torch, aft_hf; names = [name for name in sys.modules if name.startswith('aft_hf')];"
+        "old = {name: sys.modules.pop(name) for name in names};"
+        "import aft_hf; assert aft_hf is not old['aft_hf'];"
+        "aft_hf.AFTSimple(8, causal=True)(torch.randn(1, 9, 8)).sum().backward()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

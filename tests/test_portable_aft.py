@@ -1,0 +1,108 @@
+"""The algorithms of the portable backend for large problems, tested on small problems."""
+
+import copy
+
+import pytest
+import torch
+
+import aft_hf.portable_aft as portable
+from aft_hf import AFTConv, AFTLocal
+
+
+WIDTH, GRID = 6, (9, 8)
+
+
+def results(mixer, x, **options):
+    """Return the output and the gradients of the input and of the parameters of w, in float64."""
+    x = x.clone().requires_grad_()
+    output = mixer(x, **options)
+    weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
+    biases = [p for name, p in mixer.named_parameters() if name.startswith(("kernel", "position_bias"))]
+    return [y.detach().double() for y in (output, *torch.autograd.grad(output, [x, *biases], weight))]
+
+
+def assert_equal_to_the_reference(mixer, x, largest_bias=1.0, **options):
+    """Compare with the reference, to the rounding of K + w and of sqrt(T) terms, relative to the largest entry."""
+    reference = copy.deepcopy(mixer).double()
+    reference.implementation = "reference"
+    exact = results(reference, x.double(), **options)
+    largest = max(y.abs().max().item() for y in exact)
+    allowed = 8 * (x.numel() ** 0.5 + largest_bias) * torch.finfo(x.dtype).eps * largest
+    for found, expected in zip(results(mixer, x, **options), exact):
+        torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
+
+
+@pytest.fixture
+def convolved(monkeypatch):
+    """Make the backend use convolutions: no table fits."""
+    monkeypatch.setattr(portable, "LARGEST_GRID_TABLE", 0)
+
+
+def on_grid(size, dtype=torch.float32, heads=2):
+    mixer = AFTConv(WIDTH, heads, size, reparameterized=False, implementation="portable").to(dtype)
+    torch.nn.init.normal_(mixer.kernel)
+    mixer.q_proj.register_forward_hook(lambda *args: None)  # so no backend computes the whole layer
+    return mixer
+
+
+@pytest.mark.parametrize("size", (1, 3, 7, 25), ids=lambda size: f"kernel {size}")
+@pytest.mark.parametrize("heads", (1, 2, WIDTH))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_a_grid_too_large_for_a_table_is_convolved(size, heads, dtype, convolved):
+    assert_equal_to_the_reference(on_grid(size, dtype, heads), torch.randn(2, 72, WIDTH, dtype=dtype), grid_size=GRID)
+
+
+@pytest.mark.parametrize("grid_size", ((1, 1), (1, 4), (5, 1)), ids=str)
+def test_a_convolution_serves_any_grid(grid_size, convolved):
+    x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
+    assert_equal_to_the_reference(on_grid(3), x, grid_size=grid_size)
+
+
+@pytest.mark.parametrize("lowest", (-1.0, -20.0))
+@pytest.mark.parametrize("size", (3, 25), ids=("smaller than the grid", "larger than the grid"))
+def test_a_convolution_is_exact_where_biases_are_very_negative(lowest, size, convolved):
+    """exp(w) - 1, as the paper prints Eq. 6, would round away a small exp(w)."""
+    mixer = on_grid(size)
+    torch.nn.init.uniform_(mixer.kernel, lowest, 0.0)
+    assert_equal_to_the_reference(mixer, torch.randn(2, 72, WIDTH), -lowest, grid_size=GRID)
+
+
+@pytest.mark.parametrize(
+    ("grid_size", "center"),
+    [*(((4, 4), center) for center in (-100.0, -30.0, 100.0)), ((4, 3), -100.0), ((4, 5), -60.0), ((5, 4), -60.0)],
+    ids=str,
+)
+def test_a_convolution_is_exact_where_all_biases_of_a_kernel_are_far_from_0(grid_size, center, convolved, monkeypatch):
+    """A kernel of 7 x 7 reaches every pair of a grid of 4 x 4. A backend that reads it does not convolve it."""
+    monkeypatch.setattr(portable, "can_read_values", lambda *tensors: False)
+    mixer = on_grid(7)
+    torch.nn.init.uniform_(mixer.kernel, center - 1.0, center + 1.0)
+    x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
+    assert_equal_to_the_reference(mixer, x, abs(center), grid_size=grid_size)
+
+
+@pytest.mark.parametrize("size", (3, 25), ids=("smaller than the grid", "larger than the grid"))
+@pytest.mark.parametrize("span", (100.0, 300.0))
+def test_a_convolution_is_exact_where_biases_span_more_than_75(size, span, convolved):
+    mixer = on_grid(size)
+    torch.nn.init.uniform_(mixer.kernel, -span / 2, span / 2)
+    assert_equal_to_the_reference(mixer, torch.randn(2, 72, WIDTH), span, grid_size=GRID)
+
+
+def test_a_convolution_is_exact_for_queries_that_do_not_see_the_largest_bias(convolved):
+    mixer = on_grid(25)
+    torch.nn.init.uniform_(mixer.kernel, -150.0, -50.0)
+    with torch.no_grad():
+        mixer.kernel[:, 12 + GRID[0] - 1, 12 + GRID[1] - 1] = 50.0  # from the first patch to the last one
+    assert_equal_to_the_reference(mixer, torch.randn(2, 72, WIDTH), 150.0, grid_size=GRID)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("connected", (False, True))
+@pytest.mark.parametrize("length", (7, 8, 9, 40))
+def test_chunks_of_any_length_equal_the_reference(causal, connected, length, monkeypatch):
+    monkeypatch.setattr(portable, "CHUNK_SIZE", 4)
+    monkeypatch.setattr(portable, "FEW_CHUNKS", 1)
+    options = {"causal": causal, "global_connectivity": connected, "position_bias_dim": 3, "use_query": False}
+    mixer = AFTLocal(WIDTH, 40, 3, implementation="portable", position_bias_init_std=1.0, **options)
+    assert_equal_to_the_reference(mixer, torch.randn(2, length, WIDTH))
