@@ -16,7 +16,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+for folder in ("tests", "tests/kernels"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 import test_backend_contract_aft as contract
 import test_triton as kernels

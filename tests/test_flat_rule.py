@@ -45,8 +45,10 @@ def test_a_flat_file_imports_only_what_travels_with_it(path):
             assert level == 1 and module in siblings, f"{path.name} imports {'.' * level}{module}"
 
 
-def test_the_flat_files_are_there():
-    assert {"configuration_aft", "mixing_aft", "mixers_aft", "modeling_aft"} <= {path.stem for path in FLAT}
+def test_few_files_travel_and_none_of_the_kernels():
+    names = {path.stem for path in FLAT}
+    assert {"configuration_aft", "mixing_aft", "mixers_aft", "modeling_aft"} <= names and len(names) <= 8
+    assert not any("kernels" in module for path in FLAT for _, module, _ in imports(path))
 
 
 def test_flat_files_can_be_imported_without_what_is_optional():

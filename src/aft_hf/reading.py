@@ -85,7 +85,7 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 
 Layers = Annotated[Any, _at_most(2**12)]
 Labels = Annotated[Any, _at_most(2**22)]
-Side = Annotated[Any, _at_most(2**13)]  # pixels
+Side = Annotated[Any, _at_most(2**12)]  # pixels: `load` tries each processor, which takes 1 GB for this size
 Width = Annotated[Any, _at_most(2**20)]
 Pixels = Annotated[Any, _at_most(2**20), AfterValidator(_sides)]
 Length = Annotated[Any, _at_most(2**27)]
