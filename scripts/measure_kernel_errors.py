@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 for folder in ("tests", "tests/kernels"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
-import test_backend_contract_aft as contract
-import test_triton as kernels
+import test_backend_contract_aft as contract  # noqa: E402
+import test_triton as kernels  # noqa: E402
 
 
 def main() -> None:

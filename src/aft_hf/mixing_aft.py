@@ -10,9 +10,7 @@ supports it, and otherwise by the portable form (`portable_aft.py`).
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib import import_module
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -412,26 +410,25 @@ OPERATORS = "aft_hf_v1"
 LARGEST_TABLE, WIDEST_HEAD = 2**24, 4
 
 
+# The types of devices for which operators have been found.
+_found: set[str] = set()
+
+
 @torch.compiler.assume_constant_result
 def has_operators(device_type: str) -> bool:
-    """Whether an installed aft-hf provides operators for a type of device."""
-    return _find_operators(device_type)
+    """Whether an imported aft-hf provides operators for a type of device.
 
-
-@cache
-def _find_operators(device_type: str) -> bool:
-    # By name, since a checkpoint's own copy of this file does not belong to the installed package.
-    if device_type not in ("cpu", "cuda"):
-        return False
-    try:
-        if find_spec("aft_hf") is None:
-            raise ImportError
-        import_module("aft_hf.kernels")
-        return torch._C._dispatch_has_kernel_for_dispatch_key(f"{OPERATORS}::causal", device_type.upper())
-    except Exception:  # no package, one of another version, or one without kernels: the portable form needs none
+    They are found by name, since a checkpoint's own copy of this file does not belong to the package.
+    """
+    if device_type in _found:
+        return True
+    if device_type not in ("cpu", "cuda") or not hasattr(getattr(torch.ops, OPERATORS), "table"):
         if device_type == "cpu":
-            logger.warning_once("AFT runs on plain PyTorch operations; with the package aft-hf, it is faster on a CPU")
+            logger.warning_once("AFT runs on plain PyTorch operations; it is faster on a CPU after `import aft_hf`")
         return False
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{OPERATORS}::causal", device_type.upper()):
+        _found.add(device_type)
+    return device_type in _found
 
 
 def _operators_take(problem: Mixing, implementation: str) -> bool:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +47,7 @@ def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
         group: the process group that shares each sequence, or a one-dimensional device mesh.
     """
     group = group.get_group() if hasattr(group, "get_group") else group
-    surrounding, modeling_aft.context_parallelism = modeling_aft.context_parallelism, _parallelism(group)
+    surrounding, modeling_aft.context_parallelism = modeling_aft.context_parallelism, ContextParallelism(group)
     try:
         yield
     finally:
@@ -172,10 +171,6 @@ class ContextParallelism:
         loss = model.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
         loss = average_over(self.group, loss)
         return modeling_aft.with_entropy(loss, entropy, model.config, targets, num_items_in_batch)
-
-
-# One object for each group, since compiled programs guard on it.
-_parallelism = cache(ContextParallelism)
 
 
 class SequenceShard(Shard):
