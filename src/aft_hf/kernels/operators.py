@@ -94,7 +94,7 @@ def _(query, key, value, bias, slopes, first, hides_outside):  # type: ignore[no
 
 @fake("causal_backward")
 def _(gradient, query, key, value, bias, slopes, first, hides_outside, bias_needed):  # type: ignore[no-untyped-def]
-    return _empty_gradients(query, key, value, bias if bias_needed else None)
+    return empty_gradients(query, key, value, bias if bias_needed else None)
 
 
 @fake("causal_state")
@@ -109,13 +109,14 @@ def _(query, key, value, kernels, rows, columns, hides_outside):  # type: ignore
 
 @fake("grid_backward")
 def _(gradient, query, key, value, kernels, rows, columns, hides_outside, needed):  # type: ignore[no-untyped-def]
-    return _empty_gradients(query, key, value, kernels if needed else None)
+    return empty_gradients(query, key, value, kernels if needed else None)
 
 
-def _empty_gradients(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def empty_gradients(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return an empty tensor for each input, without entries for None."""
-    like = next(x for x in inputs if x is not None)
-    return tuple(like.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+    value = inputs[2]
+    assert value is not None
+    return tuple(value.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -128,7 +129,7 @@ def _backward(ctx, gradient, operator, portable):  # type: ignore[no-untyped-def
     needed = ctx.needs_input_grad
     problem = [x if tensor is None else tensor for x, tensor in zip(ctx.inputs, ctx.saved_tensors)]
     others = [None] * (len(problem) - 4)
-    if torch.is_grad_enabled() or gradient.dtype not in DTYPES or _is_batched(gradient):
+    if torch.is_grad_enabled() or gradient.dtype not in DTYPES or is_batched(gradient):
         with torch.enable_grad():
             inputs = tuple(problem[:4])
             return *differentiable_gradients(portable(*problem), inputs, needed[:4], gradient), *others
@@ -144,7 +145,7 @@ def _grid_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
     return _backward(ctx, gradient, torch.ops.aft_hf_v1.grid_backward.default, portable_grid)
 
 
-def _is_batched(x: torch.Tensor) -> bool:
+def is_batched(x: torch.Tensor) -> bool:
     """Whether a gradient is batched, by `is_grads_batched` or by torch.func."""
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not are_plain_tensors(x)
 
@@ -181,7 +182,7 @@ def portable_causal(
         index = (size - 1 - lags).clamp(0, size - 1).expand(*of_queries.shape[:2], -1, -1)
         w = of_queries.gather(3, index).masked_fill(~inside, 0.0)
         seen = seen & inside if hides_outside else seen
-    return _of_all_pairs(query, key, value, w, seen.unsqueeze(1))
+    return of_all_pairs(query, key, value, w, seen.unsqueeze(1))
 
 
 def portable_grid(
@@ -202,10 +203,10 @@ def portable_grid(
     inside = (tap_row >= 0) & (tap_row < kernels.shape[1]) & (tap_column >= 0) & (tap_column < kernels.shape[2])
     w = kernels[:, tap_row.clamp(0, kernels.shape[1] - 1), tap_column.clamp(0, kernels.shape[2] - 1)]
     w = w.masked_fill(~inside, 0.0).unsqueeze(0)
-    return _of_all_pairs(query, key, value, w, inside[None, None] if hides_outside else None)
+    return of_all_pairs(query, key, value, w, inside[None, None] if hides_outside else None)
 
 
-def _of_all_pairs(
+def of_all_pairs(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None
 ) -> torch.Tensor:
     """Eq. 2 with a table w of (B or 1, h, T, T'), times sigmoid(query)."""
@@ -283,9 +284,9 @@ def _checked(problem: Problem, state: tuple[torch.Tensor, ...] = ()) -> Problem:
     if not matches:
         given = [None if x is None else (tuple(x.shape), x.dtype) for x in (*problem[:6], *state)]
         raise ValueError(f"arguments of the operator do not match: {given}")
-    query = None if query is None else _rows(query)
+    query = None if query is None else dense_rows(query)
     bias, slopes, first = (x if x is None else x.contiguous() for x in (bias, slopes, first))
-    return query, _rows(key), _rows(value), bias, slopes, first, hides_outside
+    return query, dense_rows(key), dense_rows(value), bias, slopes, first, hides_outside
 
 
 def _check_dtypes(query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -297,14 +298,14 @@ def _check_dtypes(query: torch.Tensor | None, key: torch.Tensor, value: torch.Te
 def _checked_gradient(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if gradient.shape != value.shape or gradient.dtype != value.dtype:
         raise ValueError(f"the gradient must be {tuple(value.shape)}, {value.dtype}, got {tuple(gradient.shape)}")
-    return _rows(gradient)
+    return dense_rows(gradient)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x with contiguous features."""
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
@@ -380,8 +381,16 @@ def _checked_grid(query, key, value, kernels, rows, columns, hides_outside):  # 
     if not matches or len(size) != 2 or any(x % 2 == 0 for x in size):
         given = [None if x is None else (tuple(x.shape), x.dtype) for x in (query, key, value, kernels)]
         raise ValueError(f"arguments of the operator do not match: {given}, {rows} x {columns}")
-    query = None if query is None else _rows(query)
-    return query, _rows(key), _rows(value), kernels.contiguous(), rows, columns, hides_outside
+    query = None if query is None else dense_rows(query)
+    return (
+        query,
+        dense_rows(key),
+        dense_rows(value),
+        kernels.contiguous(),
+        rows,
+        columns,
+        hides_outside,
+    )
 
 
 _PACK_GRID = struct.Struct("28q").pack

@@ -23,17 +23,22 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..portable_aft import are_plain_tensors, join_heads, pairwise_mixing, split_heads
-from ..position_biases_aft import (
-    grid_table,
-    widen,
-)
+from ..position_biases_aft import grid_table
 from .library import load_library
-from .operators import LIBRARY, NAMESPACE, REGISTERED, fake
+from .operators import (
+    DTYPES,
+    LIBRARY,
+    NAMESPACE,
+    REGISTERED,
+    dense_rows,
+    empty_gradients,
+    fake,
+    is_batched,
+    of_all_pairs,
+)
 
 
 PROBLEM = "Tensor? query, Tensor key, Tensor value, Tensor bias, int columns, bool causal"
-DTYPES = (torch.float32, torch.bfloat16)  # of the kernels; others are computed by `portable_table`
 
 Problem = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor, int, bool]
 
@@ -54,18 +59,11 @@ def _(query, key, value, bias, columns, causal):  # type: ignore[no-untyped-def]
 
 @fake("table_backward")
 def _(gradient, query, key, value, bias, columns, causal, bias_needed):  # type: ignore[no-untyped-def]
-    return _empty_gradients(query, key, value, bias if bias_needed else None)
+    return empty_gradients(query, key, value, bias if bias_needed else None)
 
 
 def _count_queries(value: torch.Tensor, bias: torch.Tensor, columns: int) -> int:
     return value.shape[1] if columns else bias.shape[1]
-
-
-def _empty_gradients(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return an empty tensor for each input, without entries for None."""
-    value = inputs[2]
-    assert value is not None
-    return tuple(value.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -75,8 +73,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
     problem, needed = (*ctx.saved_tensors, ctx.columns, ctx.causal), ctx.needs_input_grad[:4]
-    batched = type(gradient) is torch.Tensor and not torch.compiler.is_compiling() and not are_plain_tensors(gradient)
-    if torch.is_grad_enabled() or batched:
+    if torch.is_grad_enabled() or is_batched(gradient):
         found = _portable_gradients(gradient, problem, needed)
     else:
         found = torch.ops.aft_hf_v1.table_backward(gradient, *problem, needed[3])
@@ -91,16 +88,12 @@ def portable_table(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, columns: int, causal: bool
 ) -> torch.Tensor:
     """The operator `table` by differentiable operations."""
-    heads, visible = bias.shape[0], None
+    visible = None
     if columns:
         bias = grid_table(bias, ((bias.shape[1] + 1) // 2, columns))
     if causal:
         visible = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()[None, None]
-    key, by_head = (widen(split_heads(x, heads)) for x in (key, value))
-    context = join_heads(pairwise_mixing(key, by_head, bias.to(key.dtype).unsqueeze(0), visible))
-    if query is not None:
-        context = torch.sigmoid(widen(query)) * context
-    return context.to(value.dtype)
+    return of_all_pairs(query, key, value, bias.unsqueeze(0), visible)
 
 
 def _portable_gradients(
@@ -144,7 +137,7 @@ def _table_backward(gradient, *inputs) -> tuple[torch.Tensor, ...]:  # type: ign
     gradients = [None if x is None else fill(x.shape, dtype=value.dtype) for x in (query, key, value)]
     gradients.append(torch.zeros(bias.shape, dtype=torch.float32) if bias_needed else None)
     if not is_empty:
-        gradient, checked = _rows(gradient.to(value.dtype)), _checked(*problem)
+        gradient, checked = dense_rows(gradient.to(value.dtype)), _checked(*problem)
         KERNELS.aft_table_backward(_packed(checked, None, gradient, gradients))  # type: ignore[union-attr]
     return tuple(value.new_empty(0) if x is None else x.to(of.dtype) for x, of in zip(gradients, problem))
 
@@ -164,13 +157,8 @@ def _checked(query, key, value, bias, columns, causal) -> Problem:  # type: igno
     if not fits or bias.shape != of_bias or (causal and (queries != keys or columns)):
         shapes = [x if x is None else tuple(x.shape) for x in (query, key, value, bias)]
         raise ValueError(f"query, key, value and bias do not match: {shapes}, columns={columns}, causal={causal}")
-    query, key, value = (x if x is None else _rows(x.to(value.dtype)) for x in (query, key, value))
+    query, key, value = (x if x is None else dense_rows(x.to(value.dtype)) for x in (query, key, value))
     return query, key, value, bias.float().contiguous(), columns, causal
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x with contiguous features."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _packed(
