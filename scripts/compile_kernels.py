@@ -33,12 +33,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from aft_hf.caching_aft import AFTStaticLayerState
-from aft_hf.kernels.triton.bidirectional_launch import backward as backward_bidirectional
-from aft_hf.kernels.triton.bidirectional_launch import forward as forward_bidirectional
-from aft_hf.kernels.triton.causal import Geometry, Inputs, problem_tensors
-from aft_hf.kernels.triton.decoding import STATE
-from aft_hf.kernels.triton.launch import backward, decode, forward, prefill
+from aft_hf.caching_aft import AFTLayerState
+from aft_hf.kernels.triton import operators
 from aft_hf.mixing_aft import Documents, Mixing
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
@@ -49,7 +45,7 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
+    torch.float16: "*fp16",  # averages that are kept for the backward pass
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -107,12 +103,10 @@ def problems() -> Iterator[tuple[str, Mixing]]:
     }
     documents = Documents(tensor(BATCH, LENGTH, dtype=torch.bool))
     for (name, (heads, key_width, biases)), dtype, packed in product(
-        structures.items(), (torch.bfloat16, torch.float32, torch.float16), (False, True)
+        structures.items(), (torch.bfloat16, torch.float32), (False, True)
     ):
-        if dtype == torch.float16 and (name != "local" or packed):
-            continue  # products as in float32, loads and stores as in bfloat16
-        if name == "local, wide" and packed:
-            continue  # differs from "local" only in that the number of near chunks is not a constant
+        if packed and name in ("full", "local, wide"):
+            continue  # not computed by a kernel, or as without documents
         value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
         key = tensor(BATCH, LENGTH, key_width, dtype=dtype)
         options = {"documents": documents} if packed else {}
@@ -137,40 +131,36 @@ def launched(problem: Mixing) -> list[Variant]:
 
     JITFunction.run = record
     try:
-        if not problem.causal:
-            _bidirectional(problem)
-            return variants
-        geometry, inputs = Geometry.of(problem), problem_tensors(problem)
-        _, kept, _ = forward(inputs, geometry, keep=True)
-        forward(inputs, geometry, keep=False)
-        backward(problem.value, inputs, kept, geometry, of_table=inputs.table is not None)
-        if problem.documents is None and problem.biases.reach is not None:
-            _generate(problem, inputs, geometry)
+        if not problem.causal or problem.biases.reach is None:
+            _all_pairs(problem)
+        else:
+            _causal(problem)
     finally:
         JITFunction.run = run
     return variants
 
 
-def _bidirectional(problem: Mixing) -> None:
+def _all_pairs(problem: Mixing) -> None:
     table = problem.biases.dense(problem.length)
-    inputs = problem.query, problem.key, problem.value, table
-    _, kept = forward_bidirectional(*inputs, problem.num_heads, keep=True)
-    forward_bidirectional(*inputs, problem.num_heads, keep=False)
-    backward_bidirectional(problem.value, *inputs, kept, problem.num_heads, of_table=True)
+    given = problem.query, problem.key, problem.value, table, 0, problem.causal
+    operators.table(*given)
+    operators.table_backward(problem.value, *given, True)
 
 
-def _generate(problem: Mixing, inputs: Inputs, geometry: Geometry) -> None:
-    """Launch prefill of a prompt and of a padded chunk after it, and decoding of a token, with a static cache."""
-    biases, heads = problem.biases, problem.num_heads
-    state = AFTStaticLayerState(biases.reach, LENGTH)
-    state.lazy_initialization(*(x.float() for x in problem.by_head()))
-    tensors, counts = tuple(getattr(state, name) for name in STATE), state.padding
-    prefill(inputs, None, None, tensors, geometry, continued=False)
-    before = None if biases.relative else counts.int()
-    prefill(inputs, before, counts, tensors, geometry, continued=True)
-    bias, token = state.next_bias(biases), (x[:, :1] for x in inputs[:3])
-    options = {"alone": biases.hides_outside}
-    decode(*token, bias, inputs.slopes, tensors, state.cumulative_length, heads, **options)
+def _causal(problem: Mixing) -> None:
+    biases, length = problem.biases, problem.length
+    first = None if problem.documents is None else problem.documents.first_positions()
+    given = problem.query, problem.key, problem.value, biases.by_lag(length), biases.slopes
+    operators.causal(*given, first, biases.hides_outside)
+    operators.causal_backward(problem.value, *given, first, biases.hides_outside, given[3] is not None)
+    if problem.documents is None:
+        layer = AFTLayerState(biases.reach)
+        layer.lazy_initialization(*(x.float() for x in problem.by_head()))
+        state = layer.keys, layer.values, layer.numerator, layer.denominator, layer.maximum
+        for padding in (None, torch.empty(BATCH, length, dtype=torch.int64, device="meta")):
+            operators.causal_state(*given, padding, biases.hides_outside, *state)
+        token = [None if x is None else x[:, :1] for x in given[:4]]
+        operators.causal_state(*token, biases.slopes, None, biases.hides_outside, *state)
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:

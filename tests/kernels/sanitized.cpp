@@ -6,13 +6,16 @@
 
 #include "causal.h"
 #include "grid.h"
+#include "table.h"
 
 extern "C" {
-void aft_causal(const aft::CausalProblem*);
-void aft_causal_backward(const aft::CausalProblem*);
-void aft_causal_step(const aft::CausalProblem*);
-void aft_grid(const aft::GridProblem*);
-void aft_grid_backward(const aft::GridProblem*);
+int aft_causal(const aft::CausalProblem*);
+int aft_causal_backward(const aft::CausalProblem*);
+int aft_causal_step(const aft::CausalProblem*);
+int aft_grid(const aft::GridProblem*);
+int aft_grid_backward(const aft::GridProblem*);
+int aft_table(const aft::TableProblem*);
+int aft_table_backward(const aft::TableProblem*);
 }
 
 using aft::bf16;
@@ -164,12 +167,42 @@ static void run_grid(bool is_bf16) {
   require_finite(dkernels, "a gradient of a kernel");
 }
 
-int main() {
-  for (int i = 0; i < 400; ++i) {
+template <class S>
+static void run_table(bool is_bf16) {
+  const bool causal = generator() % 2;
+  const int64_t columns = causal ? 0 : choose({0, 0, 3, 7}), T = columns * choose({1, 5, 20}) + !columns * choose({1, 9, 150});
+  const int64_t queries = causal || columns ? T : choose({1, 7, T}), B = choose({0, 1, 2, 9}), h = choose({1, 3, 8});
+  const int64_t c = choose({1, 2, 5, 16, 17, 40}), d = h * c, key_width = choose({h, d});
+  std::vector<S> query = numbers<S>(B * queries * d, 1), key = numbers<S>(B * T * key_width, float(choose({1, 90, 10000})));
+  std::vector<S> value = numbers<S>(B * T * d, 1), gradient = query, output(query.size()), dquery(query.size());
+  std::vector<S> dkey(key.size()), dvalue(value.size());
+  const int64_t biases = columns ? (2 * (T / columns) - 1) * (2 * columns - 1) : queries * T;
+  std::vector<float> bias = numbers<float>(h * biases, float(choose({1, 300}))), dbias(bias.size());
+  aft::TableProblem p = {};
+  p.is_bf16 = is_bf16, p.batch = B, p.queries = queries, p.keys = T, p.heads = h, p.width = d, p.key_width = key_width;
+  p.columns = columns, p.causal = causal, p.query = generator() % 4 ? query.data() : nullptr;
+  p.key = key.data(), p.value = value.data(), p.bias = bias.data(), p.output = output.data();
+  p.query_batch = p.gradient_batch = queries * d, p.query_row = p.value_row = p.gradient_row = d;
+  p.key_batch = T * key_width, p.key_row = key_width, p.value_batch = T * d;
+  aft_table(&p);
+  require_finite(output, "an output of a table");
+  p.gradient = gradient.data(), p.query_gradient = p.query ? dquery.data() : nullptr;
+  p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
+  p.bias_gradient = generator() % 4 ? dbias.data() : nullptr;
+  aft_table_backward(&p);
+  require_finite(dkey, "a gradient of a key of a table");
+  require_finite(dvalue, "a gradient of a value of a table");
+  require_finite(dbias, "a gradient of a bias of a table");
+}
+
+int main(int argc, char** argv) {
+  for (int i = 0; i < (argc > 1 ? atoi(argv[1]) : 400); ++i) {
     run<float>(false);
     run<bf16>(true);
     run_grid<float>(false);
     run_grid<bf16>(true);
+    run_table<float>(false);
+    run_table<bf16>(true);
   }
   return 0;
 }

@@ -1,6 +1,7 @@
 """The build of the CPU kernels: with sanitizers, and on machines without a compiler."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,23 +13,51 @@ from aft_hf.kernels.library import runnable_variants
 
 
 HERE = Path(__file__).parent
+CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+
+def compile_program(program: Path, compiler: str, *options: str) -> None:
+    """Compile the kernels and `sanitized.cpp` to a program."""
+    sources = [*map(str, build.SOURCES.glob("*.cpp")), str(HERE / "sanitized.cpp")]
+    flags = [x for x in build.OPTIONS if x not in ("-shared", "-O3")]
+    command = [compiler, *flags, *options, f"-I{build.SOURCES}", *sources, "-o", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in result.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert result.returncode == 0, result.stderr
+
+
+def assert_runs(*command: str | Path) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_compiler
 @pytest.mark.parametrize("variant", runnable_variants())
 def test_the_kernels_run_under_sanitizers(variant, tmp_path):
     options = build.VARIANTS[build.platform.machine()][variant]
-    program = tmp_path / "sanitized"
-    sources = [*map(str, build.SOURCES.glob("*.cpp")), str(HERE / "sanitized.cpp")]
-    flags = [x for x in build.OPTIONS if x not in ("-shared", "-O3")] + ["-O1", "-g", "-fno-sanitize-recover=all"]
-    command = [build.compiler(), *flags, *options, "-fsanitize=address,undefined", f"-I{build.SOURCES}", *sources]
-    result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
-    if "cannot find" in result.stderr:
-        pytest.skip("the compiler has no sanitizers")
-    assert result.returncode == 0, result.stderr
-    result = subprocess.run([program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    sanitizers = ("-O1", "-g", "-fno-sanitize-recover=all", "-fsanitize=address,undefined")
+    compile_program(tmp_path / "sanitized", build.compiler(), *options, *sanitizers)
+    assert_runs(tmp_path / "sanitized")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CROSS and EMULATOR), reason="needs g++-aarch64-linux-gnu and qemu-user (Debian packages)")
+def test_the_kernels_for_neon_run_in_an_emulator(tmp_path):
+    compile_program(tmp_path / "neon", CROSS, *build.VARIANTS["aarch64"]["neon"], "-O2", "-static")
+    assert_runs(EMULATOR, tmp_path / "neon", "40")
+
+
+@needs_compiler
+def test_a_variant_that_cannot_be_compiled_does_not_stop_the_others(tmp_path, monkeypatch, capfd):
+    variants = {"broken": ["-march=no-such-cpu"], "plain": []}
+    (tmp_path / "empty.cpp").touch()
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setitem(build.VARIANTS, build.platform.machine(), variants)
+    assert build.build(tmp_path) == ["plain"]
+    assert "no CPU kernels for broken" in capfd.readouterr().err
+    assert build.library_path("plain", tmp_path).is_file()
 
 
 def test_without_a_compiler_the_build_says_so_in_one_line():
@@ -41,7 +70,7 @@ def test_without_a_compiler_the_build_says_so_in_one_line():
 @pytest.mark.parametrize("asked", ("none", "avx9"))
 def test_a_variable_switches_the_kernels_off(asked):
     code = (
-        "import torch, aft_hf; from aft_hf.mixing_aft import has_operators; assert not has_operators('cpu');"
+        "import torch, aft_hf; from aft_hf.mixing_aft import has_operator; assert not has_operator('causal', 'cpu');"
         "aft_hf.AFTSimple(8, causal=True)(torch.randn(1, 9, 8)).sum().backward()"
     )
     result = subprocess.run(

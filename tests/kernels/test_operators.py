@@ -3,6 +3,7 @@
 The reference makes a (B, T, T', d) tensor of all logits, so shapes are small.
 """
 
+import ctypes
 import math
 from typing import NamedTuple
 
@@ -15,14 +16,7 @@ from aft_hf.kernels.library import load_from, runnable_variants
 
 
 OPS = torch.ops.aft_hf_v1
-VARIANTS = runnable_variants()
-pytestmark = pytest.mark.skipif(not VARIANTS, reason="no compiled kernels for this CPU")
-
-
-@pytest.fixture(params=VARIANTS)
-def variant(request, monkeypatch) -> str:
-    monkeypatch.setattr(operators, "KERNELS", load_from(library_path(request.param)))
-    return request.param
+pytestmark = pytest.mark.skipif(not runnable_variants(), reason="no compiled kernels for this CPU")
 
 
 class Problem(NamedTuple):
@@ -212,6 +206,12 @@ def test_later_tokens_reach_no_earlier_output_or_gradient(kind, size, variant):
             found = with_gradients(OPS.causal, problem._replace(**{name: changed}), weight)
             for x, y in zip(found[:4], expected[:4]) if math.isfinite(size) else [(found[0], expected[0])]:
                 torch.testing.assert_close(x[:, :101], y[:, :101], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("slope", (0.9, 1.5, 3.0, 10.0))
+def test_far_keys_count_for_any_slope(slope, variant):
+    problem = make("slopes", 2, 200, 16, 2)._replace(slopes=torch.full((2,), slope))
+    assert_exact(one_key(3, 300 * slope)(problem), factor=10.0)
 
 
 def documents(batch: int, length: int, share: float, padding: bool) -> torch.Tensor:
@@ -557,3 +557,22 @@ def test_a_compiled_program_has_one_node(variant):
     compiled = torch.compile(lambda *p: OPS.causal(*p), backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(*problem), OPS.causal(*problem))
     assert graphs == [[OPS.causal]] or graphs == [[OPS.causal.default]]
+
+
+def test_a_thread_that_fails_is_an_error(variant):
+    parallel_for = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)(lambda *_: 1)
+    two = ctypes.c_uint32(2)
+    get_num_threads = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(
+        lambda count: ctypes.memmove(count, ctypes.addressof(two), 4) and 0
+    )
+    functions = (ctypes.cast(function, ctypes.c_void_p) for function in (parallel_for, get_num_threads))
+    operators.KERNELS.aft_use_threads_of_torch(*functions)
+    try:
+        with pytest.raises(RuntimeError, match="failed"):
+            OPS.causal(*make("table", 4, 256, 64))
+        with pytest.raises(RuntimeError, match="failed"):
+            OPS.grid(*make_grid(4, 16, 16, 64, 64, (3, 3)))
+        with pytest.raises(RuntimeError, match="failed"):
+            OPS.table(*make("none", 4, 256, 64)[:3], torch.zeros(1, 256, 256), 0, False)
+    finally:
+        load_from(library_path(variant))  # with the threads of PyTorch

@@ -1,4 +1,4 @@
-"""The Triton backend: the contract of all backends, and properties of the kernels alone.
+"""The operators by Triton kernels: the contract of all forms, and properties of the kernels alone.
 
 Without a GPU the kernels are interpreted on the CPU, which takes about a second per problem. So the problems are
 small, and each covers a branch of the kernels.
@@ -13,25 +13,27 @@ import test_backend_contract_aft as contract
 import torch
 from torch import nn
 
-from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple
+from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple, mixing_aft
 from aft_hf.caching_aft import AFTStaticLayerState
-from aft_hf.kernels.triton.backend import TritonBackend, triton_is_installed
-from aft_hf.kernels.triton.bidirectional import mix_bidirectional
-from aft_hf.kernels.triton.causal import Geometry, Inputs, causal_mix, problem_tensors
+from aft_hf.kernels.operators import portable_causal
 from aft_hf.mixing_aft import Documents, Mixing, mix
 
 
-if not triton_is_installed():
-    pytest.skip("the package triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from aft_hf.kernels.triton import bidirectional_launch as bidirectional
 from aft_hf.kernels.triton import launch as launches
+from aft_hf.kernels.triton import operators, register
+from aft_hf.kernels.triton.launch import Geometry, Inputs
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
-TRITON = contract.Backend("triton", DEVICE)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # numpy warns of inf - inf
+    pytest.mark.filterwarnings("ignore:.*other operators may also be overridden:UserWarning"),
+]
+TRITON = contract.Backend("auto", DEVICE)
+BF16, FP32 = torch.bfloat16, torch.float32
 
 # KERNELS: a structure for each branch of the kernels. FEW: structures whose kernels have branches on values.
 KERNELS = ["simple causal", "alibi causal", "local causal", "full causal", "local causal, window alone", "conv causal"]
@@ -40,16 +42,26 @@ BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key pe
 structures = partial(pytest.mark.parametrize, "structure")
 
 
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The operators of this device are those by Triton, in place of the C++ kernels on a CPU."""
+    library = register(DEVICE.upper())
+    monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: hasattr(operators, name))
+    yield
+    library._destroy()
+
+
 @pytest.fixture
 def launched(monkeypatch):
-    """Assert that the kernels computed the problem, so that a fallback to another backend fails the test."""
-    calls, compute = [], TritonBackend.mix
+    """Assert that the kernels computed the problem, so that the portable form fails the test."""
+    calls = []
+    for module in (launches, bidirectional):
 
-    def counted(problem):
-        calls.append(problem)
-        return compute(problem)
+        def counted(*arguments, compute=module.forward, **options):
+            calls.append(arguments)
+            return compute(*arguments, **options)
 
-    monkeypatch.setattr(TritonBackend, "mix", staticmethod(counted))
+        monkeypatch.setattr(module, "forward", counted)
     yield calls
     assert calls
 
@@ -57,16 +69,16 @@ def launched(monkeypatch):
 # ----------------------------------------------------------------------------------------------- the contract of Eq. 2
 
 
-# Structure, dtype, batch size and length. `scripts/measure_kernel_errors.py` uses the same cases.
+# Structure, dtype, batch size and length.
 CASES = (
     [(x, FP32, batch, length) for x in KERNELS for batch, length in ((1, 1), (2, 65))]
-    + [(x, dtype, 2, 35) for x in KERNELS for dtype in (BF16, FP16)]
+    + [(x, BF16, 2, 35) for x in KERNELS]
     + [(x, FP32, 1, 129) for x in ("local causal, wide", "local causal, wide, window alone", "conv causal, wide")]
     + [(x, FP32, 1, 40) for x in ("simple causal, 2 heads", "local causal, 2 heads", "alibi causal, 8 heads")]
     + [(x, FP32, 1, 40) for x in ("conv causal, even kernel", "conv causal, selected", "full causal, table")]
     + [("local causal", FP32, 1, 300), ("full causal", FP32, 1, 200)]
     + [(x, dtype, 2, 35) for x in BOTH_WAYS for dtype in (FP32, BF16)]
-    + [("full", FP16, 1, 35), ("conv 2-D", FP32, 1, 129), ("full", FP32, 1, 1), ("local", FP32, 3, 12)]
+    + [("conv 2-D", FP32, 1, 129), ("full", FP32, 1, 1), ("local", FP32, 3, 12)]
 )
 
 
@@ -153,10 +165,9 @@ def test_a_document_does_not_reach_another(structure, launched):
 
 
 @structures(FEW)
-@pytest.mark.parametrize(("dtype", "offset"), ((BF16, 100.0), (FP16, 100.0)), ids=str)
-def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, offset, dtype, launched):
+def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, launched):
     contract.test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
-        structure, offset, dtype, TRITON
+        structure, 100.0, BF16, TRITON
     )
 
 
@@ -185,12 +196,17 @@ WIDTHS = {
 }
 
 
+def _query(arguments):
+    """The query among the arguments of a launch."""
+    return arguments[0].query if isinstance(arguments[0], Inputs) else arguments[0]
+
+
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
-    mixer = WIDTHS[name](implementation="triton").to(DEVICE)
+    mixer = WIDTHS[name](implementation="auto").to(DEVICE)
     length = 35 if "image" in name else 40
     contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
-    assert all(problem.query is not None for problem in launched)
+    assert all(_query(arguments) is not None for arguments in launched)
 
 
 @pytest.mark.parametrize("options", [name for name in contract.OPTIONS if name])
@@ -198,10 +214,10 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     mixer = contract.build("local causal", TRITON, **contract.OPTIONS[options])
     contract.assert_mixer_exact(mixer, torch.randn(2, 33, contract.WIDTH, device=DEVICE))
     fused = mixer.q_proj is not None and type(mixer.query_activation) is nn.Sigmoid
-    assert all((problem.query is not None) == fused for problem in launched)
+    assert all((_query(arguments) is not None) == fused for arguments in launched)
 
 
-@pytest.mark.parametrize("implementation", ("triton", "portable", "auto"))
+@pytest.mark.parametrize("implementation", ("portable", "auto"))
 @pytest.mark.parametrize("seen", ("everything", "holes", "documents and padding"))
 def test_every_backend_multiplies_by_the_gate_of_a_problem(implementation, seen):
     given = contract.case("local causal", FP32, 2, 35, seen)
@@ -220,12 +236,12 @@ def test_every_backend_multiplies_by_the_gate_of_a_problem(implementation, seen)
 
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
     config = AFTConfig(hidden_size=16, num_hidden_layers=2, max_position_embeddings=64, aft_type=["local", "simple"])
-    config.position_bias_dim, config.mixing_implementation = 4, "triton"
+    config.position_bias_dim = 4
     model = AFTForCausalLM(config).to(DEVICE)
     ids = torch.randint(0, 256, (2, 40), device=DEVICE)
     mask = contract.padding_mask("left", 2, 40).to(DEVICE)
     found = []
-    for implementation in ("triton", "reference"):
+    for implementation in ("auto", "reference"):
         for layer in model.aft.layers:
             layer.mixer.implementation = implementation
         model.train().gradient_checkpointing_enable()
@@ -260,7 +276,7 @@ def test_batched_gradients_are_the_gradients_one_by_one(structure, launched):
 @pytest.mark.parametrize("seen", ("everything", "documents"))
 def test_gradients_of_gradients_are_those_of_the_reference(structure, seen, launched):
     given, found = contract.case(structure, FP32, 2, 35, seen), []
-    for implementation in ("triton", "reference"):
+    for implementation in ("auto", "reference"):
         key, value = (x.to(DEVICE).requires_grad_() for x in (given.key.clone(), given.value.clone()))
         mixer = given.mixer.to(DEVICE)
         fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
@@ -279,29 +295,8 @@ def test_vmap_is_a_loop_of_another_backend(structure):
 
 
 @structures([*KERNELS, "full", "conv 2-D"])
-def test_meta_tensors_work_with_gradients(structure, launched):
+def test_meta_tensors_work_with_gradients(structure):
     contract.test_meta_tensors_work_with_gradients(structure, TRITON)
-
-
-@pytest.mark.slow
-@structures(["local causal", "conv causal"])
-@pytest.mark.parametrize("packed", (False, True))
-def test_the_operator_does_what_its_registration_says(structure, packed):
-    given = contract.case(structure, FP32, 2, 40, "documents" if packed else "everything")
-    mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
-    fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
-    problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1, **fields)
-    inputs = [x if x is None or not x.is_floating_point() else x.detach() for x in problem_tensors(problem)]
-    inputs = [x.requires_grad_() if i < 4 and x is not None else x for i, x in enumerate(inputs)]
-    torch.library.opcheck(causal_mix, (*inputs, list(Geometry.of(problem)), True))
-    given.mixer.cpu()
-
-
-def test_the_operator_of_both_directions_does_what_its_registration_says():
-    given = contract.case("conv 2-D", FP32, 2, 12)
-    table = given.mixer.biases(given.value, (3, 4)).dense(12).detach()
-    inputs = [x.to(DEVICE).requires_grad_() for x in (given.value + 1, given.key.clone(), given.value.clone(), table)]
-    torch.library.opcheck(mix_bidirectional, (*inputs, 2, True))
 
 
 @structures(["local causal", "alibi causal"])
@@ -316,18 +311,35 @@ def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched
         )
 
 
-@pytest.mark.parametrize("structure", ("local, window alone", "conv 2-D, selected", "simple"))
-def test_what_kernels_do_not_compute_goes_to_another_backend(structure, monkeypatch):
-    monkeypatch.setattr(TritonBackend, "mix", None)
+@structures(["simple"])
+def test_what_kernels_do_not_compute_goes_to_the_portable_form(structure, monkeypatch):
+    monkeypatch.setattr(launches, "forward", None)
+    monkeypatch.setattr(bidirectional, "forward", None)
     contract.assert_exact(contract.case(structure, FP32, 2, 35), TRITON)
     contract.assert_exact(contract.case("local causal", torch.float64, 1, 35), TRITON)
     contract.assert_exact(contract.case("local causal", FP32, 3, 35, "a pair mask"), TRITON)
 
 
-def test_kernels_run_where_they_are_named_and_nowhere_else(monkeypatch):
-    monkeypatch.setattr(TritonBackend, "mix", None)
-    for name in ("auto", "portable"):
-        contract.assert_exact(contract.case("local causal", FP32, 1, 35), contract.Backend(name, DEVICE))
+@structures(["local causal", "local causal, table", "conv causal", "alibi causal"])
+def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema(structure):
+    """The kernels take one table for all rows, and positions from 0 on; the schema asks for neither."""
+    mixer, length, batch = contract.build(structure, TRITON), 45, 2
+    biases, heads = mixer.biases(torch.randn(1)), mixer.num_heads
+    bias = biases.by_lag(length)
+    first = torch.zeros(batch, length, dtype=torch.int64)
+    first[0, 20:], first[1, 7:12], first[1, 12:] = 20, length, 12
+    width = heads if isinstance(mixer, AFTConv) else contract.WIDTH
+    given = [torch.randn(batch, length, n, device=DEVICE) for n in (contract.WIDTH, width, contract.WIDTH)]
+    given.append(None if bias is None else (bias + torch.arange(batch)[:, None, None, None]).detach().to(DEVICE))
+    slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
+    others, found = (slopes, first.to(DEVICE), biases.hides_outside), []
+    for operator in (torch.ops.aft_hf_v1.causal, portable_causal):
+        inputs = [x if x is None else x.clone().requires_grad_() for x in given]
+        output = operator(*inputs, *others)
+        leaves = [x for x in inputs if x is not None]
+        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert found[0][0][1, 7:12].eq(0).all()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------- memory they touch
@@ -381,9 +393,14 @@ def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, mo
     given, guarded = contract.case(structure, dtype, 2, 70, seen), Guarded()
     mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
-    problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, query=value + 1, **fields)
-    geometry = Geometry.of(problem)
-    inputs = Inputs(*(None if x is None else x.detach() for x in problem_tensors(problem)))
+    biases, documents = mixer.biases(value), fields.get("documents")
+    first = None if documents is None else documents.first_positions()
+    if biases.reach is None:
+        inputs, geometry = Inputs(value + 1, key, value, biases.dense(70)), Geometry(3, mixer.num_heads, 32)
+    else:
+        problem = (value + 1, key, value, biases.by_lag(70), biases.slopes, first, biases.hides_outside)
+        inputs, geometry = operators._kernel_arguments(*problem)
+    inputs = Inputs(*(None if x is None else x.detach() for x in inputs))
     given.mixer.cpu()
 
     def both_passes(inputs):

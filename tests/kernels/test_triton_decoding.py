@@ -11,15 +11,18 @@ import torch
 
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, AFTSimple
 from aft_hf.caching_aft import AFTLayerState, AFTStaticLayerState
-from aft_hf.kernels.triton.backend import TritonBackend, triton_is_installed
 
 
-if not triton_is_installed():
-    pytest.skip("the package triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
+
+from test_triton import registered  # noqa: F401
+
+from aft_hf.kernels.triton import launch as launches
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
-TRITON = contract.Backend("triton", DEVICE)
+TRITON = contract.Backend("auto", DEVICE)
 WIDE = {
     "a window of 40 and 2 heads of 35 features": partial(AFTLocal, 70, 200, 40, num_heads=2, position_bias_dim=4),
     "a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 5, spatial_dims=1),
@@ -33,30 +36,26 @@ STRUCTURES += ["local causal, window alone", "local causal, 2 heads", "conv caus
 structures = partial(pytest.mark.parametrize, "structure")
 
 
-def _counted(calls, name, compute, *arguments):
-    context = compute(*arguments)
-    assert context is not None
+def _counted(calls, name, compute, *arguments, **options):
     calls.append(name)
-    return context
+    return compute(*arguments, **options)
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Assert that the kernels processed the tokens, so that a fallback to another backend fails the test."""
+    """Assert that the kernels processed prompt and tokens, so that the portable form fails the test."""
     calls = []
-    for name in ("step", "prefill"):
-        monkeypatch.setattr(
-            TritonBackend, name, staticmethod(partial(_counted, calls, name, getattr(TritonBackend, name)))
-        )
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(launches, name, partial(_counted, calls, name, getattr(launches, name)))
     yield calls
-    assert "step" in calls and "prefill" in calls
+    assert set(calls) == {"decode", "prefill"}
 
 
 def build(structure: str, dtype: torch.dtype = FP32):
     if structure not in WIDE:
         return contract.build(structure, TRITON, dtype)
     torch.manual_seed(0)
-    mixer = WIDE[structure](causal=True, implementation="triton")
+    mixer = WIDE[structure](causal=True, implementation="auto")
     for parameter in contract.learned(mixer).values():
         torch.nn.init.normal_(parameter)
     return mixer.to(DEVICE, dtype)
@@ -75,7 +74,7 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
             part = slice(start, start + piece)
             # Decoding steps have no padding
             options = {} if mask is None or mask[:, part].all() else {"attention_mask": mask[:, part]}
-            mixer.implementation = "triton"
+            mixer.implementation = "auto"
             found.append(mixer(x[:, part], state=state, **options))
             mixer.implementation = "portable"
             others.append(mixer(x[:, part], state=other, **options))
@@ -91,7 +90,7 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
     contract.assert_within(torch.cat(found, 1).cpu() * real, exact * real, size * allowed, "outputs")
     assert int(state.get_seq_length()) == start
     if mixer.global_connectivity:  # otherwise the sums are not used
-        torch.testing.assert_close(state.sums().average(), other.sums().average(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state.sums().average, other.sums().average, rtol=1e-4, atol=1e-4)
     for name in ("keys", "values", "seen"):
         torch.testing.assert_close(getattr(state, name), getattr(other, name), rtol=1e-4, atol=1e-4)
 
@@ -139,7 +138,7 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     found = []
-    for implementation in ("triton", "portable"):
+    for implementation in ("auto", "portable"):
         model = language_model(aft_type, implementation)
         options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
         found.append(model.generate(ids, attention_mask=mask, **options))
@@ -148,7 +147,7 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
 
 def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
     torch._dynamo.reset()
-    model = language_model("local", "triton", num_hidden_layers=1)
+    model = language_model("local", "auto", num_hidden_layers=1)
     ids = torch.randint(0, 40, (2, 7), device=DEVICE)
     compiled, logits = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False), []
     with torch.no_grad():

@@ -1,10 +1,13 @@
 """Fast forms of the AFT operation, which come with the package and not with a checkpoint."""
 
-from ..mixing_aft import register_backend
-from . import operators, table
-from .triton import TritonBackend
+import os
+
+from . import operators
 
 
-register_backend(TritonBackend)
+if os.environ.get("AFT_HF_TRITON") == "1":
+    from .triton import register
 
-__all__ = ["operators", "table"]
+    TRITON = register()
+
+__all__ = ["operators"]

@@ -46,17 +46,17 @@ def compiler() -> str | None:
 
 
 def build(directory: Path = SOURCES, options: Iterable[str] = ()) -> list[str]:
-    """Compile the kernels for each instruction set of this architecture.
+    """Compile the kernels for each instruction set of this architecture, and print the errors of those that fail.
 
     Args:
         directory: where the libraries are written.
         options: further options of the compiler.
 
     Returns:
-        The variants.
+        The variants that were compiled.
 
     Raises:
-        RuntimeError: there is no compiler, it fails, or there are no kernels for this architecture.
+        RuntimeError: none was compiled: there is no compiler, it fails, or there are no kernels for this architecture.
     """
     variants = VARIANTS.get(platform.machine(), {})
     found = compiler()
@@ -65,20 +65,24 @@ def build(directory: Path = SOURCES, options: Iterable[str] = ()) -> list[str]:
     sources = sorted(map(str, SOURCES.glob("*.cpp")))
     directory.mkdir(parents=True, exist_ok=True)
 
-    def compile_variant(variant: str) -> None:
+    def compile_variant(variant: str) -> bool:
         path = library_path(variant, directory)
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         command = [found, *OPTIONS, *variants[variant], *options, *sources, "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise RuntimeError(f"{found} failed:\n{result.stderr}")
+            print(f"aft-hf: no CPU kernels for {variant}: {found} failed:\n{result.stderr}", file=sys.stderr)
+            return False
         unfinished.replace(path)
         for other in set(directory.glob(f"libaft_{variant}_*.so")) - {path}:  # of earlier sources
             other.unlink()
+        return True
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(compile_variant, variants))
-    return list(variants)
+        compiled = [variant for variant, done in zip(variants, threads.map(compile_variant, variants)) if done]
+    if not compiled:
+        raise RuntimeError(f"{found} failed")
+    return compiled
 
 
 def main() -> int:

@@ -57,9 +57,8 @@ def load_from(path: Path) -> ctypes.CDLL | None:
     except OSError as error:
         logger.warning_once(f"the CPU kernels cannot be loaded, so the portable form is used: {error}")
         return None
-    for name in (f"aft_{name}" for name in NAMES):
-        getattr(library, name).argtypes = [ctypes.c_char_p]
-        getattr(library, name).restype = None
+    for kernel in (getattr(library, f"aft_{name}") for name in NAMES):
+        kernel.argtypes, kernel.restype = [ctypes.c_char_p], ctypes.c_int
     torch_library = _library_of_torch()
     if torch_library is not None:
         functions = (torch_library.torch_parallel_for, torch_library.torch_get_num_threads)

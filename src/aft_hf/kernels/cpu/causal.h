@@ -2,13 +2,15 @@
 //
 //   Y_t = sum_{t' <= t} exp(K_t' + w_tt') V_t' / sum_{t' <= t} exp(K_t' + w_tt'),    times sigmoid(Q_t)
 //
-// element-wise in the features. w_tt' is a table for the last `window` keys, t' included. Keys before them ("far" keys)
-// have w = 0, or are hidden, or w decays with the distance; their sums are running sums.
+// element-wise in the features. w_tt' is given for the last `window` keys, t' included. Keys before them ("far" keys)
+// have w = 0, or are hidden; their sums are running sums. Slopes, w_tt' = -slope (t - t'), are the same as keys
+// K_t' + slope t' without w, since exp(-slope t) cancels; t' counts from the start of a chunk.
 //
 // exp(K) is kept as m 2^n (`split_exp`). A chunk of tokens first takes one exponent for all: the largest n of a key
-// that any of its queries may see. All terms are then scaled by 2^-n, and the sums are plain products. Where a
-// denominator is too small to be exact (SMALLEST), its tile of queries is computed again with an exponent for each
-// query. That costs about twice the time, and only for this tile and this vector of features.
+// that any of its queries may see. All terms are then scaled by 2^-n, and the sums are plain products. If they are not
+// exact, because a denominator is too small (SMALLEST) or a number is not finite, all queries of the chunk are
+// computed again, each with an exponent of its own. That takes about twice the time, for this chunk and vector of
+// features only.
 #pragma once
 
 #include <vector>
@@ -17,8 +19,8 @@
 
 namespace aft {
 
-constexpr int CHUNK = 64;             // queries per chunk
-constexpr int PAD = TILE - 1;         // zeros on both sides of a row of weights
+constexpr int CHUNK = 64;       // queries per chunk
+constexpr int PAD = TILE - 1;   // zeros on both sides of a row of weights
 
 // All fields have 64 bits, so that Python can pack them. Rows of features are contiguous, other strides are free.
 struct CausalProblem {
@@ -26,12 +28,12 @@ struct CausalProblem {
   int64_t batch, length, width, heads;
   int64_t key_width;                    // width, or heads for one key per head
   int64_t window;                       // s
-  int64_t bias_batch, bias_rows;        // bias is (1 or B, 1 or more, h, s), float32, contiguous; its last key is the query's own
+  int64_t bias_batch, bias_rows;        // bias is (1 or B, 1 or more, h, s); its last key is the query's own
   int64_t hides_outside;                // whether keys before the window are hidden
   const void *query, *key, *value;      // (B, T, d), (B, T, d or h), (B, T, d); query may be null
   int64_t query_batch, query_row, key_batch, key_row, value_batch, value_row;  // strides
   const float *bias, *slopes;           // slopes: (h,) if far keys have w = -slope (t - t'); either may be null
-  const int64_t* first;                 // (B, T), the first token that each token sees; after itself for padding; or null
+  const int64_t* first;                 // (B, T), the first token that each token sees, a later one for padding
   void* output;                         // (B, T, d), contiguous
   // The state before the first token and after the last one; null pointers without one.
   float *keys, *values;                 // (B, h, s - 1, 1 or c), (B, h, s - 1, c): the last tokens
@@ -43,25 +45,26 @@ struct CausalProblem {
   float* bias_gradient;                 // filled with 0 by the caller; null if it is not needed
 
   int64_t numbers() const { return batch * length * width; }
+  int64_t features() const { return width / heads; }  // c
+  bool has_table() const { return bias_rows > 1; }     // whether w depends on the position of the query
+  // Whether vectors of features may have several heads: narrow ones, with the same w for all queries.
+  bool mixes_heads() const { return !has_table() && heads > 1 && features() % VL != 0; }
   int64_t bias_row(int64_t row, int64_t head, int64_t position) const {  // index of a row of w
     int64_t first_row = bias_batch > 1 ? row * bias_rows : 0;
     return (first_row + std::min(position, bias_rows - 1)) * heads + head;
   }
 };
 
-// Columns with one head each come first to last; `per_head` is how many columns share a head (1 if they do not).
-struct Columns {
-  std::vector<Column> all;
-  int64_t per_head = 1;
-
-  explicit Columns(const CausalProblem& p) {
-    const int64_t features = p.width / p.heads;
-    const bool one_head = p.heads == 1 || features % VL == 0;
-    for (int64_t first = 0; first < p.width; first += VL)
-      all.push_back({first, int(std::min<int64_t>(VL, p.width - first)), one_head, first / features});
-    if (one_head) per_head = (features + VL - 1) / VL;
-  }
-};
+inline std::vector<Column> columns_of(const CausalProblem& p) {
+  std::vector<Column> columns;
+  const int64_t run = p.mixes_heads() ? p.width : p.features();
+  for (int64_t begin = 0; begin < p.width; begin += run)
+    for (int64_t first = begin; first < begin + run; first += VL) {
+      const int64_t last = std::min(first + VL, begin + run) - 1, head = first / p.features();
+      columns.push_back({first, int(last + 1 - first), last / p.features() == head, head});
+    }
+  return columns;
+}
 
 // The documents of a row: runs of tokens that see each other. Tokens outside of them are padding.
 template <class Visit>
@@ -76,61 +79,91 @@ void for_each_document(const CausalProblem& p, int64_t row, const Visit& visit) 
   }
 }
 
-// exp(w - M) for all queries, where M = M_t is a multiple of ln 2, at least the largest w of the query. Far keys, with
-// w = 0, have the weight exp(-M).
+// Updates the last `count` keys or values of a head in a state, (count, features), after tokens begin .. end - 1.
+template <class S>
+void keep_last(float* kept, int64_t count, int64_t features, const S* tokens, int64_t stride, int64_t begin,
+               int64_t end) {
+  if (count == 0) return;
+  const int64_t stay = std::max<int64_t>(0, count - (end - begin));
+  memmove(kept, kept + (count - stay) * features, stay * features * sizeof(float));
+  for (int64_t i = stay; i < count; ++i) {
+    const S* token = tokens + (end - count + i) * stride;
+    for (int64_t f = 0; f < features; ++f) kept[i * features + f] = to_float(token[f]);
+  }
+}
+
+// exp(w) for each row of w, in three forms: exp(w - M), where M is a multiple of ln 2, at least the largest w of the
+// row, and the mantissa and exponent of exp(w). An entry is a number, or a vector if columns mix heads.
 class Weights {
  public:
-  explicit Weights(const CausalProblem& p)
-      : stride(p.window + 2 * PAD), table_(rows(p) * stride, 0.0f), far_(rows(p), 1.0f) {
-    if (!p.bias) {
-      table_[PAD] = 1.0f;  // one row: w = 0
-      return;
-    }
-    parallel_for(rows(p), rows(p) * p.window * 8, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) fill(p, r);
+  explicit Weights(const CausalProblem& problem)
+      : p(problem), vectors(p.mixes_heads()), stride(p.window + 2 * PAD + 1),
+        rows_(std::max<int64_t>(1, p.bias_batch * p.bias_rows) * p.heads), columns_((p.width + VL - 1) / VL),
+        table_(3 * rows_ * stride, 0.0f) {
+    parallel_for(rows_, p.bias ? rows_ * p.window * 8 : 0, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) fill(r);
     });
+    if (vectors) spread();
   }
 
-  // The row begins with PAD zeros.
-  const float* row(int64_t index) const { return &table_[index * stride]; }
-  float far(int64_t index) const { return far_[index]; }
+  // The first form of a row: PAD zeros, the window, PAD zeros, and the weight of far keys, exp(-M). The mantissas come
+  // `form` numbers later, the exponents twice as many.
+  const float* row(int64_t row, const Column& at, int64_t position) const {
+    if (vectors) return &table_[((p.bias_batch > 1 ? row : 0) * columns_ + at.first / VL) * stride * VL];
+    return &table_[(p.bias ? p.bias_row(row, at.head, position) : at.head) * stride];
+  }
+  int64_t form() const { return table_.size() / 3; }
 
-  const int64_t stride;
+  const CausalProblem& p;
+  const bool vectors;    // whether entries are vectors
+  const int64_t stride;  // entries of a row
 
  private:
-  static int64_t rows(const CausalProblem& p) { return p.bias ? p.bias_batch * p.bias_rows * p.heads : 1; }
-
-  void fill(const CausalProblem& p, int64_t r) {
-    const float* w = p.bias + r * p.window;
-    float* weights = &table_[r * stride + PAD];
+  void fill(int64_t r) {
+    const float none = 0.0f, *w = p.bias ? p.bias + r * p.window : &none;
     float top = p.hides_outside ? -LARGEST : 0.0f;
     for (int64_t i = 0; i < p.window; ++i) top = std::max(top, std::min(w[i], LARGEST));
     const vf most = splat(std::nearbyint(top * LOG2_E));
+    float *weights = &table_[r * stride], *first = weights + PAD;
     for (int64_t i = 0; i < p.window; i += VL) {
       const int count = int(std::min<int64_t>(VL, p.window - i));
-      Scaled e = split_exp(load(w + i, count));
-      store(weights + i, scaled(e.m, e.n - most), count);
+      const Scaled e = split_exp(load(w + i, count));
+      store(first + i, scaled(e.m, e.n - most), count);
+      store(first + form() + i, e.m, count);
+      store(first + 2 * form() + i, e.n, count);
     }
-    far_[r] = p.hides_outside ? 0.0f : scaled(splat(1.0f), -most)[0];
+    weights[stride - 1] = p.hides_outside ? 0.0f : scaled(splat(1.0f), -most)[0];
   }
 
-  std::vector<float> table_, far_;
+  void spread() {  // the numbers of heads to vectors of features
+    std::vector<float> spread(table_.size() / p.heads * columns_ * VL);
+    float* next = spread.data();
+    for (const float* of_heads = table_.data(); next < spread.data() + spread.size(); of_heads += p.heads * stride)
+      for (int64_t place = 0; place < columns_ * stride * VL; ++place) {
+        const int64_t feature = place / (stride * VL) * VL + place % VL;
+        *next++ = of_heads[std::min(feature / p.features(), p.heads - 1) * stride + place / VL % stride];
+      }
+    table_.swap(spread);
+  }
+
+  const int64_t rows_, columns_;
+  std::vector<float> table_;
 };
 
 // Sums of exp(K + w) V and of exp(K + w), divided by 2^n.
 struct Sums {
   vf numerator = vf{}, denominator = vf{}, n = splat(NEVER);
 
-  void raise(vf exponent) {  // to at least n
+  void take_exponent(vf exponent) {
     numerator = scaled(numerator, n - exponent);
     denominator = scaled(denominator, n - exponent);
     n = exponent;
   }
-  void renormalize() {
-    const vf exponent = exponent_of(denominator);
-    raise(n + exponent);
-  }
   vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
+  void divide(Scaled growth) {
+    numerator /= growth.m, denominator /= growth.m, n -= growth.n;
+  }
+  void renormalize(vf size) { take_exponent(n + exponent_of(size)); }
 };
 
 // One vector of features of one row: a buffer of keys and values, which holds the tokens of a chunk and, before them,
@@ -139,32 +172,35 @@ struct Sums {
 template <class S>
 class CausalColumn {
  public:
-  static int64_t vectors(const CausalProblem& p) {  // needed of the scratch memory
-    return 5 * (CHUNK + p.window) + 2 * p.window + (CHUNK + 1) * (p.window + 2 * PAD);
-  }
+  static int64_t entries(const CausalProblem& p) { return std::min<int64_t>(CHUNK, p.length) + p.window + 2 * TILE; }
+  static int64_t vectors(const CausalProblem& p) { return 7 * entries(p); }  // needed of the scratch memory
 
   CausalColumn(const CausalProblem& problem, const Weights& weights, int64_t row, Column column, Scratch scratch)
-      : p(problem), at(column), reach(int(p.window) - 1), weights_(weights), row_(row) {
-    const int64_t size = CHUNK + p.window;
+      : p(problem), at(column), row(row), reach(int(p.window) - 1), weights_(weights) {
+    const int64_t size = entries(p);
     m = scratch.take(size), n = scratch.take(size), v = scratch.take(size);
     e = scratch.take(size), ev = scratch.take(size);
-    query_m_ = scratch.take(p.window), query_n_ = scratch.take(p.window);
-    lanes_ = scratch.take((CHUNK + 1) * weights.stride);
-    if (p.slopes) {
-      vf lost = splat(1.0f);
-      for (int i = 0; i < at.count; ++i) {
-        const double slope = p.slopes[head(i)];
-        decay[i] = float(std::exp(-slope));
-        lost[i] = float(std::exp(-slope * CHUNK) / std::pow(double(decay[i]), CHUNK));
-      }
-      correction_ = lost;
+    growth_m_ = scratch.take(size), growth_n_ = scratch.take(size);
+    if (!p.slopes) return;
+    vf slope = {};
+    for (int lane = 0; lane < at.count; ++lane) slope[lane] = p.slopes[head(lane)];
+    while (chunk > TILE && any(slope * float(chunk) > 40.0f)) chunk /= 2;  // exponents of a chunk should differ little
+    for (int i = 0; i <= std::min<int64_t>(chunk, p.length); ++i) {
+      const Scaled growth = split_exp(slope * float(i));
+      store(growth_m_ + i * VL, growth.m), store(growth_n_ + i * VL, growth.n);
     }
   }
 
-  int64_t head(int lane) const { return at.one_head ? at.head : (at.first + lane) / (p.width / p.heads); }
+  // exp(slope i), by which the sums of a chunk count more if its start is i tokens later.
+  Scaled growth(int i) const {
+    return p.slopes ? Scaled{load(growth_m_ + i * VL), load(growth_n_ + i * VL)} : Scaled{splat(1.0f), vf{}};
+  }
+
+  int64_t head(int lane) const { return at.one_head ? at.head : (at.first + lane) / p.features(); }
 
   // --------------------------------------------------------------------------------------------------- the buffer
 
+  // Hides the entries from .. to - 1.
   void hide(int from, int to) {
     for (int i = from; i < to; ++i) put(i, {vf{}, splat(NEVER)}, vf{});
   }
@@ -177,17 +213,24 @@ class CausalColumn {
 
   // Reads tokens of the row into the buffer, from entry i on.
   void read(int64_t token, int count, int i) {
-    const S* key = (const S*)p.key + row_ * p.key_batch + token * p.key_row;
-    const S* value = (const S*)p.value + row_ * p.value_batch + token * p.value_row + at.first;
-    for (; count > 0; --count, ++i, key += p.key_row, value += p.value_row)
-      put(i, split_exp(key_of(key)), load(value, at.count));
+    for (int offset = 0; offset < count; ++offset) {
+      Scaled key = split_exp(key_of(token + offset));
+      if (p.slopes) key.m *= load(growth_m_ + offset * VL), key.n += load(growth_n_ + offset * VL);
+      put(i + offset, key, of_token<S>(p.value, p.value_batch, p.value_row, token + offset));
+    }
   }
 
-  vf key_of(const S* keys) const {
-    if (p.key_width == p.width) return load(keys + at.first, at.count);
-    if (at.one_head) return splat(to_float(keys[at.head]));
-    vf x = {};
-    for (int i = 0; i < at.count; ++i) x[i] = to_float(keys[head(i)]);
+  template <class X>
+  vf of_token(const void* x, int64_t batch_stride, int64_t row_stride, int64_t token) const {
+    return load((const X*)x + row * batch_stride + token * row_stride + at.first, at.count);
+  }
+
+  vf key_of(int64_t token) const {
+    if (p.key_width == p.width) return of_token<S>(p.key, p.key_batch, p.key_row, token);
+    const S* keys = (const S*)p.key + row * p.key_batch + token * p.key_row;
+    vf x = splat(to_float(keys[at.head]));
+    if (!at.one_head)
+      for (int lane = 0; lane < at.count; ++lane) x[lane] = to_float(keys[head(lane)]);
     return x;
   }
 
@@ -196,191 +239,151 @@ class CausalColumn {
     for (float* x : {m, n, v}) memmove(x, x + count * VL, reach * VL * sizeof(float));
   }
 
-  // Gives the entries 0 .. reach + count - 1 and the far sums one exponent, `top`. Values count from `center`. Returns
-  // whether all numbers are finite; otherwise the products of the fast way could spread NaN to queries that do not see
-  // it.
-  bool take_one_exponent(int count, vf center = vf{}) {
-    top = far.n;
-    for (int i = 0; i < reach + count; ++i) top = max(top, load(n + i * VL));
-    vf not_finite = {};
-    for (int i = 0; i < reach + count; ++i) {
-      vf weight = load(m + i * VL), value = load(v + i * VL);
-      not_finite += (weight + value) * 0.0f;
-      weight = scaled(weight, load(n + i * VL) - top);
-      store(e + i * VL, weight);
-      store(ev + i * VL, weight * (value - center));
-    }
-    plain_ = {scaled(far.numerator, far.n - top), scaled(far.denominator, far.n - top), top};
-    taken_in_ = 0;
-    return !any(not_finite != 0.0f);
-  }
-
-  // ------------------------------------------------------------------------------------------------ weights of a chunk
-
-  // Prepares the weights of the queries at positions first .. first + count - 1 of a document.
-  void use_weights(int64_t first, int count) {
-    position_ = first;
-    if (at.one_head) {
-      for (int i = 0; i < count; ++i) rows_[i] = weights_.row(bias_row(i, 0));
-      return;
-    }
-    const int64_t size = weights_.stride * VL;
-    const int different = p.bias && p.bias_rows > 1 ? count : 1;
-    for (int i = 0; i < different; ++i)
-      for (int lane = 0; lane < VL; ++lane) {
-        const float* row = weights_.row(bias_row(i, std::min(lane, at.count - 1)));
-        for (int64_t j = 0; j < weights_.stride; ++j) lanes_[i * size + j * VL + lane] = row[j];
-      }
-    for (int i = 0; i < count; ++i) rows_[i] = lanes_ + (different > 1 ? i * size : 0);
-  }
-
-  int64_t bias_row(int i, int lane) const {
-    return p.bias ? p.bias_row(row_, head(lane), position_ + i) : 0;
-  }
-
-  vf far_weight(int i) const {
-    if (at.one_head) return splat(weights_.far(bias_row(i, 0)));
-    vf x = {};
-    for (int lane = 0; lane < at.count; ++lane) x[lane] = weights_.far(bias_row(i, lane));
-    return x;
-  }
-
-  // exp(w - M) of a query of the chunk for entry j of its window, -PAD <= j < window + PAD.
-  const float* weights_of(int i) const { return rows_[i]; }
-
-  template <bool ONE_HEAD>
-  static vf weight(const float* row, int64_t j) {
-    return ONE_HEAD ? splat(row[PAD + j]) : load(row + (PAD + j) * VL);
-  }
-
   // ------------------------------------------------------------------------------------------------------------- sums
 
-  // The sums of the queries i .. i + Q - 1 of the chunk, divided by exp(M) 2^top.
-  template <int Q, bool ONE_HEAD>
-  void plain_sums(int i, vf* numerator, vf* denominator) {
-    const float* rows[Q];
-    for (int u = 0; u < Q; ++u) {
-      rows[u] = rows_[i + u];
-      const vf own = far_weight(i + u);
-      numerator[u] = plain_.numerator * own;
-      denominator[u] = plain_.denominator * own;
-      if (!p.hides_outside) {
-        plain_.numerator = (plain_.numerator + load(ev + (i + u) * VL)) * decay;
-        plain_.denominator = (plain_.denominator + load(e + (i + u) * VL)) * decay;
-      }
+  // Calls emit(i, sums) for the queries of a chunk, whose first one has a position in its document, and sets the far
+  // sums to those of the next chunk. Values count from `center`. Returns whether the fast way was exact: all sums are
+  // then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and `emit` is called again.
+  template <class Emit>
+  bool queries(int64_t position, int count, vf center, const Emit& emit) {
+    for (int i = 0; i < count + PAD; ++i) weights_of_[i] = weights_.row(row, at, position + i);
+    bool exact = false;
+    Sums later = far;
+    if (count > 1) {
+      scale(count, center);
+      later.take_exponent(top);
+      exact = weights_.vectors ? tiles<true>(count, later, emit) : tiles<false>(count, later, emit);
     }
-    if (reach == 0) {
-      for (int u = 0; u < Q; ++u) {
-        numerator[u] += weight<ONE_HEAD>(rows[u], 0) * load(ev + (i + u) * VL);
-        denominator[u] += weight<ONE_HEAD>(rows[u], 0) * load(e + (i + u) * VL);
-      }
-      return;
+    for (int i = 0; i < count && !exact; ++i) {
+      emit(i, careful_sums(i, center));
+      take_in(i, i + 1, center);
     }
-    for (int entry = i; entry < i + Q + reach; ++entry) {
-      const vf weight_of_key = load(e + entry * VL), product = load(ev + entry * VL);
-#pragma GCC unroll 8
-      for (int u = 0; u < Q; ++u) {
-        const vf w = weight<ONE_HEAD>(rows[u], entry - i - u);
-        numerator[u] += w * product;
-        denominator[u] += w * weight_of_key;
-      }
+    if (exact && any(later.denominator < SMALLEST))
+      take_in(0, count, center);
+    else if (exact)
+      far = later;
+    finish(count);
+    return exact;
+  }
+
+  // Prepares the far sums for the next chunk, after those of a chunk are complete.
+  void finish(int count) {
+    far.divide(growth(count));
+    far.renormalize(far.denominator);
+  }
+
+  // exp(w - M) of query i of the chunk: its row of weights, and the entry of a key, -PAD <= j < window + PAD.
+  const float* weights_of(int i) const { return weights_of_[i]; }
+  template <bool VECTORS>
+  static vf weight(const float* weights, int64_t j) {
+    return VECTORS ? load(weights + (PAD + j) * VL) : splat(weights[PAD + j]);
+  }
+  template <bool VECTORS>
+  vf far_weight(const float* weights) const {
+    return weight<VECTORS>(weights, p.window + PAD);
+  }
+
+  // exp(K + w) of entry i + j for query i, whose row of weights is given.
+  Scaled careful_weight(const float* weights, int i, int j) const {
+    const float *of_m = weights + weights_.form(), *of_n = of_m + weights_.form();
+    const vf w = weights_.vectors ? weight<true>(of_m, j) : weight<false>(of_m, j);
+    const vf exponent = weights_.vectors ? weight<true>(of_n, j) : weight<false>(of_n, j);
+    return {load(m + (i + j) * VL) * w, load(n + (i + j) * VL) + exponent};
+  }
+
+  // Adds the entries begin .. end - 1 to the far sums.
+  void take_in(int begin, int end, vf center) {
+    if (p.hides_outside) return;
+    vf most = far.n;
+    for (int i = begin; i < end; ++i) most = max(most, load(n + i * VL));
+    far.take_exponent(most);
+    for (int i = begin; i < end; ++i) {
+      const vf weight = scaled(load(m + i * VL), load(n + i * VL) - most);
+      far.numerator += weight * (load(v + i * VL) - center);
+      far.denominator += weight;
     }
   }
 
-  // The sums of query i of the chunk, with an exponent of its own. Queries are given in increasing order.
-  Sums careful_sums(int i, vf center = vf{}) {
-    take_in(i, center);
-    split_weights(i);
+  const CausalProblem& p;
+  const Column at;
+  const int64_t row;
+  const int reach;
+  int chunk = CHUNK;
+  Sums far;          // of the keys before the window of the first query of the chunk
+  vf top;            // the exponent of the chunk
+  float *m, *n, *v;  // exp(K) = m 2^n, and V
+  float *e, *ev;     // exp(K) 2^-top, and its product with V
+
+ private:
+  // Gives the entries one exponent. Those after the chunk, up to a full tile, are hidden.
+  void scale(int count, vf center) {
+    const int end = reach + (count + PAD) / TILE * TILE;
+    hide(reach + count, end);
+    top = far.n;
+    for (int i = 0; i < end; ++i) top = max(top, load(n + i * VL));
+    for (int i = 0; i < end; ++i) {
+      const vf weight = scaled(load(m + i * VL), load(n + i * VL) - top);
+      store(e + i * VL, weight);
+      store(ev + i * VL, weight * (load(v + i * VL) - center));
+    }
+  }
+
+  // `queries` the fast way, tile by tile. `later` are the far sums of the first query, then of that after the last.
+  template <bool VECTORS, class Emit>
+  bool tiles(int count, Sums& later, const Emit& emit) {
+    for (int i = 0; i < count; i += TILE) {
+      const int rows = std::min(TILE, count - i);
+      const float* weights[TILE];
+      vf numerator[TILE], denominator[TILE];
+      for (int u = 0; u < TILE; ++u) {
+        weights[u] = weights_of(i + u);
+        const vf of_far = far_weight<VECTORS>(weights[u]);
+        numerator[u] = later.numerator * of_far, denominator[u] = later.denominator * of_far;
+        if (p.hides_outside || u >= rows) continue;
+        later.numerator += load(ev + (i + u) * VL), later.denominator += load(e + (i + u) * VL);
+      }
+      if (reach == 0) {
+        for (int u = 0; u < TILE; ++u) {
+          const vf own = weight<VECTORS>(weights[u], 0);
+          numerator[u] += own * load(ev + (i + u) * VL), denominator[u] += own * load(e + (i + u) * VL);
+        }
+      } else {
+        for (int entry = i; entry < i + TILE + reach; ++entry) {
+          const vf key = load(e + entry * VL), product = load(ev + entry * VL);
+#pragma GCC unroll 8
+          for (int u = 0; u < TILE; ++u) {
+            const vf w = weight<VECTORS>(weights[u], entry - i - u);
+            numerator[u] += w * product, denominator[u] += w * key;
+          }
+        }
+      }
+      vf smallest = denominator[0], sum = numerator[0];
+      for (int u = 1; u < rows; ++u) smallest = min(smallest, denominator[u]), sum += numerator[u];
+      if (any((smallest < SMALLEST) | (sum * 0.0f != 0.0f))) return false;
+      for (int u = 0; u < rows; ++u) emit(i + u, Sums{numerator[u], denominator[u], top});
+    }
+    return true;
+  }
+
+  // The sums of query i, with an exponent of its own.
+  Sums careful_sums(int i, vf center) const {
+    const float* weights = weights_of(i);
     Sums sums = far;
     vf most = far.n;
-    for (int j = 0; j <= reach; ++j) most = max(most, load(n + (i + j) * VL) + of_query(query_n_, j));
-    sums.raise(most);
+    for (int j = 0; j <= reach; ++j) most = max(most, careful_weight(weights, i, j).n);
+    sums.take_exponent(most);
     for (int j = 0; j <= reach; ++j) {
-      const vf weight = careful_weight(i, j, most);
+      const Scaled key = careful_weight(weights, i, j);
+      const vf weight = scaled(key.m, key.n - most);
       sums.numerator += weight * (load(v + (i + j) * VL) - center);
       sums.denominator += weight;
     }
     return sums;
   }
 
-  // exp(K + w) 2^-n of entry i + j for query i, after `careful_sums` of that query.
-  vf careful_weight(int i, int j, vf exponent) const {
-    const vf mantissa = load(m + (i + j) * VL) * of_query(query_m_, j);
-    return scaled(mantissa, load(n + (i + j) * VL) + of_query(query_n_, j) - exponent);
-  }
-
-  // Adds the entries up to `end` to the far sums, after those that were added before.
-  void take_in(int end, vf center = vf{}) {
-    if (p.hides_outside || taken_in_ >= end) return;
-    vf most = far.n;
-    for (int i = taken_in_; i < end; ++i) most = max(most, load(n + i * VL));
-    far.raise(most);
-    for (; taken_in_ < end; ++taken_in_) {
-      const vf weight = scaled(load(m + taken_in_ * VL), load(n + taken_in_ * VL) - most);
-      far.numerator = (far.numerator + weight * (load(v + taken_in_ * VL) - center)) * decay;
-      far.denominator = (far.denominator + weight) * decay;
-    }
-  }
-
-  // Sets the far sums to those of the next chunk. They may use the plain ones if all queries of the chunk went through
-  // `plain_sums`.
-  void end_chunk(int count, bool may_use_plain) {
-    if (p.hides_outside) return;
-    if (may_use_plain && !any(plain_.denominator < SMALLEST))
-      far = plain_;
-    else
-      take_in(count);
-    finish_far(count);
-  }
-
-  void finish_far(int count) {
-    if (p.slopes && count == CHUNK) far.numerator *= correction_, far.denominator *= correction_;
-    far.renormalize();
-    taken_in_ = 0;
-  }
-
-  const CausalProblem& p;
-  const Column at;
-  const int reach;
-  vf decay = splat(1.0f);  // exp(-slope)
-  vf top;                  // the exponent of the chunk
-  Sums far;                // of the keys before the window of the first query of the chunk
-  float *m, *n, *v;        // exp(K) = m 2^n, and V
-  float *e, *ev;           // exp(K) 2^-top, and its product with V
-  vf correction() const { return correction_; }
-
- private:
-  // Splits exp(w) of query i into mantissas and exponents: one number for each key, or a vector if lanes differ.
-  void split_weights(int i) {
-    if (!p.bias) {
-      store(query_m_, splat(1.0f)), store(query_n_, vf{});
-    } else if (at.one_head) {
-      const float* w = p.bias + bias_row(i, 0) * p.window;
-      for (int j = 0; j <= reach; j += VL) split_weights(j, load(w + j, std::min(VL, reach + 1 - j)));
-    } else {
-      for (int j = 0; j <= reach; ++j) {
-        vf w = {};
-        for (int lane = 0; lane < at.count; ++lane) w[lane] = p.bias[bias_row(i, lane) * p.window + j];
-        split_weights(j * VL, w);
-      }
-    }
-  }
-
-  void split_weights(int place, vf w) {
-    const Scaled weight = split_exp(w);
-    store(query_m_ + place, weight.m), store(query_n_ + place, weight.n);
-  }
-
-  vf of_query(const float* numbers, int j) const { return at.one_head ? splat(numbers[j]) : load(numbers + j * VL); }
-
   const Weights& weights_;
-  const int64_t row_;
-  vf correction_ = splat(1.0f);  // exp(-slope CHUNK) divided by the rounded decay to the power of CHUNK
-  Sums plain_;
-  int taken_in_ = 0;
-  int64_t position_ = 0;
-  float *query_m_, *query_n_, *lanes_;
-  const float* rows_[CHUNK + 2 * PAD];
+  const float* weights_of_[CHUNK + PAD];
+  float *growth_m_, *growth_n_;  // exp(slope i) = m 2^n
 };
 
 }  // namespace aft

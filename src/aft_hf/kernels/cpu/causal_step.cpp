@@ -62,15 +62,9 @@ void step(const CausalProblem& p, int64_t row, int64_t head) {
         store(maximum + at, larger, lanes);
       }
     }
-    for (int64_t j = 0; j + 1 < kept; ++j)
-      store(values + j * features + f, load(values + (j + 1) * features + f, count), count);
-    if (kept) store(values + (kept - 1) * features + f, value, count);
-    if (key_per_head && f + VL < features) continue;
-    const int lanes = key_per_head ? 1 : count;
-    for (int64_t j = 0; j + 1 < kept; ++j)
-      store(keys + j * key_features + (key_per_head ? 0 : f), key_of(keys + (j + 1) * key_features), lanes);
-    if (kept) store(keys + (kept - 1) * key_features + (key_per_head ? 0 : f), key, lanes);
   }
+  keep_last(keys, kept, key_features, new_key, 0, 0, 1);
+  keep_last(values, kept, features, new_value, 0, 0, 1);
 }
 
 template <class S>
@@ -84,9 +78,4 @@ void steps(const CausalProblem& p) {
 }  // namespace
 }  // namespace aft
 
-AFT_EXPORT void aft_causal_step(const aft::CausalProblem* p) {
-  if (p->is_bf16)
-    aft::steps<aft::bf16>(*p);
-  else
-    aft::steps<float>(*p);
-}
+AFT_KERNEL(causal_step, CausalProblem, steps)

@@ -1,221 +1,352 @@
-// Eq. 2 on a grid with a kernel for each head, forward and backward (see grid.h). The backward pass is that of
-// causal_backward.cpp: with a and b of the queries as images, the sums for the keys are the transposed convolution.
+// Eq. 2 on a grid (AFT-conv, Eq. 6), with a kernel for each head, forward and backward:
+//
+//   Y_q = sum_p exp(K_p + w(p - q)) V_p / sum_p exp(K_p + w(p - q)),    times sigmoid(Q_q)
+//
+// where q and p are positions on a grid, w is a kernel of `kernel_rows` x `kernel_columns` offsets around 0, and outside
+// of the kernel w = 0, or keys are hidden. Vectors run over features; each lane has the kernel of its head. Positions
+// in the kernel are a direct convolution with exp(w). Positions outside are sums of rows and of parts of rows: nothing
+// is subtracted, so nothing cancels. With a and b the gradients of both sums, as images, the sums of the backward pass
+// are the transposed convolution.
+//
+// Every query sees the largest key, so exp(K) takes its exponent for all. Where a denominator is nevertheless too small
+// to be exact, since that key is hidden or its w is very negative, the query is computed again with its own exponent.
 #include "grid.h"
+
+#include <type_traits>
+#include <vector>
+
+#include "columns.h"
 
 namespace aft {
 namespace {
 
-template <class S>
-const S* features(const void* x, int64_t batch, int64_t row, int64_t batch_stride, int64_t row_stride, int64_t first) {
-  return (const S*)x + batch * batch_stride + row * row_stride + first;
+// Calls use(size, first) for tiles of 0 .. count - 1, with sizes that are known at compile time.
+template <class Use>
+void for_tiles(int64_t count, const Use& use) {
+  int64_t i = 0;
+  for (; i + 7 <= count; i += 7) use(std::integral_constant<int, 7>(), i);
+  for (; i + 3 <= count; i += 3) use(std::integral_constant<int, 3>(), i);
+  for (; i < count; ++i) use(std::integral_constant<int, 1>(), i);
 }
 
-std::vector<Column> columns_of(const GridProblem& p) {
-  std::vector<Column> columns;
-  for (int64_t first = 0; first < p.width; first += VL)
-    columns.push_back({first, int(std::min<int64_t>(VL, p.width - first)), false, 0});
-  return columns;
-}
-
-template <class S>
-void forward_column(const GridProblem& p, int64_t batch, Column at, Scratch scratch) {
-  GridColumn column(p, at, scratch);
-  ImagePair image(p, scratch);
-  column.read<S>(batch);
-  column.products(image);
-  column.sums(image, false, [&](int64_t query, vf numerator, vf denominator) {
-    vf average = numerator / denominator;
-    if (any(denominator < SMALLEST)) {
-      const GridColumn::Sums sums = column.careful_sums(query);
-      average = sums.denominator == 0.0f ? vf{} : sums.numerator / sums.denominator;
-    }
-    if (p.query)
-      average *= sigmoid(load(features<S>(p.query, batch, query, p.query_batch, p.query_row, at.first), at.count));
-    store((S*)p.output + (batch * p.length() + query) * p.width + at.first, average, at.count);
-  });
-}
-
-// The gradients of one vector of features.
-template <class S>
-class BackwardColumn {
- public:
-  static int64_t vectors(const GridProblem& p) {
-    return GridColumn::vectors(p) + 2 * ImagePair::vectors(p) + 2 * p.length() + p.taps();
-  }
-
-  BackwardColumn(const GridProblem& problem, int64_t batch, Column at, Scratch scratch)
-      : p(problem), at_(at), batch_(batch), column_(p, at, scratch), keys_(p, scratch), queries_(p, scratch) {
-    dkey_ = scratch.take(p.length()), dvalue_ = scratch.take(p.length()), dkernel_ = scratch.take(p.taps());
-    memset(dkey_, 0, p.length() * VL * sizeof(float));
-    memset(dvalue_, 0, p.length() * VL * sizeof(float));
-    memset(dkernel_, 0, p.taps() * VL * sizeof(float));
-  }
-
-  // `key_gradient` (T, h) is used if there is one key per head, `kernel_gradient` (h, taps) if it is not null.
-  void run(float* key_gradient, float* kernel_gradient) {
-    column_.template read<S>(batch_);
-    set_center();
-    column_.products(keys_, center_);
-    column_.sums(keys_, false, [&](int64_t query, vf numerator, vf denominator) {
-      if (any(denominator < SMALLEST)) return careful_query(query);
-      const vf inverse = 1.0f / denominator, average = numerator * inverse;
-      const vf a = gradient_of_average(query, average + center_) * inverse;
-      store(queries_.x + queries_.at(query), a), store(queries_.y + queries_.at(query), -a * average);
-    });
-    column_.sums(queries_, true, [&](int64_t key, vf a, vf b) {
-      const vf weight = load(keys_.y + keys_.at(key)), value = load(column_.v + key * VL) - center_;
-      write(key, load(dkey_ + key * VL) + weight * (a * value + b), load(dvalue_ + key * VL) + weight * a, key_gradient);
-    });
-    if (!kernel_gradient) return;
-    for (int64_t tap_row = 0; tap_row < p.kernel_rows; ++tap_row) {
-      int64_t tap = 0;
-      for (; tap + 7 <= p.kernel_columns; tap += 7) gradients_of_taps<7>(tap_row, tap);
-      for (; tap + 3 <= p.kernel_columns; tap += 3) gradients_of_taps<3>(tap_row, tap);
-      for (; tap < p.kernel_columns; ++tap) gradients_of_taps<1>(tap_row, tap);
-    }
+// The kernels of one vector of features.
+struct Kernel {
+  Kernel(const GridProblem& p, int64_t feature)
+      : first(feature), count(int(std::min<int64_t>(VL, p.width - first))), weights(p.taps()), m(weights), n(weights) {
+    vf most = p.hides_outside ? splat(NEVER) : vf{};
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
-      const vf gradient = load(dkernel_ + tap * VL);
-      for (int lane = 0; lane < at_.count; ++lane)
-        kernel_gradient[column_.head(lane) * p.taps() + tap] += gradient[lane];
+      vf w = {};
+      for (int lane = 0; lane < count; ++lane) w[lane] = p.kernels[p.head(first + lane) * p.taps() + tap];
+      const Scaled e = split_exp(w);
+      m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }
+    for (int64_t tap = 0; tap < p.taps(); ++tap) weights[tap] = scaled(m[tap], n[tap] - most);
+    outside = p.hides_outside ? vf{} : scaled(splat(1.0f), -most);
+    flipped.assign(weights.rbegin(), weights.rend());
+  }
+
+  const int64_t first;  // feature
+  const int count;
+  vf outside;                           // exp(0), and exp(w), divided by one power of two for all
+  std::vector<vf> weights, m, n;        // exp(w) = m 2^n
+  std::vector<vf> flipped;              // the weights in reverse order
+};
+
+// Two images of which weighted sums are needed, with zeros beside them.
+struct Images {
+  std::vector<vf> x, y;
+};
+
+// One vector of features after the other, in the memory of one thread.
+template <class S>
+class Task {
+ public:
+  Task(const GridProblem& problem, bool backward)
+      : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1),
+        m_(p.length()), n_(m_), v_(m_), beside_x_(m_), beside_y_(m_), row_x_(p.rows), row_y_(p.rows) {
+    make(keys_);
+    if (!backward) return;
+    make(queries_);
+    dkey_.resize(p.length()), dvalue_.resize(p.length());
+  }
+
+  void forward(int64_t batch, const Kernel& kernel) {
+    begin(batch, kernel);
+    products();
+    sums(keys_, kernel.weights, [&](int64_t query, vf numerator, vf denominator) {
+      vf average = numerator / denominator;
+      if (any(denominator < SMALLEST)) average = careful_sums(query).average();
+      if (p.query) average *= sigmoid(read(p.query, p.query_batch, p.query_row, query));
+      write(p.output, query, average);
+    });
+  }
+
+  // Adds to `dkernel`, (taps), and, if there is one key per head, to `key_gradient`, (T, heads), from `first_head` on.
+  void backward(int64_t batch, const Kernel& kernel, vf* dkernel, float* key_gradient, int64_t first_head, int64_t heads) {
+    begin(batch, kernel);
+    dkernel_ = dkernel;
+    set_center();
+    products();
+    std::fill(dkey_.begin(), dkey_.end(), vf{}), std::fill(dvalue_.begin(), dvalue_.end(), vf{});
+    sums(keys_, kernel.weights, [&](int64_t query, vf numerator, vf denominator) {
+      vf a = {}, b = {};
+      if (any(denominator < SMALLEST)) {
+        add_careful_gradients(query);
+      } else {
+        const vf average = numerator / denominator;
+        a = gradient_of_average(query, average + center_) / denominator, b = -a * average;
+      }
+      queries_.x[at(query)] = a, queries_.y[at(query)] = b;
+    });
+    sums(queries_, kernel.flipped, [&](int64_t key, vf a, vf b) {
+      const vf weight = keys_.y[at(key)], of_key = dkey_[key] + weight * (a * (v_[key] - center_) + b);
+      write(p.value_gradient, key, dvalue_[key] + weight * a);
+      if (p.key_width == p.width) return write(p.key_gradient, key, of_key);
+      for (int lane = 0; lane < kernel.count; ++lane)
+        key_gradient[key * heads + p.head(kernel.first + lane) - first_head] += of_key[lane];
+    });
+    for (int64_t row = 0; row < p.kernel_rows && dkernel; ++row)
+      for_tiles(p.kernel_columns, [&](auto size, int64_t column) { add_gradients_of_taps<size>(row, column); });
   }
 
  private:
-  // The mean of the values that are finite, so that nothing spreads to queries that do not see it.
-  void set_center() {
-    vf sum = {};
+  int64_t at(int64_t row, int64_t column) const { return row * stride_ + reach_ + 1 + column; }
+  int64_t at(int64_t position) const { return at(position / p.columns, position % p.columns); }
+
+  void make(Images& images) const { images.x.assign(p.rows * stride_ + 2, vf{}), images.y = images.x; }
+
+  vf read(const void* x, int64_t batch_stride, int64_t row_stride, int64_t position) const {
+    return load((const S*)x + batch_ * batch_stride + position * row_stride + kernel_->first, kernel_->count);
+  }
+  void write(void* x, int64_t position, vf y) const {
+    store((S*)x + (batch_ * p.length() + position) * p.width + kernel_->first, y, kernel_->count);
+  }
+
+  // Reads keys and values.
+  void begin(int64_t batch, const Kernel& kernel) {
+    batch_ = batch, kernel_ = &kernel;
+    top_ = splat(NEVER), center_ = vf{};
     for (int64_t i = 0; i < p.length(); ++i) {
-      const vf value = load(column_.v + i * VL);
-      sum += value - value == 0.0f ? value : vf{};
+      vf key = {};
+      if (p.key_width == p.width)
+        key = read(p.key, p.key_batch, p.key_row, i);
+      else
+        for (int lane = 0; lane < kernel.count; ++lane)
+          key[lane] = to_float(((const S*)p.key)[batch * p.key_batch + i * p.key_row + p.head(kernel.first + lane)]);
+      const Scaled e = split_exp(key);
+      m_[i] = e.m, n_[i] = e.n, top_ = max(e.n, top_);
+      v_[i] = e.m == 0.0f ? vf{} : read(p.value, p.value_batch, p.value_row, i);  // hidden values may be NaN
     }
-    center_ = sum / float(p.length());
   }
 
-  vf gradient_of_average(int64_t query, vf average) const {
-    const vf gradient = load(features<S>(p.gradient, batch_, query, p.gradient_batch, p.gradient_row, at_.first), at_.count);
-    if (!p.query) return gradient;
-    const vf gate = sigmoid(load(features<S>(p.query, batch_, query, p.query_batch, p.query_row, at_.first), at_.count));
-    S* of_query = (S*)p.query_gradient + (batch_ * p.length() + query) * p.width + at_.first;
-    store(of_query, gradient * average * gate * (1.0f - gate), at_.count);
-    return gradient * gate;
+  // The center from which values count in the backward pass, where terms cancel otherwise: the mean of the values that
+  // are finite, so that nothing spreads to queries that do not see it.
+  void set_center() {
+    for (vf value : v_) center_ += value - value == 0.0f ? value : vf{};
+    center_ /= float(p.length());
   }
 
-  void careful_query(int64_t query) {
-    const GridColumn::Sums sums = column_.careful_sums(query, center_);
-    const vi empty = sums.denominator == 0.0f;
-    const vf average = empty ? vf{} : sums.numerator / sums.denominator;
-    const vf gradient = gradient_of_average(query, empty ? vf{} : average + center_);
-    const vf a = empty ? vf{} : gradient / sums.denominator;
-    column_.each_key(query, [&](int64_t key, int64_t tap, Scaled e) {
+  // Sets x to exp(K) V and y to exp(K), divided by 2^top.
+  void products() {
+    for (int64_t i = 0; i < p.length(); ++i) {
+      const vf weight = scaled(m_[i], n_[i] - top_);
+      keys_.x[at(i)] = weight * (v_[i] - center_), keys_.y[at(i)] = weight;
+    }
+  }
+
+  // Calls emit(position, sum of w x, sum of w y) for all positions.
+  template <class Emit>
+  void sums(const Images& images, const std::vector<vf>& kernel, const Emit& emit) {
+    if (!p.hides_outside) sum_outside(images.x, beside_x_, row_x_), sum_outside(images.y, beside_y_, row_y_);
+    const int64_t reach = p.kernel_rows / 2;
+    for (int64_t row = 0; row < p.rows; ++row) {
+      const int64_t first = std::max<int64_t>(0, row - reach), last = std::min(p.rows - 1, row + reach);
+      vf x = {}, y = {};  // of the rows outside of the kernel
+      for (int64_t r = 0; r < p.rows && !p.hides_outside; ++r)
+        if (r < first || r > last) x += row_x_[r], y += row_y_[r];
+      for_tiles(p.columns, [&](auto size, int64_t column) {
+        tile<size>(images, kernel, row, column, first, last, x, y, emit);
+      });
+    }
+  }
+
+  // The sums over the columns outside of the kernel, for each position of a row, and over whole rows.
+  void sum_outside(const std::vector<vf>& image, std::vector<vf>& beside, std::vector<vf>& rows) const {
+    for (int64_t row = 0; row < p.rows; ++row) {
+      vf left = {}, right = {}, all = {};
+      for (int64_t column = 0; column < p.columns; ++column) {
+        beside[row * p.columns + column] = left += image[at(row, column - reach_ - 1)];
+        all += image[at(row, column)];
+      }
+      for (int64_t column = p.columns - 1; column >= 0; --column)
+        beside[row * p.columns + column] += right += image[at(row, column + reach_ + 1)];
+      rows[row] = all;
+    }
+  }
+
+  template <int Q, class Emit>
+  void tile(const Images& images, const std::vector<vf>& kernel, int64_t row, int64_t column, int64_t first,
+            int64_t last, vf rows_x, vf rows_y, const Emit& emit) const {
+    vf x[Q], y[Q];
+    for (int u = 0; u < Q; ++u) x[u] = rows_x, y[u] = rows_y;
+    for (int64_t r = first; r <= last && !p.hides_outside; ++r)
+      for (int u = 0; u < Q; ++u) {
+        const int64_t place = r * p.columns + column + u;
+        x[u] += beside_x_[place], y[u] += beside_y_[place];
+      }
+    for (int u = 0; u < Q; ++u) x[u] *= kernel_->outside, y[u] *= kernel_->outside;
+    for (int64_t r = first; r <= last; ++r) {
+      const vf* weights = &kernel[(r - row + p.kernel_rows / 2) * p.kernel_columns];
+      const vf *xs = &images.x[at(r, column - reach_)], *ys = &images.y[at(r, column - reach_)];
+      for (int64_t i = 0; i < p.kernel_columns; ++i, ++xs, ++ys) {
+        const vf w = weights[i];
+#pragma GCC unroll 8
+        for (int u = 0; u < Q; ++u) x[u] += w * xs[u], y[u] += w * ys[u];
+      }
+    }
+    for (int u = 0; u < Q; ++u) emit(row * p.columns + column + u, x[u], y[u]);
+  }
+
+  // ------------------------------------------------------------------------------------ queries with an own exponent
+
+  // Calls visit(key, tap, exp(K + w)) for all keys that a query sees; tap is -1 outside of the kernel.
+  template <class Visit>
+  void each_key(int64_t query, const Visit& visit) const {
+    const int64_t row = query / p.columns, column = query % p.columns;
+    const int64_t reach = p.hides_outside ? p.kernel_rows / 2 : p.rows;  // rows of keys that the query may see
+    const int64_t first = std::max<int64_t>(0, row - reach), last = std::min(p.rows, row + reach + 1);
+    for (int64_t key = first * p.columns; key < last * p.columns; ++key) {
+      const int64_t tap_row = key / p.columns - row + p.kernel_rows / 2;
+      const int64_t tap_column = key % p.columns - column + p.kernel_columns / 2;
+      const bool inside = std::min(tap_row, tap_column) >= 0 && tap_row < p.kernel_rows && tap_column < p.kernel_columns;
+      const int64_t tap = tap_row * p.kernel_columns + tap_column;
+      if (inside)
+        visit(key, tap, Scaled{m_[key] * kernel_->m[tap], n_[key] + kernel_->n[tap]});
+      else if (!p.hides_outside)
+        visit(key, int64_t(-1), Scaled{m_[key], n_[key]});
+    }
+  }
+
+  struct Sums {
+    vf numerator = vf{}, denominator = vf{}, n = splat(NEVER);
+    vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
+  };
+  Sums careful_sums(int64_t query) const {
+    Sums sums;
+    each_key(query, [&](int64_t, int64_t, Scaled e) { sums.n = max(sums.n, e.n); });
+    each_key(query, [&](int64_t key, int64_t, Scaled e) {
       const vf weight = scaled(e.m, e.n - sums.n);
-      const vf of_logit = weight * a * (load(column_.v + key * VL) - center_ - average);
-      store(dvalue_ + key * VL, load(dvalue_ + key * VL) + weight * a);
-      store(dkey_ + key * VL, load(dkey_ + key * VL) + of_logit);
-      if (tap >= 0) store(dkernel_ + tap * VL, load(dkernel_ + tap * VL) + of_logit);
+      sums.numerator += weight * (v_[key] - center_);
+      sums.denominator += weight;
+    });
+    return sums;
+  }
+
+  void add_careful_gradients(int64_t query) {
+    const Sums sums = careful_sums(query);
+    const vi empty = sums.denominator == 0.0f;
+    const vf average = sums.average(), gradient = gradient_of_average(query, empty ? vf{} : average + center_);
+    const vf a = empty ? vf{} : gradient / sums.denominator;
+    each_key(query, [&](int64_t key, int64_t tap, Scaled e) {
+      const vf weight = scaled(e.m, e.n - sums.n), of_logit = weight * a * (v_[key] - center_ - average);
+      dvalue_[key] += weight * a, dkey_[key] += of_logit;
+      if (tap >= 0 && dkernel_) dkernel_[tap] += of_logit;
     });
   }
 
-  void write(int64_t key, vf of_key, vf of_value, float* key_gradient) const {
-    const int64_t place = (batch_ * p.length() + key) * p.width + at_.first;
-    store((S*)p.value_gradient + place, of_value, at_.count);
-    if (p.key_width == p.width)
-      store((S*)p.key_gradient + place, of_key, at_.count);
-    else
-      for (int lane = 0; lane < at_.count; ++lane) key_gradient[key * p.heads + column_.head(lane)] += of_key[lane];
+  // ----------------------------------------------------------------------------------------------------- gradients
+
+  // Multiplies the gradient of an output by the gate, and writes the gradient of the query.
+  vf gradient_of_average(int64_t query, vf average) const {
+    const vf gradient = read(p.gradient, p.gradient_batch, p.gradient_row, query);
+    if (!p.query) return gradient;
+    const vf gate = sigmoid(read(p.query, p.query_batch, p.query_row, query));
+    write(p.query_gradient, query, gradient * average * gate * (1.0f - gate));
+    return gradient * gate;
   }
 
   // Q neighbouring taps: the sum of exp(w) (a exp(K) V + b exp(K)) over all queries and the keys at that offset.
   template <int Q>
-  void gradients_of_taps(int64_t tap_row, int64_t first) {
+  void add_gradients_of_taps(int64_t tap_row, int64_t first) {
     vf sums[Q] = {};
     for (int64_t row = 0; row < p.rows; ++row) {
       const int64_t row_of_keys = row + tap_row - p.kernel_rows / 2;
       if (row_of_keys < 0 || row_of_keys >= p.rows) continue;
-      const int64_t query = queries_.at(row, 0), key = keys_.at(row_of_keys, first - p.kernel_columns / 2);
+      const int64_t query = at(row, 0), key = at(row_of_keys, first - reach_);
       for (int64_t column = 0; column < p.columns; ++column) {
-        const vf a = load(queries_.x + query + column * VL), b = load(queries_.y + query + column * VL);
+        const vf a = queries_.x[query + column], b = queries_.y[query + column];
+        const vf *xs = &keys_.x[key + column], *ys = &keys_.y[key + column];
 #pragma GCC unroll 8
-        for (int u = 0; u < Q; ++u) {
-          const int64_t place = key + (column + u) * VL;
-          sums[u] += a * load(keys_.x + place) + b * load(keys_.y + place);
-        }
+        for (int u = 0; u < Q; ++u) sums[u] += b * ys[u] + a * xs[u];
       }
     }
     for (int u = 0; u < Q; ++u) {
       const int64_t tap = tap_row * p.kernel_columns + first + u;
-      store(dkernel_ + tap * VL, load(dkernel_ + tap * VL) + sums[u] * column_.weight(tap));
+      dkernel_[tap] += sums[u] * kernel_->weights[tap];
     }
   }
 
   const GridProblem& p;
-  const Column at_;
-  const int64_t batch_;
-  GridColumn column_;
-  ImagePair keys_, queries_;  // exp(K) V and exp(K); a and b
-  vf center_;
-  float *dkey_, *dvalue_, *dkernel_;
+  const int64_t reach_, stride_;
+  int64_t batch_ = 0;
+  const Kernel* kernel_ = nullptr;
+  vf* dkernel_ = nullptr;
+  vf top_, center_;
+  std::vector<vf> m_, n_, v_;                                         // exp(K) = m 2^n, and V
+  std::vector<vf> beside_x_, beside_y_, row_x_, row_y_, dkey_, dvalue_;
+  Images keys_, queries_;  // exp(K) V and exp(K); a and b
 };
 
 template <class S>
-void forward(const GridProblem& p) {
-  const std::vector<Column> columns = columns_of(p);
-  const int64_t count = columns.size();
-  parallel_for(p.batch * count, p.numbers() * p.taps(), [&](int64_t begin, int64_t end) {
+void run(const GridProblem& p, bool backward) {
+  const bool key_per_head = p.key_width != p.width;
+  const int64_t numbers = p.batch * p.length() * p.width * p.taps(), of_head = p.width / p.heads;
+  std::vector<Kernel> kernels;
+  std::vector<int64_t> groups;  // the first vector of features of each group; keys are not shared with other groups
+  for (int64_t column = 0; column * VL < p.width; ++column) {
+    kernels.emplace_back(p, column * VL);
+    if (!backward || !key_per_head || column * VL % of_head == 0) groups.push_back(column);
+  }
+  const int64_t count = groups.size(), tasks = p.batch * count, parts = std::min(tasks, num_threads(numbers));
+  groups.push_back(kernels.size());
+  std::vector<std::vector<vf>> dkernels(p.kernel_gradient ? parts : 0);
+  parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
-    const Scratch scratch(GridColumn::vectors(p) + ImagePair::vectors(p));
-    for (int64_t task = begin; task < end; ++task)
-      forward_column<S>(p, task / count, columns[task % count], scratch);
-  });
-}
-
-template <class S>
-void backward(const GridProblem& p) {
-  const std::vector<Column> columns = columns_of(p);
-  const bool key_per_head = p.key_width != p.width;  // then a thread computes whole images
-  const int64_t per_unit = key_per_head ? columns.size() : 1, units = p.batch * columns.size() / per_unit;
-  const int64_t parts = std::min(units, num_threads(p.numbers() * p.taps()));
-  std::vector<std::vector<float>> partial(p.kernel_gradient ? parts : 0);
-  parallel_for(parts, p.numbers() * p.taps(), [&](int64_t begin, int64_t end) {
-    const FlushSubnormals flush;
-    const Scratch scratch(BackwardColumn<S>::vectors(p));
-    std::vector<float> keys(key_per_head ? p.length() * p.heads : 0);
+    Task<S> task(p, backward);
     for (int64_t part = begin; part < end; ++part) {
-      float* kernel_gradient = p.kernel_gradient;
-      if (kernel_gradient && part > 0) {
-        partial[part].assign(p.heads * p.taps(), 0.0f);
-        kernel_gradient = partial[part].data();
-      }
-      for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; ++unit) {
-        std::fill(keys.begin(), keys.end(), 0.0f);
-        for (int64_t i = unit * per_unit; i < (unit + 1) * per_unit; ++i) {
-          const int64_t count = columns.size();
-          BackwardColumn<S>(p, i / count, columns[i % count], scratch).run(keys.data(), kernel_gradient);
+      if (p.kernel_gradient) dkernels[part].resize(kernels.size() * p.taps());
+      for (int64_t i = tasks * part / parts; i < tasks * (part + 1) / parts; ++i) {
+        const int64_t batch = i / count, from = groups[i % count], to = groups[i % count + 1];
+        if (!backward) {
+          task.forward(batch, kernels[from]);
+          continue;
         }
-        S* of_keys = (S*)p.key_gradient + unit * p.length() * p.heads;
-        for (int64_t i = 0; i < int64_t(keys.size()); i += VL) {
-          const int count = int(std::min<int64_t>(VL, keys.size() - i));
-          store(of_keys + i, load(keys.data() + i, count), count);
-        }
+        const int64_t head = from * VL / of_head, heads = p.head(std::min(to * VL, p.width) - 1) + 1 - head;
+        std::vector<float> of_keys(key_per_head ? p.length() * heads : 0);
+        for (int64_t j = from; j < to; ++j)
+          task.backward(batch, kernels[j], p.kernel_gradient ? &dkernels[part][j * p.taps()] : nullptr, of_keys.data(),
+                        head, heads);
+        for (int64_t j = 0; j < int64_t(of_keys.size()); ++j)
+          store((S*)p.key_gradient + (batch * p.length() + j / heads) * p.heads + head + j % heads, splat(of_keys[j]), 1);
       }
     }
   });
-  for (const std::vector<float>& part : partial)
-    for (size_t i = 0; i < part.size(); ++i) p.kernel_gradient[i] += part[i];
+  for (const std::vector<vf>& part : dkernels)
+    for (int64_t i = 0; i < int64_t(part.size()); ++i) {
+      const Kernel& kernel = kernels[i / p.taps()];
+      for (int lane = 0; lane < kernel.count; ++lane)
+        p.kernel_gradient[p.head(kernel.first + lane) * p.taps() + i % p.taps()] += part[i][lane];
+    }
 }
+
+template <class S>
+void grid_forward(const GridProblem& p) { run<S>(p, false); }
+
+template <class S>
+void grid_backward(const GridProblem& p) { run<S>(p, true); }
 
 }  // namespace
 }  // namespace aft
 
-AFT_EXPORT void aft_grid(const aft::GridProblem* p) {
-  if (p->is_bf16)
-    aft::forward<aft::bf16>(*p);
-  else
-    aft::forward<float>(*p);
-}
-
-AFT_EXPORT void aft_grid_backward(const aft::GridProblem* p) {
-  if (p->is_bf16)
-    aft::backward<aft::bf16>(*p);
-  else
-    aft::backward<float>(*p);
-}
+AFT_KERNEL(grid, GridProblem, grid_forward)
+AFT_KERNEL(grid_backward, GridProblem, grid_backward)

@@ -3,8 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 
 #define AFT_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Defines what Python calls: aft_NAME(problem) calls run<float> or run<bf16>, and returns whether it failed.
+#define AFT_KERNEL(NAME, Problem, run) \
+  AFT_EXPORT int aft_##NAME(const aft::Problem* p) { return aft::failed(p, aft::run<float>, aft::run<aft::bf16>); }
 
 namespace aft {
 
@@ -29,7 +34,19 @@ template <class Run>
 void parallel_for(int64_t count, int64_t numbers, const Run& run) {
   if (count <= 1 || num_threads(numbers) == 1) return run(int64_t(0), count);
   auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Run*>(context))(begin, end); };
-  torch_parallel_for(0, count, 1, call, const_cast<void*>(static_cast<const void*>(&run)));
+  void* context = const_cast<void*>(static_cast<const void*>(&run));
+  if (torch_parallel_for(0, count, 1, call, context)) throw std::runtime_error("a thread failed");
+}
+
+// Runs a kernel, and returns whether it failed, for example for lack of memory: exceptions must not reach Python.
+template <class Problem>
+int failed(const Problem* p, void (*of_floats)(const Problem&), void (*of_bf16)(const Problem&)) {
+  try {
+    (p->is_bf16 ? of_bf16 : of_floats)(*p);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }
 
 }  // namespace aft

@@ -1,19 +1,4 @@
-// Eq. 2 with a table of all pairs:
-//
-//   Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt'),    times sigmoid(Q_t)
-//
-// element-wise in the features. exp(K) is kept as m 2^n (`split_exp`), and both sums are products of
-//
-//   W = exp(w - M_t)                              (queries, keys), for each head
-//   X = (exp(K) 2^-N V', exp(K) 2^-N)             (keys, rows of the batch and their features), for each task
-//
-// N is the largest n of a feature of a row (a power of two, so rescaling is exact), M_t the largest bias of a query. A
-// task is one head, and so few rows or features that X stays in the cache. A query whose denominator is too small to be
-// exact (SMALLEST), or whose sums are not finite, is "lost": it is computed again from its own logits, with an exponent
-// of its own, for this query and one vector of features only.
-//
-// Causal problems are computed block by block of queries: N is then the largest n up to the end of the block, so later
-// keys do not matter. V' = V - c counts from a center c in the backward pass, where terms cancel otherwise.
+// Eq. 2 with a table of all pairs: the problem.
 #pragma once
 
 #include "parallel.h"
@@ -37,6 +22,18 @@ struct TableProblem {
   int64_t gradient_batch, gradient_row;
   void *query_gradient, *key_gradient, *value_gradient;  // contiguous
   float* bias_gradient;                                  // filled with 0 by the caller; null if it is not needed
+
+  int64_t seen(int64_t t) const { return causal ? t + 1 : keys; }
+  int64_t biases_of_head() const { return columns ? (2 * (keys / columns) - 1) * (2 * columns - 1) : queries * keys; }
+
+  // Visits the biases of a query: run(first key, biases, count) for each contiguous run.
+  template <class T, class Run>
+  void for_each_run(T* of_head, int64_t t, const Run& run) const {
+    if (!columns) return run(int64_t(0), of_head + t * keys, seen(t));
+    const int64_t rows = keys / columns, across = 2 * columns - 1;
+    T* first = of_head + (rows - 1 - t / columns) * across + columns - 1 - t % columns;
+    for (int64_t i = 0; i < rows; ++i) run(i * columns, first + i * across, columns);
+  }
 };
 
 }  // namespace aft

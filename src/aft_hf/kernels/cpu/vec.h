@@ -15,6 +15,10 @@
 
 namespace aft {
 
+struct bf16 {
+  uint16_t bits;
+};
+
 #if defined(__AVX512F__)
 constexpr int VL = 16;
 constexpr int TILE = 8;  // rows of a register tile: two accumulators each
@@ -29,15 +33,75 @@ constexpr int TILE = 8;
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
-typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 
-struct bf16 {
-  uint16_t bits;
-};
+// ------------------------------------------------------------------------------- primitives of an instruction set
 
-static inline vf splat(float x) { return x - vf{}; }  // not 0 + x, which is an addition: it turns -0 into 0
+// widen, narrow: 16 bits to 32 bits, in memory on one side.
+// max, min: b where a or b is NaN.
+// rounded: the nearest integer.
+// scaled: x 2^n for integers n <= 127; 0 where 2^n is less than the smallest normal number.
+// add_neighbours: the sums of neighbouring lanes, those of x, then those of y.
+#if defined(__AVX512F__)
+
+static inline vu widen(const void* p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void narrow(void* p, vu x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)x)); }
+static inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline vf rounded(vf x) {
+  return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline vf scaled(vf x, vf n) { return (vf)_mm512_scalef_ps((__m512)x, (__m512)n); }
+static inline bool any(vi condition) { return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0; }
+static inline vf add_neighbours(vf x, vf y) {
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+#elif defined(__AVX2__)
+
+static inline vu widen(const void* p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline void narrow(void* p, vu x) {
+  __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 8);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(pairs));
+}
+static inline vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+static inline vf rounded(vf x) {
+  return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline vf scaled(vf x, vf n) {
+  n = min(max(n, vf{} - 127.0f), vf{} + 127.0f);
+  return x * (vf)(((vi)_mm256_cvtps_epi32((__m256)n) + 127) << 23);
+}
+static inline bool any(vi condition) { return _mm256_movemask_ps((__m256)condition) != 0; }
+static inline vf add_neighbours(vf x, vf y) {
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14) +
+         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15);
+}
+
+#elif defined(__ARM_NEON)
+
+static inline vu widen(const void* p) { return (vu)vmovl_u16(vld1_u16((const uint16_t*)p)); }
+static inline void narrow(void* p, vu x) { vst1_u16((uint16_t*)p, vmovn_u32((uint32x4_t)x)); }
+static inline vf max(vf a, vf b) { return a > b ? a : b; }
+static inline vf min(vf a, vf b) { return a < b ? a : b; }
+static inline vf rounded(vf x) { return (vf)vrndnq_f32((float32x4_t)x); }
+static inline vf scaled(vf x, vf n) {
+  n = min(max(n, vf{} - 127.0f), vf{} + 127.0f);
+  return x * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+static inline bool any(vi condition) { return vmaxvq_u32((uint32x4_t)condition) != 0; }
+static inline vf add_neighbours(vf x, vf y) {
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
+}
+
+#else
+#error "no vector primitives for this instruction set"
+#endif
 
 // ------------------------------------------------------------------------------------------------- loads and stores
+
+static inline vf splat(float x) { return x - vf{}; }  // not 0 + x, which is an addition: it turns -0 into 0
 
 static inline vf load(const float* p) {
   vf x;
@@ -45,34 +109,15 @@ static inline vf load(const float* p) {
   return x;
 }
 
-static inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
+static inline vf load(const bf16* p) { return (vf)(widen(p) << 16); }
 
-static inline vf load(const bf16* p) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#elif defined(__AVX2__)
-  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
-#else
-  vh x;
-  memcpy(&x, p, sizeof x);
-  return (vf)(__builtin_convertvector(x, vu) << 16);
-#endif
-}
+static inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 
 // Rounds to the nearest bfloat16, ties to even.
 static inline void store(bf16* p, vf x) {
   vu u = (vu)x;
   u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  u = x == x ? u : vu{} + 0x7fc0;
-#if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)u));
-#elif defined(__AVX2__)
-  __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 8);
-  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(pairs));
-#else
-  vh h = __builtin_convertvector(u, vh);
-  memcpy(p, &h, sizeof h);
-#endif
+  narrow(p, x == x ? u : vu{} + 0x7fc0);
 }
 
 // The first `count` entries; the others are 0 when loaded, and not stored.
@@ -92,8 +137,28 @@ static inline void store(S* p, vf x, int count) {
   for (int i = 0; i < count; ++i) p[i] = padded[i];
 }
 
-static inline float to_float(float x) { return x; }
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+static inline vf load(const float* p, int count) {
+  return count == VL ? load(p) : (vf)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+}
+static inline vf load(const bf16* p, int count) {
+  if (count == VL) return load(p);
+  const __m256i x = _mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p);
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
+}
+static inline void store(float* p, vf x, int count) {
+  if (count == VL) return store(p, x);
+  _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), (__m512)x);
+}
+static inline void store(bf16* p, vf x, int count) {
+  if (count == VL) return store(p, x);
+  bf16 all[VL];
+  store(all, x);
+  _mm256_mask_storeu_epi16(p, __mmask16((1u << count) - 1), _mm256_loadu_si256((const __m256i*)all));
+}
+#endif
 
+static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
   uint32_t u = (uint32_t)x.bits << 16;
   float y;
@@ -101,91 +166,24 @@ static inline float to_float(bf16 x) {
   return y;
 }
 
-// ------------------------------------------------------------------------------------------------------- primitives
+// ------------------------------------------------------------------------------------------------------------- sums
 
-// Both return b where a or b is NaN.
-static inline vf max(vf a, vf b) {
+// Lane i of the result is lane lanes[i] of x.
+static inline vf permuted(vf x, vi lanes) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+  return (vf)_mm512_permutexvar_ps((__m512i)lanes, (__m512)x);
 #elif defined(__AVX2__)
-  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+  return (vf)_mm256_permutevar8x32_ps((__m256)x, (__m256i)lanes);
 #else
-  return a > b ? a : b;
-#endif
-}
-
-static inline vf min(vf a, vf b) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
-// The nearest integer.
-static inline vf rounded(vf x) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__AVX2__)
-  return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__ARM_NEON)
-  return (vf)vrndnq_f32((float32x4_t)x);
-#else
-#error "no vector primitives for this instruction set"
-#endif
-}
-
-// x 2^n for integers n <= 127; 0 where 2^n is less than the smallest normal number.
-static inline vf scaled(vf x, vf n) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_scalef_ps((__m512)x, (__m512)n);
-#else
-  n = min(max(n, splat(-127.0f)), splat(127.0f));
-#if defined(__AVX2__)
-  vi exponent = (vi)_mm256_cvtps_epi32((__m256)n);
-#else
-  vi exponent = __builtin_convertvector(n, vi);
-#endif
-  return x * (vf)((exponent + 127) << 23);
-#endif
-}
-
-// The exponent of x: n with 2^n <= |x| < 2^(n + 1).
-static inline vf exponent_of(vf x) { return __builtin_convertvector((((vi)x >> 23) & 255) - 127, vf); }
-
-static inline bool any(vi condition) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)condition) != 0;
-#else
-  return vmaxvq_u32((uint32x4_t)condition) != 0;
+  vf y;
+  for (int i = 0; i < VL; ++i) y[i] = x[lanes[i]];
+  return y;
 #endif
 }
 
 static inline float sum_of(vf x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)x);
-#else
-  float sum = 0;
-  for (int i = 0; i < VL; ++i) sum += x[i];
-  return sum;
-#endif
-}
-
-// Adds neighbouring lanes: those of x, then those of y.
-static inline vf add_neighbours(vf x, vf y) {
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX2__)
-  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-  return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
-#endif
+  for (int count = VL; count > 1; count /= 2) x = add_neighbours(x, x);
+  return x[0];
 }
 
 // The sums of VL vectors that follow each other in memory.
@@ -215,6 +213,9 @@ static inline vf exp_near_0(vf x) {
   y = y * x + 5.0000001201e-1f;
   return y * x * x + x + 1.0f;
 }
+
+// The exponent of x: n with 2^n <= |x| < 2^(n + 1).
+static inline vf exponent_of(vf x) { return __builtin_convertvector((((vi)x >> 23) & 255) - 127, vf); }
 
 // A number m 2^n. m is 0, or of the order of 1; n is an integer.
 struct Scaled {

@@ -1,6 +1,6 @@
 """Triton kernels for GPUs."""
 
-from .backend import TritonBackend
+from .operators import register
 
 
-__all__ = ["TritonBackend"]
+__all__ = ["register"]

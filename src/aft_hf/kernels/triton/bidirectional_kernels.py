@@ -3,10 +3,10 @@ and the quotient.
 
 All rows of a batch share w, so each head is one product of a (T, T) table with (T, B d / h) columns: the features of
 the head in all rows of the batch. A program computes C queries (or keys) for one block of columns. Tiles are computed
-as in `kernels_aft.py`: relative to their largest key, or key by key where that would lose terms.
+as in `tiles.py`: relative to their largest key, or key by key where that would lose terms.
 
 Tensors are contiguous: query, value and gradient (B, T, d), key (B, T, d) or (B, T, h), w (h, T, T).
-`mixing_triton_bidirectional_launch_aft.py` launches these kernels. The file can be imported without Triton.
+`bidirectional_launch.py` launches these kernels.
 """
 
 from .tiles import (

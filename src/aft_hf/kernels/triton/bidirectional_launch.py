@@ -1,6 +1,7 @@
 """Launches of the Triton kernels for bidirectional Eq. 2: block sizes, and memory for the results.
 
-The tensors are those of `mix_bidirectional`. Nothing here waits for the device.
+Query, key and value have the shapes of the operators; the table is w of all pairs, (h, T, T). Nothing here waits for
+the device.
 """
 
 from typing import Any

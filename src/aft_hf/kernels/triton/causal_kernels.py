@@ -3,9 +3,9 @@
 A program computes one chunk of C positions for one block of features of one row. It reads the keys of its own chunk
 and of the near chunks, those before it that have position biases. All earlier keys enter as one sum, with w = 0 or
 with a w that decreases linearly with the distance. These sums are scanned over the chunks of a row beforehand. Only
-the table gradients of packed documents are accumulated by atomics. Tiles are computed as in `kernels_aft.py`.
+the table gradients of packed documents are accumulated by atomics. Tiles are computed as in `tiles.py`.
 
-`mixing_triton_launch_aft.py` launches these kernels. The file can be imported without Triton.
+`launch.py` launches these kernels.
 """
 
 from .tiles import (

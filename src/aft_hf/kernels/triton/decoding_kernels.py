@@ -4,7 +4,7 @@ The state of a layer is that of `caching_aft.py`: a window of the last W keys an
 (B, h, W, c), and the sums over the tokens before it, (B, h, 1, c) and (B, h, 1, k). All tensors are contiguous and in
 float32. k is 1 for one key per head, else c.
 
-`mixing_triton_launch_aft.py` launches these kernels. The file can be imported without Triton.
+`launch.py` launches these kernels.
 """
 
 from .tiles import ALIBI, EMPTY, _key_features, _tile, tl, triton
@@ -20,10 +20,10 @@ def _key_places(of_head, own, exists, first, HEAD: tl.constexpr, KEY_PER_HEAD: t
 
 @triton.jit
 def step_kernel(
-    q_ptr, k_ptr, v_ptr, w_ptr, slope_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr, length_ptr, y_ptr,
+    q_ptr, k_ptr, v_ptr, w_ptr, slope_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr, y_ptr,
     W, D, qb, kb, vb, wb,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, MODE: tl.constexpr,
-    BIASED: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, COUNTED: tl.constexpr, BW: tl.constexpr,
+    BIASED: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the average of one new token in each row, times sigmoid(query) if GATED, and add the token to the state.
@@ -97,8 +97,6 @@ def step_kernel(
         if GATED:
             y *= tl.sigmoid(tl.load(q_ptr + b * qb + features, exists, 0.0).to(tl.float32))
         tl.store(y_ptr + b * D + features, y.to(y_ptr.dtype.element_ty), exists)
-    if COUNTED and pid == 0:
-        tl.store(length_ptr, tl.load(length_ptr) + 1)
 
 
 @triton.jit

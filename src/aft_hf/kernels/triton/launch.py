@@ -5,7 +5,7 @@ The tensors have the shapes that the projections return: query and value (B, T, 
 head, (B, T, h). Nothing here waits for the device.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,6 @@ from .causal_kernels import (
     totals_kernel,
 )
 from .decoding_kernels import state_kernel, step_kernel
-
-
-if TYPE_CHECKING:
-    from .causal import Geometry, Inputs
 
 
 # The largest numbers of sums and of features that one program of a scan processes.
@@ -49,6 +45,53 @@ Arguments = tuple[torch.Tensor | int | None, ...]
 Constants = dict[str, Any]
 
 
+class Geometry(NamedTuple):
+    """The structure of a problem as integers, which custom operators can take.
+
+    Attributes:
+        mode: the structure of w: w = 0, a linear decay, a window, or all pairs (the constants of `tiles.py`).
+        num_heads: h; 1 if all features have the same structure.
+        chunk_size: C.
+        near: how many chunks before a query's own one have position biases. Not used for all pairs, where it follows
+            from the length.
+        reach: the largest distance within the window.
+        alone: whether positions beyond the window are hidden.
+    """
+
+    mode: int
+    num_heads: int
+    chunk_size: int
+    near: int = 0
+    reach: int = 0
+    alone: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.mode == 3
+
+
+class Inputs(NamedTuple):
+    """The tensors of a causal problem.
+
+    Attributes:
+        query: (B, T, d), or None for no gate.
+        key: (B, T, d), or (B, T, h) for one key per head.
+        value: (B, T, d).
+        table: w of all pairs, (h, P, P), or w from each chunk of C positions to the near chunks and itself,
+            (h, n, C, (near + 1) C), with n = 1 if all chunks have the same biases. None if w is 0 or a linear decay.
+        slopes: (h,), the slopes of a linear decay; otherwise None.
+        first: (B, T), for packed documents: the index in its row of the first token of each token's document. None
+            if each row is one sequence.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+    table: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+
+
 def block_of(features: int) -> int:
     """The number of features per program for heads of `features` features: a power of two from 16, the smallest size
     of a matrix product, to 64.
@@ -59,7 +102,7 @@ def block_of(features: int) -> int:
 class Launch:
     """Sizes, constants and memory that all kernels of one problem share."""
 
-    def __init__(self, inputs: "Inputs", geometry: "Geometry"):
+    def __init__(self, inputs: Inputs, geometry: Geometry):
         _, key, value, table, slopes, first = inputs
         self.geometry, self.table, self.slopes, self.first = geometry, table, slopes, first
         self.batch, self.length, self.width = value.shape
@@ -150,7 +193,7 @@ class Launch:
         scan_kernel[programs](*arguments, CARRY=blocks > 1, REDUCE=False, **options)
 
 
-def kept_tensors(value: torch.Tensor, geometry: "Geometry") -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def kept_tensors(value: torch.Tensor, geometry: Geometry) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes of the tensors kept for the backward pass: averages, log-denominators, and three numbers per
     chunk and feature (maximum, and offset and scale of the averages).
     """
@@ -161,8 +204,8 @@ def kept_tensors(value: torch.Tensor, geometry: "Geometry") -> list[tuple[torch.
 
 
 def forward(
-    inputs: "Inputs",
-    geometry: "Geometry",
+    inputs: Inputs,
+    geometry: Geometry,
     *,
     keep: bool,
     initial: Sums | None = None,
@@ -206,9 +249,9 @@ def forward(
 
 def backward(
     gradient: torch.Tensor,
-    inputs: "Inputs",
-    kept: tuple[torch.Tensor, ...],
-    geometry: "Geometry",
+    inputs: Inputs,
+    kept: Kept,
+    geometry: Geometry,
     *,
     of_table: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -282,7 +325,7 @@ def _gradient_strides(at: Launch, found: torch.Tensor) -> tuple[int, int]:
     return found.stride(1), at.geometry.chunk_size * found.stride(2) if at.geometry.is_full else found.stride(2)
 
 
-def _by_rows(inputs: "Inputs") -> "Inputs":
+def _by_rows(inputs: Inputs) -> Inputs:
     """Make the features of query, key and value contiguous."""
     query = None if inputs.query is None else _side_by_side(inputs.query)
     return inputs._replace(query=query, key=_side_by_side(inputs.key), value=_side_by_side(inputs.value))
@@ -302,41 +345,35 @@ def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def prefill(
-    inputs: "Inputs",
-    before: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    state: tuple[torch.Tensor, ...],
-    geometry: "Geometry",
-    *,
-    continued: bool,
+    inputs: Inputs, counts: torch.Tensor | None, state: tuple[torch.Tensor, ...], geometry: Geometry
 ) -> torch.Tensor:
-    """Compute Eq. 2 times the gate for new tokens, (B, T, d), and add them to the state.
+    """Compute Eq. 2 times the gate for new tokens, (B, T, d), and add them to the state of a layer.
 
-    Tokens that continue a state are computed together with its window, and the results of the window are dropped. The
-    arguments are those of `causal_prefill`.
+    The tokens are computed together with the window of the state, whose results are dropped.
+
+    Args:
+        inputs: the tensors of the problem; the table is for the positions of the window, too.
+        counts: (B,), how many of the new tokens of each row are real; None if all are.
+        state: keys, values, numerator, denominator and maximum.
+        geometry: the structure of the problem.
     """
     keys, values, numerator, denominator, maximum = state
     query, key, value, _, slopes, _ = inputs
-    past, initial, first = 0, None, None
-    if continued:
-        past = keys.shape[2]
-        key, value = (torch.cat([join_heads(x).to(y), y], 1) for x, y in ((keys, key), (values, value)))
-        query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
-        flat = (x.expand_as(numerator).reshape(value.shape[0], -1) for x in (maximum, numerator, denominator))
-        shift, sum_of_values, sum_of_weights = (x.contiguous() for x in flat)
-        initial = shift, sum_of_values, sum_of_weights
-        if before is not None:
-            first = before[:, None].expand(-1, value.shape[1]).contiguous()
-    inputs = _by_rows(inputs._replace(query=query, key=key, value=value, first=first))
-    output, _, sums = forward(inputs, geometry, keep=False, initial=initial)
+    past = keys.shape[2]
+    key, value = (torch.cat([join_heads(x).to(y), y], 1) for x, y in ((keys, key), (values, value)))
+    query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
+    flat = (x.expand_as(numerator).reshape(value.shape[0], -1) for x in (maximum, numerator, denominator))
+    shift, sum_of_values, sum_of_weights = (x.contiguous() for x in flat)
+    inputs = _by_rows(inputs._replace(query=query, key=key, value=value))
+    output, _, sums = forward(inputs, geometry, keep=False, initial=(shift, sum_of_values, sum_of_weights))
     with torch.cuda.device_of(value):
         at, key, value = Launch(inputs, geometry), inputs.key, inputs.value
         options = {name: at.common[name] for name in ("HEADS", "BLOCKS", "HEAD", "MODE", "C", "BD")}
         options |= {"KEY_PER_HEAD": at.key_per_head, "ALONE": geometry.alone, "COUNTED": counts is not None}
         arguments: Arguments = (key, value, slopes, counts, *(sums or NOTHING), *state)
-        sizes = (*at.sizes, keys.shape[2], past, *_strides(key, value))
+        sizes = (*at.sizes, past, past, *_strides(key, value))
         state_kernel[(at.batch * at.heads * at.blocks,)](*arguments, *sizes, **options)
-    return output if past == 0 else output[:, past:].contiguous()
+    return output[:, past:].contiguous()
 
 
 def decode(
@@ -346,14 +383,19 @@ def decode(
     bias: torch.Tensor | None,
     slopes: torch.Tensor | None,
     state: tuple[torch.Tensor, ...],
-    length: torch.Tensor | None,
     heads: int,
     *,
     alone: bool,
 ) -> torch.Tensor:
-    """Compute Eq. 2 of one new token times the gate, (B, 1, d), and add it to the state.
+    """Compute Eq. 2 of one new token times the gate, (B, 1, d), and add it to the state of a layer.
 
-    The arguments are those of `decode_step`.
+    Args:
+        query, key, value: (B, 1, d), the key possibly (B, 1, h).
+        bias: (B or 1, h, W + 1, 1), w from the token to the window and to itself; None if there is no window.
+        slopes: (h,), for w = -slope * distance; otherwise None.
+        state: keys, values, numerator, denominator and maximum.
+        heads: h.
+        alone: whether positions beyond the window are hidden.
     """
     query = None if query is None else _side_by_side(query)
     key, value = _side_by_side(key), _side_by_side(value)
@@ -365,10 +407,10 @@ def decode(
     strides = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (query, key, value, bias)]
     options = {"HEADS": heads, "BLOCKS": blocks, "HEAD": head, "KEY_PER_HEAD": key_per_head}
     options |= {"MODE": 0 if slopes is None else 1, "BIASED": bias is not None, "ALONE": alone}
-    options |= {"GATED": query is not None, "COUNTED": length is not None}
+    options |= {"GATED": query is not None}
     options |= {"BW": min(STEP_KEYS, power_of_two_from(max(window, 1))), "BD": features}
     with torch.cuda.device_of(value):
         programs = batch * heads * (1 if key_per_head else blocks)
-        arguments = (query, key, value, bias, slopes, *state, length, output)
+        arguments = (query, key, value, bias, slopes, *state, output)
         step_kernel[(programs,)](*arguments, window, width, *strides, **options)
     return output

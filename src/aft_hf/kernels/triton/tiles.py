@@ -5,17 +5,11 @@ A tile of C queries and C keys is computed as one matrix product with exp(w), re
 If a query could lose terms to underflow that way, this tile alone is summed key by key. The kernel itself decides, so
 the host never waits for the device. All sums are a numerator and a denominator relative to a maximum.
 
-The kernels are in `causal_kernels.py`, `bidirectional_kernels.py` and `decoding_kernels.py`. All of these
-files can be imported without Triton.
+The kernels are in `causal_kernels.py`, `bidirectional_kernels.py` and `decoding_kernels.py`.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the functions are then defined but never called; the definitions need these names
-    from types import SimpleNamespace
-
-    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda x: x)
+import triton
+import triton.language as tl
 
 
 # The structures of w: 0; -slope * distance; the table of a window (one row per query, with columns for the keys of the
