@@ -88,7 +88,7 @@ def test_dpt_reads_the_class_token_and_keeps_the_choice_when_saved(tmp_path, rea
 
 def test_a_backbone_that_was_saved_keeps_its_stages_and_a_classifier_names_none(tmp_path):
     save_classifier(tmp_path / "classifier")
-    assert "out_indices" not in json.loads((tmp_path / "classifier" / "config.json").read_text())
+    assert json.loads((tmp_path / "classifier" / "config.json").read_text())["out_indices"] is None
     backbone = AFTBackbone.from_pretrained(tmp_path / "classifier", out_indices=[1, 3]).eval()
     backbone.save_pretrained(tmp_path / "backbone")
     again = AFTBackbone.from_pretrained(tmp_path / "backbone").eval()

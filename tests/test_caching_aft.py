@@ -311,11 +311,8 @@ def test_a_model_that_contains_an_aft_generates_without_a_cache_or_with_that_of_
     model = LlavaForConditionalGeneration(LlavaConfig(**parts, image_token_index=255)).eval()
     inputs = {"input_ids": torch.tensor([[255] * 4 + [1, 2]]), "pixel_values": torch.randn(1, 3, 8, 8)}
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with pytest.raises(
-        ValueError, match=r"got DynamicCache: a model that contains this one.*use_cache=False"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"got DynamicCache: in a model that contains this one.*use_cache=False"):
         model.generate(**inputs, **options)
-    assert "tuning" not in str(caught.value)
     expected = model.generate(**inputs, **options, use_cache=False)
     found = model.generate(**inputs, **options, cache=model.model.language_model.new_cache())
     assert torch.equal(found, expected)
@@ -563,99 +560,14 @@ def test_a_state_knows_how_many_real_tokens_each_row_has_had():
     assert state.seen.tolist() == [8]
 
 
-def conv_after_steps(**options):
-    """An AFT-conv in evaluation mode after steps without gradients, and a function that copies its state."""
-    torch.manual_seed(0)
-    mixer = AFTConv(6, 3, 5, spatial_dims=1, causal=True, **options).eval()
-    with torch.no_grad():
-        for name in ("kernel", "kernel_scale", "kernel_shift"):
-            if getattr(mixer, name) is not None:
-                getattr(mixer, name).normal_()
-        state = AFTLayerState(mixer.state_window)
-        mixer(torch.randn(2, 9, 6), state=state)
-        mixer(torch.randn(2, 1, 6), state=state)
-    return mixer, lambda: copy.deepcopy(state)
-
-
-def assert_steps_as_without_memory(mixer, state):
-    """A step without gradients, which may use remembered kernels, equals a step with gradients, which never does."""
-    x = torch.randn(2, 1, 6, dtype=mixer.kernel.dtype)
-    expected = mixer(x, state=state()).detach()
-    with torch.no_grad():
-        # The step without gradients rounds the gated average once, the other one the average and its product.
-        atol = 4 * torch.finfo(x.dtype).eps * float(expected.abs().max())
-        torch.testing.assert_close(mixer(x, state=state()), expected, rtol=0, atol=atol)
-
-
-CHANGES = {
-    "nothing": lambda mixer: None,
-    "in place": lambda mixer: mixer.kernel_scale.mul_(3.0),
-    "behind autograd": lambda mixer: mixer.kernel_shift.data.add_(1.0),
-    "one entry": lambda mixer: mixer.kernel[1, 2].add_(1.0),
-    "other data": lambda mixer: setattr(mixer.kernel, "data", torch.randn(3, 5)),
-    "another parameter": lambda mixer: setattr(mixer, "kernel", torch.nn.Parameter(torch.randn(3, 5))),
-    "not reparameterized": lambda mixer: setattr(mixer, "kernel_scale", None),
-    "bfloat16": lambda mixer: mixer.bfloat16(),
-    "float64": lambda mixer: mixer.double(),
-    "loaded": lambda mixer: mixer.load_state_dict({k: v + 1 for k, v in mixer.state_dict().items()}),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_steps_of_conv_follow_every_change_of_its_parameters(change):
-    mixer, state = conv_after_steps(position_bias_multiplier=3.0)
-    with torch.no_grad():
-        CHANGES[change](mixer)
-    assert_steps_as_without_memory(mixer, state)
-
-
-def test_the_steps_of_conv_have_gradients_after_steps_without():
-    mixer, state = conv_after_steps()
-    mixer(torch.randn(2, 1, 6), state=state()).sum().backward()
-    assert all(p.grad.abs().sum() > 0 for p in (mixer.kernel, mixer.kernel_scale, mixer.kernel_shift))
-
-
-def test_what_conv_remembers_is_copied_with_it_and_never_saved(tmp_path):
-    mixer, state = conv_after_steps()
-    assert set(mixer.state_dict()) == {name for name, _ in mixer.named_parameters()}
-    twin = copy.deepcopy(mixer)
-    torch.save(mixer, tmp_path / "mixer.pt")
-    loaded = torch.load(tmp_path / "mixer.pt", weights_only=False)
-    with torch.no_grad():
-        mixer.kernel_shift.add_(1.0)
-    for other in (mixer, twin, loaded):
-        assert_steps_as_without_memory(other, state)
-
-
-def test_after_steps_in_inference_mode_conv_can_be_copied_and_trained():
-    mixer, state = conv_after_steps()
-    with torch.inference_mode():
-        mixer.kernel.add_(1.0)
-        mixer(torch.randn(2, 1, 6), state=state())
-    for other in (mixer, copy.deepcopy(mixer)):
-        assert_steps_as_without_memory(other, state)
-        mixer(torch.randn(2, 1, 6), state=state()).sum().backward()
-
-
 @torch.no_grad()
 def test_each_step_of_conv_in_training_samples_its_position_anew():
-    mixer, state = conv_after_steps(selection="gumbel")
-    mixer.train()
+    torch.manual_seed(0)
+    mixer, state = AFTConv(6, 3, 5, spatial_dims=1, causal=True, selection="gumbel"), AFTLayerState(4)
+    torch.nn.init.normal_(mixer.kernel_shift)
     x = torch.randn(2, 1, 6)
-    assert not torch.equal(mixer(x, state=state()), mixer(x, state=state()))
-
-
-@torch.no_grad()
-def test_conv_steps_under_vmap_over_its_parameters():
-    mixer, state = conv_after_steps()
-    kernels, x, remembered = torch.randn(4, 3, 5), torch.randn(2, 1, 6), mixer._last_kernels
-
-    def call(kernel):
-        return torch.func.functional_call(mixer, {"kernel": kernel}, (x,), {"state": state()})
-
-    for one, actual in zip(kernels, torch.func.vmap(call)(kernels)):
-        torch.testing.assert_close(actual, call(one))
-    assert mixer._last_kernels is remembered  # no tensor of a torch.func transform is kept
+    mixer(torch.randn(2, 9, 6), state=state)
+    assert not torch.equal(mixer(x, state=copy.deepcopy(state)), mixer(x, state=copy.deepcopy(state)))
 
 
 @pytest.mark.parametrize("name", ["local", "conv"])

@@ -8,10 +8,15 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
-from aft_hf.configuration_aft import LARGEST
+from aft_hf import AFTConfig
+from aft_hf.configuration_aft import MOST_LABELS
 
 
+# The largest value of each field that has one.
+LARGEST = {
+    field.name: field.metadata["range"][1] for field in dataclasses.fields(AFTConfig) if field.metadata.get("range")
+}
+LARGEST["num_labels"] = MOST_LABELS
 IMAGE = {"modality": "image", "aft_type": "full"}
 IMAGE_CONV = {"modality": "image", "aft_type": "conv"}
 
@@ -59,13 +64,8 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), DEFAULTS.items(), ids=DEFAULTS)
-def test_the_default_is_that_of_the_design(field, value):
-    assert getattr(AFTConfig(), field) == value
-
-
-def test_the_model_type_is_aft():
-    assert AFTConfig.model_type == "aft"
+def test_the_defaults_are_those_of_the_design():
+    assert {name: getattr(AFTConfig(), name) for name in DEFAULTS} == DEFAULTS and AFTConfig.model_type == "aft"
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,6 @@ for name in ("layer_norm_eps", "initializer_range", "position_bias_init_std", "g
 for name in ("hidden_dropout_prob", "drop_path_rate", "position_bias_entropy_weight"):
     INVALID[f"{name} of nan"] = ({name: math.nan}, (name, "nan"))
 INVALID |= {
-    "sizes that are large together": ({"hidden_size": 2**17, "num_hidden_layers": 2**12}, ("hidden_size=131072",)),
-    "a table that is large": ({"position_bias_dim": None, "max_position_embeddings": 2**22}, ("parameters",)),
     "labels less than none": ({"num_labels": -1}, ("num_labels", "-1")),
     "type of the number of labels": ({"num_labels": 2.5}, ("num_labels", "2.5")),
     "truth as the number of labels": ({"num_labels": True}, ("num_labels", "True")),
@@ -249,9 +247,7 @@ INVALID |= {
     "labels without names": ({"id2label": {0: None}}, ("id2label",)),
     "unknown dtype": ({"dtype": "float31"}, ("dtype", "'float31'")),
     "dtype that is a module": ({"dtype": "nn"}, ("dtype", "'nn'")),
-    "dtype that is a list": ({"torch_dtype": ["float32"]}, ("torch_dtype", "['float32']")),
-    "architectures that are a name": ({"architectures": "AFTModel"}, ("architectures", "'AFTModel'")),
-    "auto_map that is a list": ({"auto_map": ["AutoModel"]}, ("auto_map", "['AutoModel']")),
+    "dtype that is a list": ({"torch_dtype": ["float32"]}, ("dtype", "['float32']")),
     "unknown problem": ({"problem_type": "sudoku"}, ("problem_type", "'sudoku'")),
 }
 
@@ -267,23 +263,10 @@ def test_a_wrong_argument_is_a_value_error_that_names_field_and_value(arguments,
 
 def test_the_number_of_layers_is_checked_before_a_list_of_them_is_made():
     config = AFTConfig()
-    config.num_hidden_layers = 2**50  # a list of that length would not fit into memory
-    with pytest.raises(StrictDataclassError, match="num_hidden_layers"):
-        config.validate()
+    with pytest.raises(ValueError, match="num_hidden_layers"):
+        config.num_hidden_layers = 2**50  # a list of that length would not fit into memory
     with pytest.raises(ValueError, match="num_labels"):
         config.num_labels = 2**50
-
-
-@pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])
-@pytest.mark.parametrize("modality", ["text", "image"])
-@pytest.mark.parametrize("more", [{}, {"position_bias_dim": None, "num_heads": 2, "tie_word_embeddings": True}])
-def test_the_number_of_parameters_is_known_before_there_are_any(aft_type, modality, more):
-    if (modality, aft_type) == ("image", "alibi"):
-        pytest.skip("images have no order")
-    config = AFTConfig(modality=modality, aft_type=aft_type, num_hidden_layers=3, num_labels=10, **more)
-    with torch.device("meta"):
-        model = (AFTForCausalLM if modality == "text" else AFTForImageClassification)(config)
-    assert 0.99 <= config.approximate_num_parameters / model.num_parameters() <= 1
 
 
 VALID = {

@@ -17,7 +17,7 @@ import aft_hf
 
 PACKAGE = Path(aft_hf.__file__).parent
 # These modules of the installed package are not saved with checkpoints.
-ABOVE = ("__init__", "__main__", "cli", "loading", "progress", "reading")
+ABOVE = ("__init__", "__main__", "benchmarking", "cli", "loading", "progress", "reading")
 FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ABOVE)
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 OPTIONAL = {"triton"}
@@ -45,9 +45,10 @@ def test_a_flat_file_imports_only_what_travels_with_it(path):
             assert level == 1 and module in siblings, f"{path.name} imports {'.' * level}{module}"
 
 
-def test_few_files_travel_and_none_of_the_kernels():
-    names = {path.stem for path in FLAT}
+def test_few_files_travel_short_enough_to_be_read_and_none_of_the_kernels():
+    names, texts = {path.stem for path in FLAT}, [path.read_bytes() for path in FLAT]
     assert {"configuration_aft", "mixing_aft", "mixers_aft", "modeling_aft"} <= names and len(names) <= 8
+    assert sum(text.count(b"\n") for text in texts) <= 4000 and sum(map(len, texts)) <= 180 * 1024
     assert not any("kernels" in module for path in FLAT for _, module, _ in imports(path))
 
 

@@ -7,13 +7,10 @@ for an accelerator. Control flow is that of an accelerator, since only the value
 import pytest
 import torch
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
-from aft_hf.kernels.triton.backend import triton_is_installed
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, mixing_aft
 from aft_hf.mixing_aft import Documents
 
 
-needs_triton = pytest.mark.skipif(not triton_is_installed(), reason="the package triton is not installed")
-BACKENDS = ["auto", pytest.param("triton", marks=needs_triton)]
 TYPES = ["full", "local", "simple", "conv", "alibi"]
 OPTIONS = {
     "": {},
@@ -25,15 +22,21 @@ OPTIONS = {
 VARIANTS = [(x, "") for x in TYPES] + [("local", "window alone"), ("conv", "window alone"), ("full", "table")]
 VARIANTS += [("conv", "gumbel"), ("conv", "entropy")]
 variants = pytest.mark.parametrize(("aft_type", "options"), VARIANTS)
-implementations = pytest.mark.parametrize("implementation", BACKENDS)
 LENGTH = 70
 
 
-def language_model(aft_type: str, options: str, implementation: str) -> AFTForCausalLM:
+@pytest.fixture(params=["portable form", "operators"])
+def computed_by(request, monkeypatch):
+    """With operators, the device has all of them but `grid`, as one with Triton kernels."""
+    if request.param == "operators":
+        monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: name != "grid")
+
+
+def language_model(aft_type: str, options: str) -> AFTForCausalLM:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "window_size": 8}
     sizes |= {"max_position_embeddings": 128, "kernel_size": 5, **OPTIONS[options]}
     with torch.device("meta"):
-        return AFTForCausalLM(AFTConfig(aft_type=aft_type, mixing_implementation=implementation, **sizes))
+        return AFTForCausalLM(AFTConfig(aft_type=aft_type, **sizes))
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
@@ -54,34 +57,32 @@ def test_a_look_at_a_value_of_a_meta_tensor_raises():
 
 
 @variants
-@implementations
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_training_step_waits_for_nothing(aft_type, options, implementation, mask):
-    model, ids = language_model(aft_type, options, implementation).train(), meta(2, LENGTH)
+def test_a_training_step_waits_for_nothing(aft_type, options, mask, computed_by):
+    model, ids = language_model(aft_type, options).train(), meta(2, LENGTH)
     if mask == "padding":
         model.gradient_checkpointing_enable()
     model(ids, labels=ids, use_cache=False, **MASKS[mask]()).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "mixer" not in name)
 
 
-@needs_triton
-@variants
+@pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "full"])
 def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options, monkeypatch):
-    """With kernels that support packed documents. Other backends have to read the lengths, once per step."""
+    """With the operator `causal`. The portable form has to read the lengths, once per step."""
     monkeypatch.setattr(Documents, "can_be_unpacked", True)  # as on an accelerator
-    model, ids = language_model(aft_type, options, "triton").train(), meta(2, LENGTH)
+    monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: True)
+    model, ids = language_model(aft_type, options).train(), meta(2, LENGTH)
     model(ids, labels=ids, position_ids=meta(2, LENGTH)).loss.backward()
     boundaries = meta(5, dtype=torch.int32)
     model(ids, labels=ids, cu_seq_lens_q=boundaries).loss.backward()
 
 
 @variants
-@implementations
 @pytest.mark.parametrize(("padded", "static"), ((False, False), (True, False), (False, True), (True, True)))
-def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation, padded, static):
+def test_prefill_and_decoding_wait_for_nothing(aft_type, options, padded, static, computed_by):
     if static and aft_type == "full":
         pytest.skip("there is no static cache for a state that grows")
-    model = language_model(aft_type, options, implementation).eval()
+    model = language_model(aft_type, options).eval()
     cache = model.aft.new_cache(LENGTH + 3) if static else None
     with torch.no_grad():
         mask = meta(2, LENGTH) if padded else None
@@ -94,11 +95,9 @@ def test_prefill_and_decoding_wait_for_nothing(aft_type, options, implementation
 
 
 @pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "alibi"])
-@implementations
-def test_a_training_step_on_images_waits_for_nothing(aft_type, options, implementation):
+def test_a_training_step_on_images_waits_for_nothing(aft_type, options, computed_by):
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
     config |= {"patch_size": 4, "num_labels": 5, "kernel_size": 3, "window_size": 4, **OPTIONS[options]}
-    config["mixing_implementation"] = implementation
     with torch.device("meta"):
         model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **config)).train()
     model(meta(2, 3, 32, 32, dtype=torch.float32), labels=meta(2)).loss.backward()

@@ -1,23 +1,21 @@
 """The AFT operation: the reference against loops over Eq. 2, the fields of a problem, and the choice of a backend."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from aft_hf import AFTSimple, mixers_aft, mixing_aft
 from aft_hf.mixing_aft import (
-    Backend,
     Documents,
     Mixing,
     gather,
-    hide_padding,
-    mix,
     mixing_weights,
     real_tokens_first,
     reference_mixing,
     scatter,
+    without_padding,
 )
 from aft_hf.position_biases_aft import Dense, NoBias
 
@@ -123,76 +121,9 @@ def test_real_tokens_come_first_in_their_order():
 
 
 def test_padding_is_hidden_whatever_it_is():
-    hidden = hide_padding(torch.full((2, 6, 4), math.nan), torch.full((2, 6, 8), math.inf), PADDING)
-    assert hidden["key"][~PADDING].eq(-math.inf).all() and hidden["key"][PADDING].isnan().all()
-    assert hidden["value"][~PADDING].eq(0).all() and hidden["value"][PADDING].eq(math.inf).all()
-
-
-# --------------------------------------------------------------------------------------------------------- the table
-
-
-def recorder(name, supported=True):
-    """Return a backend that counts its calls and returns zeros."""
-
-    class Recorder(Backend):
-        calls = 0
-
-        @staticmethod
-        def supports(problem):
-            return supported
-
-        @classmethod
-        def mix(cls, problem):
-            cls.calls += 1
-            return torch.zeros_like(problem.value)
-
-    Recorder.name = name
-    return Recorder
-
-
-@pytest.fixture
-def table(monkeypatch):
-    """Three backends, of which the first one supports no problem."""
-    table = recorder("first", supported=False), recorder("second"), recorder("third")
-    monkeypatch.setattr(mixing_aft, "BACKENDS", list(table))
-    return table
-
-
-@pytest.mark.parametrize(("implementation", "expected"), (("auto", 1), ("first", 1), ("second", 1), ("third", 2)))
-def test_the_first_backend_that_supports_a_problem_takes_it_unless_another_one_is_named(
-    implementation, expected, table
-):
-    mix(problem(), implementation)
-    assert [backend.calls for backend in table] == [int(i == expected) for i in range(3)]
-
-
-def test_the_reference_asks_no_backend(table):
-    asked = problem()
-    torch.testing.assert_close(mix(asked, "reference"), reference_mixing(asked))
-    mixer = AFTSimple(4, implementation="reference")
-    assert mixer(torch.randn(1, 3, 4)).ne(0).any()
-    assert not any(backend.calls for backend in table)
-
-
-@pytest.mark.parametrize(("implementation", "calls"), (("auto", 0), ("second", 1)))
-def test_a_backend_may_be_taken_by_name_only(implementation, calls, table):
-    table[1].only_by_name = True
-    mix(problem(), implementation)
-    assert table[1].calls == calls and table[2].calls == 1 - calls
-
-
-@pytest.mark.parametrize("implementation", ["auto", "portable", "triton"])
-def test_without_its_package_a_backend_that_is_named_is_replaced_with_a_warning(monkeypatch, implementation):
-    warnings = []
-    monkeypatch.setattr(mixers_aft, "BACKENDS", [])
-    monkeypatch.setattr(mixing_aft, "BACKENDS", [])
-    monkeypatch.setattr(mixers_aft.logger, "warning_once", warnings.append)
-    mixer = AFTSimple(4, causal=True, implementation=implementation)
-    assert mixer(torch.randn(1, 3, 4)).shape == (1, 3, 4)
-    assert ["'triton' is not available" in warning for warning in warnings] == [True] * (implementation == "triton")
-
-
-def test_the_portable_form_is_used_where_no_backend_supports_a_problem(table, monkeypatch):
-    monkeypatch.setattr(mixing_aft, "BACKENDS", [table[0]])
-    asked = problem(pair_mask=PAIRS)
-    torch.testing.assert_close(mix(asked), reference_mixing(asked))
+    asked = problem(padding_mask=PADDING)
+    asked = replace(asked, key=torch.full_like(asked.key, math.nan), value=torch.full_like(asked.value, math.inf))
+    hidden, order = without_padding(asked, moved=False)
+    assert order is None and hidden.padding_mask is None
+    assert hidden.key[~PADDING].eq(-math.inf).all() and hidden.key[PADDING].isnan().all()
+    assert hidden.value[~PADDING].eq(0).all() and hidden.value[PADDING].eq(math.inf).all()

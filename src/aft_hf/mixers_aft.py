@@ -1,23 +1,20 @@
 """The five AFT mixers as ordinary modules, for use on their own or in the models of this package.
 
-Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer: Y = act(Q) * average of V with weights
-exp(K + w) (Eq. 2), then a projection. The types differ in the position biases w that they compute from their
-parameters; AFT-conv also has one key per head instead of one per feature.
+Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer. The types differ in the position
+biases w that they compute from their parameters; AFT-conv also has one key per head instead of one per feature.
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.utils import logging
 
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
-from .mixing_aft import BACKENDS, Documents, Mixing, mix, mixing_weights
+from .mixing_aft import Documents, Mixing, mix, mixing_weights
 from .portable_aft import can_read_values, full_precision, has_no_hooks
 from .position_biases_aft import (
     Dense,
@@ -26,14 +23,10 @@ from .position_biases_aft import (
     LinearDecay,
     NoBias,
     PositionBias,
-    SelectedPosition,
     Window,
     widen,
     working_dtype,
 )
-
-
-logger = logging.get_logger(__name__)
 
 
 class AFTMixer(nn.Module):
@@ -43,21 +36,19 @@ class AFTMixer(nn.Module):
         hidden_size: width d of input and output.
         num_heads: position-bias heads h; each owns d / h features.
         causal: whether position t sees only t' <= t.
-        key_per_head: whether K is one number per head, as in AFT-conv; otherwise K is one number per feature.
+        key_per_head: whether K is one number per head, as in AFT-conv, or per feature.
         qkv_bias: whether query, key and value projections have biases.
         use_query: whether the output is gated by the query.
         query_activation: name of the activation of the query in `transformers.activations.ACT2FN`.
         use_output_projection: whether to project the result.
-        global_connectivity: whether positions outside the window of the type are visible with w = 0; otherwise they
-            are hidden.
-        implementation: "auto", "reference", or the name of the backend that is tried first.
-
-    Raises:
-        ValueError: `num_heads` does not divide `hidden_size`, or `query_activation` or `implementation` is unknown.
+        global_connectivity: whether positions outside the window are visible, with w = 0.
+        implementation: the form that computes Eq. 2: "auto", "reference" or "portable", as in `AFTConfig`.
     """
 
     # The length of the longest sequence that learned tables cover; None without learned tables.
     max_positions: int | None = None
+    # The number of most recent keys and values that the generation cache keeps; None for all.
+    state_window: int | None = 0
 
     def __init__(
         self,
@@ -81,11 +72,6 @@ class AFTMixer(nn.Module):
         if implementation not in MIXING_IMPLEMENTATIONS:
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
-        if implementation not in ("auto", "reference", "portable", *(backend.name for backend in BACKENDS)):
-            logger.warning_once(
-                f"mixing_implementation={implementation!r} is not available and not used: it needs the package aft-hf "
-                "with its extra `kernels`"
-            )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity = global_connectivity
         self.implementation = implementation
@@ -99,12 +85,7 @@ class AFTMixer(nn.Module):
         """Initialize the parameters of w, if there are any."""
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        """Compute the position biases w from the parameters.
-
-        Args:
-            like: a tensor whose device and working dtype are used for w without parameters.
-            grid_size: (rows, columns), for mixers on a grid.
-        """
+        """Compute w from the parameters, on the device of `like` and in its working dtype."""
         raise NotImplementedError
 
     def position_bias(self, seq_len: int | None = None, grid_size: tuple[int, int] | None = None) -> torch.Tensor:
@@ -114,36 +95,14 @@ class AFTMixer(nn.Module):
         Args:
             seq_len: T. Default: all positions that a learned table covers.
             grid_size: (rows, columns) with T = rows * columns, for mixers on a grid.
-
-        Example: the biases between the patches of an image, and those of head 2 for the query in row 3, column 4:
-
-        ```python
-        >>> from aft_hf import AFTConv
-
-        >>> mixer = AFTConv(64, num_heads=4, kernel_size=5)
-        >>> w = mixer.position_bias(grid_size=(8, 10))
-        >>> w.shape
-        torch.Size([4, 80, 80])
-        >>> w[2, 3 * 10 + 4].view(8, 10).shape
-        torch.Size([8, 10])
-        ```
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
         parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none
         with full_precision(parameter.device.type):
             return self.biases(parameter, grid_size).dense(seq_len)
 
-    @property
-    def state_window(self) -> int | None:
-        """The number of most recent keys and values that the generation cache keeps; None for all."""
-        raise NotImplementedError
-
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
-        """Return the length and the grid size for which w is computed.
-
-        Raises:
-            ValueError: the length is missing, exceeds a learned table, or does not match the grid.
-        """
+        """Return the length and the grid size to compute w for; raise a ValueError if w is undefined there."""
         if length is None:
             raise ValueError(f"{type(self).__name__} has no fixed length: position_bias needs seq_len")
         return length, None
@@ -157,7 +116,6 @@ class AFTMixer(nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         documents: Documents | None = None,
-        shard: Any = None,
         grid_size: tuple[int, int] | None = None,
         state: AFTLayerState | None = None,
         output_attentions: bool = False,
@@ -168,13 +126,9 @@ class AFTMixer(nn.Module):
             query: (B, T, d).
             key, value: (B, T', d). Default: `query`.
             attention_mask: (B, T') with 0 for padding, or boolean (B or 1, T, T') with False where a key is hidden
-                from a query. With a padding mask, positions of keys count from the first real token of a row, and so
-                do positions of queries if T = T': a padded row gives the same result as the row alone.
-            position_ids: (B or 1, T), positions other than 0, 1, 2, ... of the real tokens. Each row then has a
-                T x T table of its own.
+                from a query. Padding has no position.
+            position_ids: (B or 1, T), positions other than 0, 1, 2, ... of the real tokens.
             documents: the documents that are packed into the rows; a document sees no other document.
-            shard: an `aft_hf.parallel.SequenceShard`, if the input holds a shard of longer rows. Its padding and
-                documents then replace `attention_mask` and `documents`.
             grid_size: (rows, columns) of the input, for a mixer on a grid. Default: a square.
             state: the cache of a causal mixer, updated in place; `query` then continues the cached tokens.
             output_attentions: whether to also return the implicit attention (Eq. 3), (B, d, T, T').
@@ -182,61 +136,45 @@ class AFTMixer(nn.Module):
         Returns:
             (B, T, d), and the attention if requested. The average of a query that sees no key, or that is padding of a
             causal mixer, is 0.
-
-        Raises:
-            ValueError: shapes do not match, or a sequence is longer than a learned table.
-            NotImplementedError: the mixer is called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():
             raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
         key = query if key is None else key
         value = query if value is None else value
-        self._check_inputs(query, key, value, attention_mask, position_ids, documents)
-        if shard is not None:
-            others = (attention_mask, position_ids, documents, output_attentions or None)
-            shard.check(self, key is query and value is query, state, others)
-            attention_mask = shard.padding_mask
-            _, grid_size = self._check_size(shard.longest if self.causal else query.shape[1], grid_size)
-        elif state is None:
-            length = max(key.shape[1], query.shape[1])
-            longest = length if documents is None else documents.longest()
-            _, grid_size = self._check_size(1 if longest is None else longest, grid_size)
-        else:
-            self._check_state(query, key, attention_mask, position_ids, documents, state)
-            if self.max_positions is not None:
-                self._check_size(state.tokens_after(query.shape[1], self.max_positions), None)
-        biases = self.biases(query, grid_size)
+        self._check_inputs(query, key, value, attention_mask, position_ids, documents, state)
+        longest: int | None = max(key.shape[1], query.shape[1])
+        if documents is not None:
+            longest = documents.longest()
+        elif state is not None and self.max_positions is not None:
+            longest = state.tokens_after(query.shape[1], self.max_positions)
+        _, grid_size = self._check_size(longest or 1, grid_size)
+        gate, attentions = None if self.q_proj is None else self.q_proj(query), None
+        is_sigmoid = type(self.query_activation) is nn.Sigmoid and has_no_hooks(self.query_activation)
+        # The sigmoid is applied with Eq. 2.
+        fused = is_sigmoid and not output_attentions
         problem = Mixing(
             self.k_proj(key),
             self.v_proj(value),
             self.num_heads,
-            biases,
+            self.biases(query, grid_size),
             self.causal,
             query.shape[1],
             *_masks(attention_mask),
             position_ids,
             documents,
-            shard,
+            query=gate if fused else None,
         )
-        gate, attentions = None if self.q_proj is None else self.q_proj(query), None
-        is_sigmoid = type(self.query_activation) is nn.Sigmoid and has_no_hooks(self.query_activation)
-        if gate is not None and is_sigmoid and not output_attentions:
-            problem, gate = replace(problem, query=gate), None  # the gate is applied with Eq. 2
-        elif gate is not None:
-            gate = self.query_activation(gate)
+        gate = None if gate is None or fused else self.query_activation(gate)
         with full_precision(query.device.type):
             if output_attentions:
                 seen = problem if state is None else state.record(problem)
                 attentions = _attentions(seen, gate, query.shape[1])
-            if state is not None:
-                context = state.mix(problem, self.implementation)
-            elif output_attentions:
+            if output_attentions and state is None:
                 # The output is computed from the attention, gate included, so that gradients reach the attention.
                 context, gate = torch.einsum("bdts,bsd->btd", attentions, widen(problem.visible_values())), None
             else:
-                context = mix(problem, self.implementation)
-        if context.dtype != problem.value.dtype:
-            context = context.to(problem.value.dtype)
+                context = self.mix(problem, state)
+        context = context.to(problem.value.dtype)
         if self.causal and problem.padding_mask is not None and context.shape[:2] == problem.padding_mask.shape:
             # A padding query has no position in the order of the tokens, and must not see later tokens of the row.
             context = context.masked_fill(~problem.padding_mask.unsqueeze(-1), 0.0)
@@ -244,6 +182,10 @@ class AFTMixer(nn.Module):
         if output is context and context.requires_grad:
             output = context.clone()  # the output may be modified; the backward pass needs the context
         return output if attentions is None else (output, attentions.to(problem.value.dtype))
+
+    def mix(self, problem: Mixing, state: AFTLayerState | None = None) -> torch.Tensor:
+        """Compute Eq. 2 for a problem of this mixer, after the tokens of the state if there is one: (B, T, d)."""
+        return mix(problem, self.implementation) if state is None else state.mix(problem, self.implementation)
 
     def _check_inputs(
         self,
@@ -253,21 +195,18 @@ class AFTMixer(nn.Module):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         documents: Documents | None,
+        state: AFTLayerState | None,
     ) -> None:
-        inputs = {"query": query}
         alone = key is query and value is query
-        if not alone:
-            inputs |= {"key": key, "value": value}
-        for name, x in inputs.items():
+        for name, x in (("query", query), ("key", key), ("value", value))[: 1 if alone else 3]:
             if x.dim() != 3 or x.shape[-1] != self.hidden_size:
                 raise ValueError(f"{name} must be (batch, length, {self.hidden_size}), got {tuple(x.shape)}")
-        if not alone and (key.shape[:2] != value.shape[:2] or key.shape[0] != query.shape[0]):
+        batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        if not alone and (key.shape[:2] != value.shape[:2] or key.shape[0] != batch):
             raise ValueError(
-                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not match: "
-                "all must have one batch size, and key and value one length"
+                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not match"
             )
         if attention_mask is not None:
-            batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
             if attention_mask.shape not in ((batch, keys), (batch, queries, keys), (1, queries, keys)):
                 raise ValueError(
                     f"attention_mask must be ({batch}, {keys}) or ({batch} or 1, {queries}, {keys}), "
@@ -275,50 +214,38 @@ class AFTMixer(nn.Module):
                 )
             if attention_mask.is_floating_point() and attention_mask.dim() == 3:
                 raise ValueError(
-                    "a 3-D attention_mask must be boolean, True where a query sees a key; additive masks are not "
-                    f"supported, got {attention_mask.dtype}"
+                    f"a 3-D attention_mask must be boolean, True where a query sees a key, got {attention_mask.dtype}"
                 )
-        if documents is not None and (position_ids is not None or query.shape[1] != key.shape[1]):
+        if documents is not None and (position_ids is not None or queries != keys):
             raise ValueError("packed documents need inputs without position_ids, and one length for queries and keys")
         if position_ids is not None:
-            self._check_positions(position_ids, query.shape[0], query.shape[1], key.shape[1])
+            self._check_positions(position_ids, batch, queries, keys)
+        if state is not None:
+            if not self.causal or key is not query or position_ids is not None:
+                raise ValueError("a state needs a causal mixer, and one input without position_ids")
+            if attention_mask is not None and attention_mask.dim() != 2:
+                raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
+            state.check_batch_size(batch)
 
     def _check_positions(self, position_ids: torch.Tensor, batch: int, queries: int, keys: int) -> None:
         if queries != keys or position_ids.shape not in ((batch, keys), (1, keys)):
             raise ValueError(
-                f"position_ids {tuple(position_ids.shape)} do not match {keys} keys and {queries} queries: "
-                f"they must be ({batch} or 1, length), with one length for queries and keys"
+                f"position_ids must be ({batch} or 1, T) for T = {queries} queries and {keys} keys, got "
+                f"{tuple(position_ids.shape)}"
             )
         # Not on an accelerator, where the host would have to wait for the values.
         if can_read_values(position_ids) and position_ids.numel() > 0:
-            if int(position_ids.min()) < 0:
-                raise ValueError(f"position_ids must not be negative, got {int(position_ids.min())}")
-            self._check_size(int(position_ids.max()) + 1, None)
-
-    def _check_state(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        documents: Documents | None,
-        state: AFTLayerState,
-    ) -> None:
-        if not self.causal or key is not query or position_ids is not None or documents is not None:
-            raise ValueError(
-                "a state needs a causal mixer, and one input for query, key and value without position_ids and "
-                "documents"
-            )
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
-        state.check_batch_size(query.shape[0])
+            lowest, highest = map(int, position_ids.aminmax())
+            if lowest < 0:
+                raise ValueError(f"position_ids must not be negative, got {lowest}")
+            self._check_size(highest + 1, None)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, causal={self.causal}, implementation={self.implementation!r}"
 
 
 def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Split an attention mask into the padding mask, None without padding, and the pair mask."""
+    """Return an attention mask as padding mask, None without padding, or as pair mask."""
     if attention_mask is None:
         return None, None
     mask = attention_mask.bool()
@@ -328,7 +255,7 @@ def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, to
 
 
 def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> torch.Tensor:
-    """Eq. 3 for the last queries, (B, d, T, T'): the weight of each value in each feature, including the gate."""
+    """Eq. 3 for the last queries, (B, d, T, T'), including the gate."""
     bias, visible = (x if x is None else x[..., -queries:, :] for x in problem.table())
     weights = mixing_weights(problem.by_head()[0], bias, visible)  # (B, h, k, T, T')
     weights = weights.expand(-1, -1, problem.value.shape[-1] // problem.num_heads, -1, -1).flatten(1, 2)
@@ -336,15 +263,7 @@ def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> tor
 
 
 class AFTSimple(AFTMixer):
-    """AFT-simple (Eq. 5): w = 0, linear time, no learned parameters except the projections.
-
-    Args:
-        hidden_size: width d.
-        causal: whether position t sees only t' <= t.
-        **options: the other arguments of `AFTMixer`.
-    """
-
-    state_window = 0
+    """AFT-simple (Eq. 5): w = 0, linear time. It has the arguments of `AFTMixer`."""
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return NoBias(self.num_heads, like.device, working_dtype(like))
@@ -353,17 +272,9 @@ class AFTSimple(AFTMixer):
 class AFTAlibi(AFTMixer):
     """AFT with ALiBi biases: w = -m_i (t - t'), m_i = 2^(-8 i / h) for head i = 1 .. h, causal.
 
-    exp(w) decays with the distance, so the sums are a linear recurrence: linear time, no learned parameters except the
-    projections, no limit on the length. The slopes are those of Press et al. (2022, arXiv 2108.12409).
-
-    Args:
-        hidden_size: width d.
-        num_heads: position-bias heads h.
-        causal: must be True.
-        **options: the other arguments of `AFTMixer`.
+    Linear time, without a limit on the length. The slopes are those of Press et al. (2022, arXiv 2108.12409). It has
+    the arguments of `AFTMixer`; `causal` must be True.
     """
-
-    state_window = 0
 
     def __init__(self, hidden_size: int, num_heads: int, *, causal: bool = True, **options: Any):
         if not causal:
@@ -377,18 +288,20 @@ class AFTAlibi(AFTMixer):
 
 
 class AFTFull(AFTMixer):
-    """AFT-full (Eq. 2) with learned position biases, factorized as w_tt' = u_t . v_t' (Eq. 7).
+    """AFT-full (Eq. 2) with learned position biases, factorized as w_tt' = m u_t . v_t' (Eq. 7).
 
     Args:
         hidden_size: width d.
         max_positions: the length of the longest sequence that the biases cover.
         position_bias_dim: rank d' of the factors; None for one table of max_positions x max_positions.
         num_heads: position-bias heads h.
-        position_bias_init_std: standard deviation of newly initialized factors, or of a new table, including the
-            multiplier.
+        position_bias_init_std: standard deviation of new factors, or of a new table, including the multiplier.
         position_bias_multiplier: constant m by which w is multiplied, equivalent to sqrt(m) for u and v each.
         **options: the other arguments of `AFTMixer`.
     """
+
+    max_positions: int
+    state_window: int | None = None
 
     def __init__(
         self,
@@ -415,14 +328,9 @@ class AFTFull(AFTMixer):
         self.factorized = position_bias_dim is not None
         self.reset_position_bias()
 
-    @property
-    def state_window(self) -> int | None:
-        return None
-
     def reset_position_bias(self) -> None:
         # w of a new layer has the same distribution for every multiplier.
-        share = 0.5 if self.factorized else 1.0
-        std = self.position_bias_init_std / self.position_bias_multiplier**share
+        std = self.position_bias_init_std / self.position_bias_multiplier ** (0.5 if self.factorized else 1.0)
         for parameter in self._learned():
             if parameter is not None:
                 init.normal_(parameter, mean=0.0, std=std)
@@ -432,17 +340,16 @@ class AFTFull(AFTMixer):
 
     def _learned(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return u and v, or the table and None."""
-        return (
-            (self.position_bias_query, self.position_bias_key) if self.factorized else (self.position_bias_table, None)
-        )
+        if self.factorized:
+            return self.position_bias_query, self.position_bias_key
+        return self.position_bias_table, None
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, None]:
-        assert self.max_positions is not None
         length = self.max_positions if length is None else length
         if length > self.max_positions:
             raise ValueError(
                 f"a sequence of {length} positions is longer than the {self.max_positions} positions covered by the "
-                f"biases of {type(self).__name__} (max_position_embeddings for text, image_size for images)"
+                f"biases of {type(self).__name__}"
             )
         return length, None
 
@@ -454,8 +361,7 @@ class AFTLocal(AFTFull):
     """AFT-local (Eq. 4): learned position biases within a window, |t - t'| < s; tokens outside it have w = 0.
 
     Args:
-        hidden_size: width d.
-        max_positions: the length of the longest sequence that the biases cover.
+        hidden_size, max_positions: as for `AFTFull`.
         window_size: window size s.
         **options: the other arguments of `AFTFull` and `AFTMixer`.
     """
@@ -464,11 +370,7 @@ class AFTLocal(AFTFull):
         if window_size < 1:
             raise ValueError(f"window_size must be greater than 0, got {window_size}")
         super().__init__(hidden_size, max_positions, **options)
-        self.window = window_size
-
-    @property
-    def state_window(self) -> int:
-        return self.window - 1
+        self.window, self.state_window = window_size, window_size - 1
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
@@ -494,13 +396,9 @@ class AFTConv(AFTMixer):
         selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a Gumbel-softmax sample
             of itself in training, and by the one-hot vector of its maximum at inference.
         gumbel_temperature: temperature of the Gumbel softmax.
-        position_bias_init_std: standard deviation of newly initialized kernels, including the multiplier.
-        position_bias_multiplier: constant m by which w is multiplied.
+        position_bias_init_std, position_bias_multiplier: as for `AFTFull`.
         **options: the other arguments of `AFTMixer`.
     """
-
-    # Copies of the parameters at the last call without gradients, and the kernels computed from them.
-    _last_kernels = None
 
     def __init__(
         self,
@@ -526,7 +424,7 @@ class AFTConv(AFTMixer):
         if gumbel_temperature <= 0:
             raise ValueError(f"gumbel_temperature must be greater than 0, got {gumbel_temperature}")
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, key_per_head=True, **options)
-        self.spatial_dims, self.window = spatial_dims, kernel_size
+        self.spatial_dims, self.window, self.state_window = spatial_dims, kernel_size, kernel_size - 1
         self.selection, self.gumbel_temperature = selection, gumbel_temperature
         self.position_bias_init_std = position_bias_init_std
         self.position_bias_multiplier = _checked_multiplier(position_bias_multiplier)
@@ -534,10 +432,6 @@ class AFTConv(AFTMixer):
         self.kernel_scale = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # gamma
         self.kernel_shift = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # beta
         self.reset_position_bias()
-
-    @property
-    def state_window(self) -> int:
-        return self.window - 1
 
     def reset_position_bias(self) -> None:
         # Divided by the multiplier m, so that Adam changes the standardized kernel m times as fast, like m gamma and
@@ -549,37 +443,27 @@ class AFTConv(AFTMixer):
 
     def kernel_bias(self) -> torch.Tensor:
         """Return w as kernels, (h, s, s) or (h, s), in float32 at least: Eq. 8, then Eq. 10 with `selection`."""
-        return self._kernel_bias().clone()
-
-    def _kernel_bias(self) -> torch.Tensor:
-        """Return `kernel_bias` without a copy; the result may be the tensor that is cached for the next call."""
         kernels = self._kernels()
-        return kernels if self.selection is None else self._selected(kernels.flatten(1)).view_as(kernels)
-
-    def _selected(self, kernels: torch.Tensor) -> torch.Tensor:
-        """Return w after Eq. 10, for kernels (h, s^2) or (h, s) and in their shape."""
+        if self.selection is None:
+            return kernels
+        flat = kernels.flatten(1)
         if self.training:
-            return kernels * nn.functional.gumbel_softmax(kernels, tau=self.gumbel_temperature)
-        index = kernels.argmax(-1, keepdim=True)
+            return (flat * nn.functional.gumbel_softmax(flat, tau=self.gumbel_temperature)).view_as(kernels)
+        index = flat.argmax(-1, keepdim=True)
         # A product with the one-hot vector would be NaN where an entry is infinite.
-        return torch.zeros_like(kernels).scatter(-1, index, kernels.gather(-1, index))
+        return torch.zeros_like(flat).scatter(-1, index, flat.gather(-1, index)).view_as(kernels)
 
     def _kernels(self) -> torch.Tensor:
         """Return the kernels times the multiplier, after Eq. 8 if they are re-parameterized."""
         multiplier = self.position_bias_multiplier
-        kernel, scale, shift = self.kernel, self.kernel_scale, self.kernel_shift
-        if scale is None or shift is None:
-            return widen(kernel) if multiplier == 1.0 else widen(kernel) * multiplier
-        parameters = kernel, scale, shift
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not kernel.is_cpu:
-            return _reparameterized(*parameters, multiplier)
-        # Comparing the parameters is faster than computing the same kernels for every generated token.
-        if self._last_kernels is None or not all(map(_equal, parameters, self._last_kernels[0])):
-            kernels = _reparameterized(*parameters, multiplier)
-            if any(type(x) is not nn.Parameter for x in parameters):  # for example, tensors of torch.func
-                return kernels
-            self._last_kernels = [x.detach().clone() for x in parameters], kernels
-        return self._last_kernels[1]
+        if self.kernel_scale is None or self.kernel_shift is None:
+            return widen(self.kernel) * multiplier
+        flat = widen(self.kernel).flatten(1)
+        # `layer_norm` alone would not give 0 for a constant kernel. eps is scaled as new kernels are.
+        flat = flat - flat.mean(-1, keepdim=True)
+        standard = nn.functional.layer_norm(flat, flat.shape[1:], eps=1e-12 / multiplier**2)
+        scale, shift = (widen(x)[:, None] for x in (self.kernel_scale, self.kernel_shift))
+        return multiplier * torch.addcmul(shift, scale, standard).view_as(self.kernel)
 
     def position_bias_entropy(self) -> torch.Tensor:
         """Return the entropy (nats) of softmax(w) over each head's kernel, summed over the heads (Eq. 9)."""
@@ -587,19 +471,12 @@ class AFTConv(AFTMixer):
         return -(log_p.exp() * log_p).sum()
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        kernels, hides_outside = self._kernel_bias(), not self.global_connectivity
-        biases: GridKernel | LagKernel
-        if self.spatial_dims == 2:
-            if grid_size is None:
-                raise ValueError("AFTConv on a grid needs grid_size=(rows, columns) to compute its biases, got None")
-            biases = GridKernel(kernels, grid_size, hides_outside)
-        else:
-            biases = LagKernel(kernels, self.causal, hides_outside)
-        if self.selection is None or self.training:
-            return biases
-        flat = self._kernels().flatten(1)
-        index = flat.argmax(-1, keepdim=True)
-        return SelectedPosition(biases, index.squeeze(1), flat.gather(1, index).squeeze(1))
+        kernels, hides_outside = self.kernel_bias(), not self.global_connectivity
+        if self.spatial_dims == 1:
+            return LagKernel(kernels, self.causal, hides_outside)
+        if grid_size is None:
+            raise ValueError("AFTConv on a grid needs grid_size=(rows, columns) to compute its biases, got None")
+        return GridKernel(kernels, grid_size, hides_outside)
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
         if self.spatial_dims == 1:
@@ -627,23 +504,6 @@ def _checked_multiplier(multiplier: float) -> float:
     if not 0 < multiplier < math.inf:
         raise ValueError(f"position_bias_multiplier must be greater than 0 and finite, got {multiplier}")
     return float(multiplier)
-
-
-def _reparameterized(
-    kernel: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, multiplier: float
-) -> torch.Tensor:
-    """Eq. 8 for each head, times the multiplier, in the working dtype."""
-    flat = widen(kernel).flatten(1)
-    variance, mean = torch.var_mean(flat, -1, correction=0, keepdim=True)
-    # New kernels are smaller by the multiplier, so the constant that keeps the quotient finite is scaled with them.
-    standard = (flat - mean) * torch.rsqrt(variance + 1e-12 / multiplier**2)
-    scale, shift = (widen(x)[:, None] * multiplier for x in (scale, shift))
-    return (scale * standard + shift).view_as(kernel)
-
-
-def _equal(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a parameter has the type and the values of an earlier copy."""
-    return type(parameter) is nn.Parameter and parameter.dtype == copy.dtype and torch.equal(parameter, copy)
 
 
 __all__ = ["AFTAlibi", "AFTConv", "AFTFull", "AFTLocal", "AFTMixer", "AFTSimple"]

@@ -1,20 +1,20 @@
-"""The AFT operation: what is asked (`Mixing`), the reference form (Eq. 2 as printed), and `mix`, which chooses a form.
+"""The AFT operation: what is asked (`Mixing`), the reference (Eq. 2 as printed), and `mix`, which chooses a form.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103) mix positions by
 
     Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt')        (Eq. 2, before the query's gate)
 
-element-wise in the features. A `Mixing` holds one such problem. `mix` computes it by the first registered backend that
-supports it, and otherwise by the portable form (`portable_aft.py`).
+element-wise in the features. A `Mixing` holds one such problem. `mix` computes it by an operator of an installed
+aft-hf if there is one for it, and otherwise by the portable form (`portable_aft.py`).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from .portable_aft import (
@@ -28,23 +28,12 @@ from .portable_aft import (
     power_of_two_from,
     split_heads,
 )
-from .position_biases_aft import (
-    Dense,
-    GridKernel,
-    LagKernel,
-    LinearDecay,
-    NoBias,
-    PositionBias,
-    SelectedPosition,
-    Window,
-    widen,
-)
-
-
-# ------------------------------------------------------------------------------------------------ packed documents
+from .position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, PositionBias, Window, widen
 
 
 logger = logging.get_logger(__name__)
+
+# -------- packed documents
 
 # The model inputs that describe packed documents. Attention kernels need all of them; AFT needs `position_ids` or
 # `cu_seq_lens_q`.
@@ -96,11 +85,9 @@ class Documents:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """Return the documents on another device, as hooks of models that are dispatched to several devices need."""
-        if self.starts.device == torch.device(device):
-            return self
-        first = self.offsets
-        first = first if first is None else first.to(device, non_blocking=non_blocking)
-        return Documents(self.starts.to(device, non_blocking=non_blocking), first)
+        starts, offsets = self.starts.to(device, non_blocking=non_blocking), self.offsets
+        offsets = offsets if offsets is None else offsets.to(device, non_blocking=non_blocking)
+        return self if starts is self.starts else Documents(starts, offsets)
 
     def pairs(self) -> torch.Tensor:
         """Return whether two tokens belong to the same document, (B, T, T)."""
@@ -114,8 +101,7 @@ class Documents:
         positions = before - torch.where(self.starts, before, 0).cummax(1).values
         if self.offsets is None:
             return positions
-        continues = self.starts[:, 1:].cumsum(1) == 0
-        continues = nn.functional.pad(continues, (1, 0), value=True)
+        continues = self.starts.cumsum(1) == self.starts[:, :1].long()  # the first document of a row
         return positions + torch.where(continues, self.offsets[:, None], 0)
 
     def first_positions(self) -> torch.Tensor:
@@ -146,49 +132,34 @@ class Documents:
         rows = []
         for (_, position), documents in batches.items():
             chosen = torch.tensor(documents, device=first.device)
-            rows.append(DocumentRows(first[chosen], lengths[chosen], position))
+            steps = torch.arange(int(lengths[chosen].max()), device=first.device)
+            inside = steps < lengths[chosen, None]
+            rows.append(DocumentRows(torch.where(inside, steps, 0) + first[chosen, None], inside, position))
         return rows
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """A batch of documents as rows that are padded on the right.
-
-    Args:
-        first: (N,), the index of the first token of each document in the concatenated rows of the batch.
-        lengths: (N,), the lengths of the documents.
-        position: the position of the first tokens in their documents, which is not 0 if the rows continue documents.
+    """A batch of documents as rows (N, L) that are padded on the right: the index of each token in the concatenated
+    rows of the batch, whether it is in the document, and the position of the first tokens in their documents.
     """
 
-    first: torch.Tensor
-    lengths: torch.Tensor
+    index: torch.Tensor
+    inside: torch.Tensor
     position: int = 0
 
-    @cached_property
+    @property
     def longest(self) -> int:
-        """The length of the rows."""
-        return int(self.lengths.max())
+        """L, the length of the rows."""
+        return self.index.shape[1]
 
     def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
-        """Copy the documents from x: (B, T, c) -> (N, longest, c), with `fill` after each document."""
-        index, inside = self._places
-        taken = x.flatten(0, 1)[index]
-        return taken if inside is None else taken.masked_fill(~inside.unsqueeze(-1), fill)
+        """Copy the documents from x: (B, T, c) -> (N, L, c), with `fill` after each document."""
+        return x.flatten(0, 1)[self.index].masked_fill(~self.inside.unsqueeze(-1), fill)
 
     def put(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy of x (B, T, c) with the documents replaced by `rows` (N, longest, c)."""
-        index, inside = self._places
-        if inside is not None:
-            index, rows = index[inside], rows[inside]
-        return x.flatten(0, 1).index_put((index,), rows).view_as(x)
-
-    @cached_property
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The index of each token of each row, (N, longest), and whether it is in the document; None if all are."""
-        steps = torch.arange(self.longest, device=self.first.device)
-        inside = steps < self.lengths[:, None]
-        index = torch.where(inside, self.first[:, None] + steps, self.first[:, None])
-        return index, None if len(self.lengths) * self.longest == int(self.lengths.sum()) else inside
+        """Return a copy of x (B, T, c) with the documents replaced by `rows` (N, L, c)."""
+        return x.flatten(0, 1).index_put((self.index[self.inside],), rows[self.inside]).view_as(x)
 
 
 def packed_documents(
@@ -199,17 +170,8 @@ def packed_documents(
     *,
     may_wait: bool = True,
 ) -> Documents | None:
-    """Return the documents that `position_ids` or `cu_seq_lens_q` describe.
-
-    Args:
-        inputs: the inputs of the model that are named in `PACKING_INPUTS`.
-        mask: the attention mask of the model, if any.
-        batch_size: B.
-        length: T.
-        may_wait: whether the host may wait for an accelerator to find out whether each row is one document.
-
-    Returns:
-        The documents; None if neither input is given, or if each row is known to be one document.
+    """Return the documents that `position_ids` or `cu_seq_lens_q` among the `PACKING_INPUTS` of a model describe; None
+    if neither is given, or if each row is known to be one document, for which the host waits if it `may_wait`.
 
     Raises:
         ValueError: the positions do not describe documents, or packed documents are combined with a 3-D mask.
@@ -218,7 +180,18 @@ def packed_documents(
     if boundaries is not None:
         documents = Documents.from_cumulative_lengths(boundaries, batch_size, length)
     elif position_ids is not None:
-        documents = _documents_of_positions(position_ids, mask, batch_size, length)
+        if position_ids.shape not in ((batch_size, length), (1, length)):
+            raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
+        documents = Documents.from_position_ids(position_ids, batch_size)
+        if can_read_values(position_ids):
+            wrong = documents.positions() != position_ids
+            if mask is not None and mask.shape == wrong.shape:
+                wrong &= mask.bool()  # positions of padding are ignored
+            if wrong.any():
+                raise ValueError(
+                    "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
+                    "rows, omit position_ids and pass attention_mask"
+                )
     else:
         return None
     if (may_wait or can_read_values(documents.starts)) and documents.are_rows():
@@ -228,25 +201,7 @@ def packed_documents(
     return documents
 
 
-def _documents_of_positions(
-    position_ids: torch.Tensor, mask: torch.Tensor | None, batch_size: int, length: int
-) -> Documents:
-    if position_ids.shape not in ((batch_size, length), (1, length)):
-        raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
-    documents = Documents.from_position_ids(position_ids, batch_size)
-    if can_read_values(position_ids):
-        wrong = documents.positions() != position_ids
-        if mask is not None and mask.shape == wrong.shape:
-            wrong &= mask.bool()  # positions of padding are ignored
-        if wrong.any():
-            raise ValueError(
-                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
-                "rows, omit position_ids and pass attention_mask"
-            )
-    return documents
-
-
-# ---------------------------------------------------------------------------------------------------- what is asked
+# -------- what is asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,8 +221,6 @@ class Mixing:
         pair_mask: (B or 1, T, T') boolean, False where a key is hidden from a query.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
         documents: the documents that are packed into the rows; None if each row is one sequence.
-        shard: an `aft_hf.parallel.SequenceShard`, which computes the problem, if the rows are split over several
-            processes. The padding and the documents of the problem are then those of the shard.
         query: (B, T, d); the averages are multiplied by sigmoid(query). None for the averages alone.
     """
 
@@ -281,7 +234,6 @@ class Mixing:
     pair_mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
-    shard: Any = None
     query: torch.Tensor | None = None
 
     @property
@@ -310,129 +262,61 @@ class Mixing:
         device, count = self.key.device, self.length if self.num_queries is None else self.num_queries
         queries = torch.arange(count, device=device).unsqueeze(0)
         keys = torch.arange(self.length, device=device).unsqueeze(0)
-        masks = []
+        masks = [self.pair_mask]
         if self.causal:
             masks.append((queries.mT >= keys).unsqueeze(0))
         if self.padding_mask is not None:
             masks.append(self.padding_mask.unsqueeze(1))
-        if self.pair_mask is not None:
-            masks.append(self.pair_mask)
-        in_order = count == self.length
+        in_order = False
         if self.positions is not None:
-            queries, keys, in_order = self.positions, self.positions, False
+            queries = keys = self.positions
         elif self.documents is not None:
             masks.append(self.documents.pairs())
             queries = keys = self.documents.positions(self.padding_mask)
-            in_order = False
         elif self.padding_mask is not None and self.biases.ordered:
-            keys, in_order = real_tokens_first(self.padding_mask), False
+            keys = real_tokens_first(self.padding_mask)
             queries = keys if count == self.length else queries.expand(len(keys), -1)
+        else:
+            in_order = count == self.length
         visible = None
         for mask in masks:
-            visible = mask if visible is None else visible & mask
+            visible = mask if visible is None else visible if mask is None else visible & mask
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
         return bias, None if visible is None else visible.unsqueeze(1)
 
 
-class Backend:
-    """A fast form of Eq. 2, which a package adds by `register_backend`.
+# -------- operators
 
-    `mix`, `step` and `prefill` multiply by sigmoid(query) if the problem has a query.
-
-    Attributes:
-        name: the name of the backend as a value of `mixing_implementation`.
-        only_by_name: whether the backend is used only if `mixing_implementation` names it.
-        takes_documents: whether `mix` supports packed documents; otherwise each document becomes a row of its own.
-    """
-
-    name: str
-    only_by_name = False
-    takes_documents = False
-
-    @staticmethod
-    def supports(problem: Mixing) -> bool:
-        """Whether `mix` can compute this problem."""
-        raise NotImplementedError
-
-    @staticmethod
-    def mix(problem: Mixing) -> torch.Tensor:
-        """Compute Eq. 2: (B, T, d) in the dtype of the values."""
-        raise NotImplementedError
-
-    @staticmethod
-    def step(state: Any, problem: Mixing) -> torch.Tensor | None:
-        """Compute Eq. 2 for the next token of every row, (B, 1, d), and add the token to the state of its layer.
-
-        Returns None, and leaves the state unchanged, if this backend does not support the step.
-        """
-        return None
-
-    @staticmethod
-    def prefill(state: Any, problem: Mixing, counts: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute Eq. 2 for several tokens, (B, T, d), and add the tokens to the state.
-
-        Returns None, and leaves the state unchanged, if this backend does not support the problem.
-
-        Args:
-            state: the state of the layer, which is not initialized before the first tokens.
-            problem: the mixing problem, without a padding mask: the real tokens of a row come first.
-            counts: (B,), the number of real tokens in each row; None if all tokens are real.
-        """
-        return None
-
-
-# The registered backends, in the order in which `mix` tries them.
-BACKENDS: list[type[Backend]] = []
-
-
-def register_backend(backend: type[Backend]) -> None:
-    """Add a backend, which is tried after those that are registered already."""
-    if backend not in BACKENDS:
-        BACKENDS.append(backend)
-
-
-def backends_for(implementation: str) -> list[type[Backend]]:
-    """Return the backends that `mix` tries for a value of `mixing_implementation`, the named one first."""
-    if implementation in ("reference", "portable"):
-        return []
-    asked = [backend for backend in BACKENDS if backend.name == implementation or not backend.only_by_name]
-    return sorted(asked, key=lambda backend: backend.name != implementation)
-
-
-# --------------------------------------------------------------------------------------------------------- operators
-
-# The namespace of the operators of an installed aft-hf, with the version of their schemas. `aft_hf.kernels.operators`
-# states what they compute.
+# The namespace of the operators of an installed aft-hf, which `aft_hf.kernels.operators` describes.
 OPERATORS = "aft_hf_v1"
 
 # Maximum number of entries of the table of a grid, of all heads, and of features per head for a direct convolution,
 # which takes less time than a table for narrow heads.
 LARGEST_TABLE, WIDEST_HEAD = 2**24, 4
 
-
-# The types of devices for which operators have been found.
-_found: set[str] = set()
+# The (operator, type of device) that have been found.
+_found: set[tuple[str, str]] = set()
 
 
 @torch.compiler.assume_constant_result
-def has_operators(device_type: str) -> bool:
-    """Whether an imported aft-hf provides operators for a type of device.
+def has_operator(name: str, device_type: str) -> bool:
+    """Whether an imported aft-hf provides an operator for a type of device.
 
-    They are found by name, since a checkpoint's own copy of this file does not belong to the package.
+    It is found by name, since a checkpoint's own copy of this file does not belong to the package.
     """
-    if device_type in _found:
+    if (name, device_type) in _found:
         return True
     if device_type not in ("cpu", "cuda") or not hasattr(getattr(torch.ops, OPERATORS), "table"):
         if device_type == "cpu":
-            logger.warning_once("AFT runs on plain PyTorch operations; it is faster on a CPU after `import aft_hf`")
+            logger.warning_once("on a CPU, the kernels of `pip install aft-hf` make AFT faster, after `import aft_hf`")
         return False
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{OPERATORS}::causal", device_type.upper()):
-        _found.add(device_type)
-    return device_type in _found
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{OPERATORS}::{name}", device_type.upper()):
+        _found.add((name, device_type))
+    return (name, device_type) in _found
 
 
-def _operators_take(problem: Mixing, implementation: str) -> bool:
-    """Whether there are operators for the tensors of a problem: their device, their dtypes, and how they are run."""
+def _operator_takes(name: str, problem: Mixing, implementation: str) -> bool:
+    """Whether there is an operator for the tensors of a problem: their device, their dtypes, and how they are run."""
     if implementation != "auto" or problem.is_pairwise or torch._C._are_functorch_transforms_active():
         return False
     if problem.query is not None and problem.query.shape != problem.value.shape:
@@ -445,42 +329,28 @@ def _operators_take(problem: Mixing, implementation: str) -> bool:
         return False
     if not (torch.compiler.is_compiling() or are_plain_tensors(*tensors)):
         return False
-    return has_operators(problem.value.device.type)
+    return has_operator(name, problem.value.device.type)
 
 
-def has_causal_operator(problem: Mixing, implementation: str) -> bool:
-    """Whether the operator `causal` computes a problem without a padding mask."""
-    biases = problem.biases
-    if not problem.causal or biases.reach is None:
-        return False
-    if isinstance(biases, (NoBias, LinearDecay)) and problem.key.shape != problem.value.shape:
-        return False  # without a window, keys are per feature
-    return _operators_take(problem, implementation)
-
-
-def has_grid_operator(problem: Mixing, implementation: str) -> bool:
-    """Whether the operator `grid` computes a problem without a padding mask: heads are narrow, or tables too large."""
-    if not isinstance(problem.biases, GridKernel) or problem.causal or problem.documents is not None:
-        return False
-    narrow = problem.value.shape[2] <= WIDEST_HEAD * problem.num_heads
-    too_large = problem.num_heads * problem.length**2 > LARGEST_TABLE
-    return (narrow or too_large) and _operators_take(problem, implementation)
-
-
-def has_table_operator(problem: Mixing, implementation: str) -> bool:
-    """Whether the operator `table` computes a problem without a padding mask, and a table is efficient for it."""
-    biases = problem.biases
-    if isinstance(biases, SelectedPosition):
-        if torch.is_grad_enabled():  # the gradient of w is needed at one position only
-            return False
-        biases = biases.kernel
+def _operators_for(problem: Mixing) -> Iterator[str]:
+    """Yield the operators that compute a problem without a padding mask efficiently, the best one first."""
+    biases, length = problem.biases, problem.length
+    if problem.causal and biases.reach is not None:
+        if not isinstance(biases, (NoBias, LinearDecay)) or problem.key.shape == problem.value.shape:
+            yield "causal"  # without a window, keys are per feature
+        return
+    if problem.documents is not None:
+        return
     if isinstance(biases, GridKernel):
-        efficient = problem.num_heads * problem.length**2 <= LARGEST_TABLE
+        is_small = problem.num_heads * length**2 <= LARGEST_TABLE
+        if not is_small or problem.value.shape[2] <= WIDEST_HEAD * problem.num_heads:
+            yield "grid"
     elif isinstance(biases, (Window, LagKernel)):
-        efficient = not problem.causal and is_short(biases.reach, problem.length)
+        is_small = is_short(biases.reach, length)
     else:
-        efficient = isinstance(biases, Dense)
-    return efficient and problem.documents is None and _operators_take(problem, implementation)
+        is_small = isinstance(biases, Dense)
+    if is_small and not (biases.hides_outside and problem.value.is_cuda):  # Triton kernels multiply hidden values by 0
+        yield "table"
 
 
 def has_state_operator(problem: Mixing, implementation: str) -> bool:
@@ -488,43 +358,22 @@ def has_state_operator(problem: Mixing, implementation: str) -> bool:
     tensors = (problem.query, problem.key, problem.value, *problem.biases.tensors())
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return False
-    return has_causal_operator(problem, implementation)
+    return "causal" in _operators_for(problem) and _operator_takes("causal", problem, implementation)
 
 
-def _mix_causal(problem: Mixing) -> torch.Tensor:
-    """Compute a problem by the operator `causal`, gate included."""
-    biases = problem.biases
-    first = None if problem.documents is None else problem.documents.first_positions()
-    bias, slopes = (x if x is None else x.float() for x in (biases.by_lag(problem.length), biases.slopes))
-    return torch.ops.aft_hf_v1.causal(
-        problem.query, problem.key, problem.value, bias, slopes, first, biases.hides_outside
-    )
-
-
-def _mix_grid(problem: Mixing) -> torch.Tensor:
-    """Compute a problem by the operator `grid`, gate included."""
+def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
+    """Compute a problem by an operator, gate included."""
     biases: Any = problem.biases
-    kernels, size = biases.kernels.float(), biases.grid_size
-    return torch.ops.aft_hf_v1.grid(problem.query, problem.key, problem.value, kernels, *size, biases.hides_outside)
-
-
-def _mix_table(problem: Mixing) -> torch.Tensor:
-    """Compute a problem by the operator `table`, gate included."""
-    biases, columns = problem.biases, 0
-    biases = biases.kernel if isinstance(biases, SelectedPosition) else biases
+    given = problem.query, problem.key, problem.value
+    if name == "causal":
+        first = None if problem.documents is None else problem.documents.first_positions()
+        bias, slopes = (x if x is None else x.float() for x in (biases.by_lag(problem.length), biases.slopes))
+        return torch.ops.aft_hf_v1.causal(*given, bias, slopes, first, biases.hides_outside)
+    if name == "grid":
+        return torch.ops.aft_hf_v1.grid(*given, biases.kernels.float(), *biases.grid_size, biases.hides_outside)
     if isinstance(biases, GridKernel):
-        bias, columns = biases.by_offset(), biases.columns
-    else:
-        bias = biases.dense(problem.length)
-    return torch.ops.aft_hf_v1.table(problem.query, problem.key, problem.value, bias, columns, problem.causal)
-
-
-# The operators in the order in which `mix` tries them: whether one takes a problem, and its call.
-OPERATIONS = (
-    (has_causal_operator, _mix_causal),
-    (has_grid_operator, _mix_grid),
-    (has_table_operator, _mix_table),
-)
+        return torch.ops.aft_hf_v1.table(*given, biases.by_offset(), biases.columns, False)
+    return torch.ops.aft_hf_v1.table(*given, biases.dense(problem.length), 0, problem.causal)
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
@@ -534,15 +383,13 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
 
     Args:
         problem: the mixing problem.
-        implementation: one of `MIXING_IMPLEMENTATIONS`. A backend that does not support the problem is skipped.
+        implementation: one of `MIXING_IMPLEMENTATIONS`.
 
     Returns:
         (B, T, d) in the dtype of the values; 0 for a query that sees no key.
     """
     if problem.length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
-    if problem.shard is not None:
-        return _gated(problem, problem.shard.mix(replace(problem, query=None), implementation))
     if implementation == "reference":
         return reference_mixing(problem)
     prepared, order = problem, None
@@ -550,14 +397,9 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
         prepared, order = without_padding(problem, moved=problem.biases.ordered)
     documents = problem.documents
     from_start = documents is None or documents.offsets is None
-    for has_operator, by_operator in OPERATIONS:
-        if from_start and has_operator(prepared, implementation):
-            context = by_operator(prepared)
-            return context if order is None else gather(context, order)
-    for backend in backends_for(implementation):
-        takes = documents is None or (backend.takes_documents and from_start)
-        if takes and backend.supports(prepared):
-            context = backend.mix(prepared)
+    for name in _operators_for(prepared) if from_start else ():
+        if _operator_takes(name, prepared, implementation):
+            context = _by_operator(name, prepared)
             break
     else:
         if documents is not None and documents.can_be_unpacked and not problem.is_pairwise:
@@ -599,33 +441,24 @@ def _mix_documents(problem: Mixing, documents: Documents, implementation: str) -
 
 
 def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
-    """Remove the padding mask from a problem: hide padding by keys of -inf and values of 0.
+    """Remove the padding mask from a problem: hide padding by keys of -inf and values of 0, whatever they were.
 
-    Args:
-        problem: a problem with a padding mask.
-        moved: whether to also move padding behind the real tokens of its row, in keys, values, queries and documents.
-
-    Returns:
-        The problem, and the new place of each token, (B, T); None if padding is not moved.
+    If `moved`, also move padding behind the real tokens of its row, in keys, values, queries and documents, and return
+    the new place of each token, (B, T).
     """
     mask = problem.padding_mask
     assert mask is not None
-    hidden: dict[str, Any] = dict(hide_padding(problem.key, problem.value, mask))
-    order = None
-    if moved:
-        order = real_tokens_first(mask)
-        if problem.query is not None:
-            hidden["query"] = problem.query
-        hidden = {name: scatter(x, order) for name, x in hidden.items()}
-        if problem.documents is not None:
-            hidden["documents"] = problem.documents.moved(order)
-    return replace(problem, padding_mask=None, **hidden), order
-
-
-def hide_padding(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `key` with -inf and `value` with 0 where the mask (B, T) is False, whatever they were (NaN, too)."""
     padding = ~mask.unsqueeze(-1)
-    return {"key": key.masked_fill(padding, -math.inf), "value": value.masked_fill(padding, 0.0)}
+    moving: dict[str, Any] = {"key": problem.key.masked_fill(padding, -math.inf)}
+    moving["value"] = problem.value.masked_fill(padding, 0.0)
+    if not moved:
+        return replace(problem, padding_mask=None, **moving), None
+    order, documents = real_tokens_first(mask), problem.documents
+    if problem.query is not None:
+        moving["query"] = problem.query
+    moving = {name: scatter(x, order) for name, x in moving.items()}
+    documents = documents if documents is None else documents.moved(order)
+    return replace(problem, padding_mask=None, documents=documents, **moving), order
 
 
 def real_tokens_first(mask: torch.Tensor) -> torch.Tensor:
@@ -647,7 +480,7 @@ def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
-# ------------------------------------------------------------------------------------------------------- the reference
+# -------- the reference
 
 
 def reference_mixing(problem: Mixing) -> torch.Tensor:
@@ -658,28 +491,17 @@ def reference_mixing(problem: Mixing) -> torch.Tensor:
     """
     bias, visible = problem.table()
     key, value = (widen(x) for x in problem.by_head())
-    queries = [
-        _average(
-            key,
-            value,
-            bias[..., t, :],
-            None if visible is None else visible[..., t if visible.shape[-2] > 1 else 0, :],
-        )
-        for t in range(bias.shape[-2])
-    ]
-    context = join_heads(torch.stack(queries, -2))
+    contexts = []
+    for t in range(bias.shape[-2]):
+        logits, values = key + bias[..., t, :].unsqueeze(-1).to(key.dtype), value  # (B, h, T', k)
+        if visible is not None:  # hidden values may be NaN, so they are replaced instead of multiplied by 0
+            hidden = ~visible[..., t if visible.shape[-2] > 1 else 0, :].unsqueeze(-1)
+            logits, values = logits.masked_fill(hidden, -math.inf), value.masked_fill(hidden, 0.0)
+        contexts.append((_softmax(logits, -2) * values).sum(-2))
+    context = join_heads(torch.stack(contexts, -2))
     if problem.query is not None:
         context = torch.sigmoid(widen(problem.query)) * context
     return context.to(problem.value.dtype)
-
-
-def _average(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """Compute the average of one query, (B, h, c), from biases and a visibility mask (..., T')."""
-    logits = key + bias.unsqueeze(-1).to(key.dtype)
-    if visible is not None:  # hidden values may be NaN, so they are replaced instead of multiplied by 0
-        logits = logits.masked_fill(~visible.unsqueeze(-1), -math.inf)
-        value = value.masked_fill(~visible.unsqueeze(-1), 0.0)
-    return (_softmax(logits, -2) * value).sum(-2)
 
 
 def _softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
@@ -693,12 +515,7 @@ def mixing_weights(
 ) -> torch.Tensor:
     """Return the implicit attention of Eq. 3 without the query's gate: (B, h, k, T, T'), where each row sums to 1.
 
-    No other function builds a T x T' x d tensor; only `output_attentions` and visualization use it.
-
-    Args:
-        key: (B, h, T', k).
-        position_bias: (B or 1, h, T, T'), or None for w = 0.
-        visible: boolean, broadcast to (B, h, T, T'); False hides a position.
+    Keys are (B, h, T', k), the bias is (B or 1, h, T, T') or None for w = 0, and False in `visible` hides a position.
     """
     key = widen(key).transpose(-1, -2).unsqueeze(-2)  # (B, h, k, 1, T')
     logits = key if position_bias is None else key + position_bias.to(key.dtype).unsqueeze(-3)
@@ -708,12 +525,9 @@ def mixing_weights(
 
 
 __all__ = [
-    "BACKENDS",
-    "Backend",
     "Documents",
     "Mixing",
     "mix",
     "mixing_weights",
     "reference_mixing",
-    "register_backend",
 ]

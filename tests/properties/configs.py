@@ -1,14 +1,17 @@
 """Hypothesis strategies for configs: the arguments of a valid AFTConfig, and single fields with an invalid value."""
 
 import math
+from dataclasses import fields
 from typing import Any
 
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
-from aft_hf.configuration_aft import AFT_TYPES, DIVISORS, LARGEST, MIXING_IMPLEMENTATIONS
+from aft_hf import AFTConfig
+from aft_hf.configuration_aft import AFT_TYPES, MIXING_IMPLEMENTATIONS
 
 
+RANGES = {field.name: field.metadata["range"] for field in fields(AFTConfig) if "range" in field.metadata}
 ACTIVATIONS = st.sampled_from(sorted(ACT2FN))
 DEVIATIONS = st.sampled_from([0.0, 0.02, 0.1, 1.0])
 SHARES = st.sampled_from([0.0, 0.1, 0.5, 0.99])
@@ -112,11 +115,11 @@ def wrong_fields(draw) -> tuple[str, Any]:
     kind = draw(st.sampled_from(["count", "float", "choice", "switch", "labels"]))
     if kind == "count":
         name = draw(st.sampled_from(COUNTS))
-        beyond = st.integers(max_value=0) | st.integers(min_value=LARGEST[name] + 1)
+        beyond = st.integers(max_value=0) | st.integers(min_value=RANGES[name][1] + 1)
         return name, draw(beyond | NO_NUMBERS | st.floats() | st.booleans())
     if kind == "float":
         name = draw(st.sampled_from(FLOATS))
-        smallest, largest = DIVISORS.get(name, (0.0, LARGEST.get(name, 1.0)))
+        smallest, largest = RANGES[name]
         outside = st.floats().filter(lambda value: not smallest <= value <= largest)
         return name, draw(outside | st.sampled_from([math.nan, math.inf]) | NO_NUMBERS)
     if kind == "choice":

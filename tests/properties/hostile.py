@@ -91,12 +91,6 @@ def save_models(root: Path) -> None:
         "smoke": {"steps": 1},
     }
     (root / "recipe.yaml").write_text(json.dumps(recipe))
-    names = {"ours": 1.0, "peer": 2.0}
-    row = {"case": "a", "suite": "growth", "sizes": "full", "machine": {"device": "CPU"}, "versions": {"torch": "2"}}
-    row |= {"repeats": 5, "task": "training", "dtype": "fp32", "unit": "tokens", "size": 8, "peer": "GPT-2"}
-    row |= {"seconds": names, "items_per_second": names, "ratio": {"peer": 2.0}, "required": {"peer": 1.0}}
-    row |= {"required_memory": {"peer": 1.0}, "peak_bytes": {"ours": 1, "peer": 2}}
-    (root / "benchmark.json").write_text(json.dumps({"rows": [row, row | {"case": "b", "size": 16}], "slopes": []}))
 
 
 # For each command, the directory that it reads a copy of, and the files that the tests damage in this copy.
@@ -114,7 +108,6 @@ READERS = {
     ),
     "publish converted": ("converted", ("conversion_report.json",)),
     "train": (".", ("recipe.yaml",)),
-    "benchmark": (".", ("benchmark.json",)),
     "visualize text": ("text", ("config.json", "tokenizer_config.json", "tokenizer.json")),
     "visualize image": ("image", ("config.json", "preprocessor_config.json")),
 }
@@ -133,9 +126,6 @@ def arguments(reader: str, root: Path, directory: Path) -> list[str]:
     if command == "visualize":
         inputs = ["--text", "abc"] if name == "text" else ["--images", str(root / "images")]
         return ["visualize", str(directory), "keys", *inputs, "--out", str(directory / "keys.png")]
-    if command == "benchmark":
-        results = directory / "benchmark.json"
-        return ["benchmark", "--no-measure", "--json", str(results), "--markdown", str(directory / "benchmark.md")]
     return ["train", str(directory / "recipe.yaml"), "--print-config", "--smoke"]
 
 

@@ -124,8 +124,6 @@ def test_a_file_that_is_not_json_is_refused_in_one_line(root, where, text):
 
 
 PANICS = {"type": "Split", "pattern": {"Regex": r"(?:.|.)+\d"}, "behavior": "Isolated", "invert": False}
-UNKNOWN_UNIT: dict = {"case": "a", "suite": "growth", "sizes": "full", "machine": {"device": "CPU"}, "unit": "x"}
-UNKNOWN_UNIT |= {"versions": {}, "repeats": 1, "size": 8, "task": "training", "seconds": {"ours": 1.0}}
 # Values that once gave a traceback, a hang or no error: (command, file, place, value, part of the error).
 FOUND = {
     "a class that is a list": ("evaluate text", "config.json", ("model_type",), [], "model_type=[]"),
@@ -205,13 +203,6 @@ FOUND = {
     "text as factor": ("visualize image", "preprocessor_config.json", ("rescale_factor",), "x", "rescale_factor='x'"),
     "an infinite factor": ("evaluate vit", "preprocessor_config.json", ("rescale_factor",), math.inf, "finite number"),
     "a deviation of 0": ("evaluate vit", "preprocessor_config.json", ("image_std",), [0, 0, 0], "not finite"),
-    "no case of a benchmark": ("benchmark", "benchmark.json", ("rows", 0, "case"), MISSING, "rows.0.case is missing"),
-    "text as seconds": ("benchmark", "benchmark.json", ("rows", 0, "seconds"), "x", "give another --json"),
-    "no device": ("benchmark", "benchmark.json", ("rows", 0, "machine"), {}, "give another --json"),
-    "no peer": ("benchmark", "benchmark.json", ("rows", 0, "items_per_second"), {"ours": 1.0}, "give another --json"),
-    "a case without a result": ("benchmark", "benchmark.json", ("rows", 0, "seconds"), MISSING, "give another --json"),
-    "growth of one length": ("benchmark", "benchmark.json", ("rows", 1, "size"), 8, "give another --json"),
-    "an unknown unit": ("benchmark", "benchmark.json", ("rows",), [UNKNOWN_UNIT], "give another --json"),
     "a negative number of heads": ("evaluate vit", "config.json", ("num_attention_heads",), -1, "aft-hf: "),
     "labels that are lists": ("evaluate vit", "config.json", ("id2label", "0"), [["a"]], "aft-hf: "),
     "tensors that are a number": ("publish converted", "conversion_report.json", ("tensors",), 5, "tensors=5"),

@@ -102,7 +102,7 @@ class _Step(nn.Module):
 class _StepState(AFTStaticLayerState):
     """State of a layer whose tensors are inputs of the program; they are replaced and not changed in place."""
 
-    _store = AFTLayerState._store
+    store = AFTLayerState.store
 
     def __init__(self, window: int, index: int, state: dict[str, torch.Tensor]):
         super().__init__(window, max_length=0)

@@ -1,22 +1,25 @@
 """Context parallelism: the models and the AFT operation on sequences that are divided among several processes.
 
-`context_parallel` tells the models that their inputs are shards. `ContextParallelism` is what a model then asks for
-what concerns whole sequences, and `SequenceShard` is what goes with the shard through all layers.
+`context_parallel` tells the models that their inputs are shards. The methods of the models that need whole sequences
+are then replaced by those of `ContextParallelism`, and a `SequenceShard` goes through all layers as the `documents`.
+The models themselves know nothing of shards.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
 from .. import modeling_aft
-from ..caching_aft import AFTLayerState
+from ..caching_aft import AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
-from ..mixing_aft import Documents, Mixing, gather, mix, without_padding
+from ..mixing_aft import PACKING_INPUTS, Documents, Mixing, gather, mix, without_padding
 from ..portable_aft import can_read_values, split_heads
 from .exchange import count_of_past, state_at_end, with_past
 from .shards import Shard, gather_shards
@@ -25,6 +28,12 @@ from .shards import Shard, gather_shards
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_positions_of_image = modeling_aft.AFTImageEmbeddings.positions
+
+# Set within `context_parallel`. `torch.compile` can guard on a global variable.
+_active: "ContextParallelism | None" = None
 
 
 @contextmanager
@@ -47,11 +56,29 @@ def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
         group: the process group that shares each sequence, or a one-dimensional device mesh.
     """
     group = group.get_group() if hasattr(group, "get_group") else group
-    surrounding, modeling_aft.context_parallelism = modeling_aft.context_parallelism, ContextParallelism(group)
+    global _active
+    surrounding, _active = _active, ContextParallelism(group)
     try:
         yield
     finally:
-        modeling_aft.context_parallelism = surrounding
+        _active = surrounding
+
+
+def _replaces(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a method of `ContextParallelism` that takes a model: within `context_parallel`, the model calls it in
+    place of its own method `name`.
+    """
+    usual = getattr(owner, name)
+
+    def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(usual)
+        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+            return usual(model, *args, **kwargs) if _active is None else replacement(_active, model, *args, **kwargs)
+
+        setattr(owner, name, method)
+        return replacement
+
+    return decorate
 
 
 def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -77,7 +104,7 @@ def average_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
 
 
 class ContextParallelism:
-    """What models ask within `context_parallel`.
+    """What models compute within `context_parallel`.
 
     Args:
         group: the process group that shares each sequence.
@@ -85,6 +112,56 @@ class ContextParallelism:
 
     def __init__(self, group: "ProcessGroup"):
         self.group = group
+        self.images: SequenceShard | None = None
+
+    @_replaces(modeling_aft.AFTModel, "_forward_text")
+    def forward_text(
+        self,
+        model: Any,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        cache: AFTCache | None,
+        use_cache: bool | None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Compute the hidden states of a shard; a cache is left in the state at the end of the whole sequences."""
+        inputs_embeds = model._embed(input_ids, inputs_embeds)
+        packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
+        shard = self.shard_text(inputs_embeds, attention_mask, packing)
+        if use_cache and cache is None and shard.documents is None:
+            cache = model.new_cache()
+        hidden_states = model.embeddings(inputs_embeds, documents=shard)
+        hidden_states = model._run_layers(hidden_states, None, cache=cache, documents=shard, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+
+    @_replaces(modeling_aft.AFTModel, "_forward_image")
+    def forward_image(
+        self, model: Any, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> BaseModelOutputWithPooling:
+        """Compute the hidden states of rows of images, and the mean over the whole images."""
+        self.images = shard = self.shard_images(model, pixel_values, attention_mask)
+        hidden_states, grid_size = model.embeddings(pixel_values)
+        hidden_states = model._run_layers(hidden_states, None, grid_size=grid_size, documents=shard, **kwargs)
+        pooled = average_over(self.group, hidden_states.mean(1) * shard.share)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    @_replaces(modeling_aft.AFTImageEmbeddings, "positions")
+    def positions_of_rows(self, embeddings: Any, height: int, width: int) -> torch.Tensor | None:
+        """Return the position embeddings of this process's rows of images."""
+        shard = self.images
+        assert shard is not None
+        rows = shard.total_length // shard.columns
+        positions = _positions_of_image(embeddings, rows * embeddings.grid_stride[0], width)
+        return None if positions is None else positions.narrow(1, shard.first_row * shard.columns, shard.length)
+
+    @_replaces(modeling_aft._TextClassifier, "__call__")
+    def classify(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Raise a ValueError: the heads of text classifiers need the whole sequences."""
+        raise ValueError(
+            f"{type(model).__name__} needs whole sequences and does not support context_parallel: use AFTModel or "
+            "AFTForCausalLM"
+        )
 
     def shard_text(
         self,
@@ -151,6 +228,7 @@ class ContextParallelism:
         rows, columns = (side // stride for side, stride in zip(pixel_values.shape[2:], patches.grid_stride))
         return SequenceShard(self.group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
 
+    @_replaces(modeling_aft.AFTForCausalLM, "_loss")
     def loss(
         self,
         model: Any,
@@ -174,9 +252,9 @@ class ContextParallelism:
 
 
 class SequenceShard(Shard):
-    """A shard that computes the AFT operation: `Mixing.shard`."""
+    """A shard that a mixer takes in place of packed `documents`: `mixer(x, documents=shard)`."""
 
-    def check(self, mixer: AFTMixer, one_input: bool, state: AFTLayerState | None, others: Iterable[object]) -> None:
+    def check(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> None:
         """Raise a ValueError if a mixer cannot take this shard, or gets other inputs that do not go with it."""
         if mixer.state_window is None or not (mixer.causal or mixer.max_positions is None):
             kind = "causal" if mixer.causal else "bidirectional"
@@ -186,21 +264,21 @@ class SequenceShard(Shard):
             )
         if not mixer.causal and (self.padding_mask is not None or self.documents is not None):
             raise ValueError(f"a shard for a bidirectional {type(mixer).__name__} has no padding and no documents")
-        if not one_input or any(x is not None for x in others):
-            raise ValueError(
-                "a shard needs one input for query, key and value, without attention_mask, position_ids, documents "
-                "and output_attentions: pass padding and documents in the SequenceShard"
-            )
+        if problem.padding_mask is not None or problem.pair_mask is not None:
+            raise ValueError("a shard needs inputs without attention_mask: pass padding in the SequenceShard")
         if state is not None and (state.is_initialized or self.documents is not None):
             raise ValueError("shards can start a state, with one document per row, but do not continue one")
 
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean over whole sequences from the mean x over this shard."""
-        return average_over(self.group, x * self.share)
-
-    def mix(self, problem: Mixing, implementation: str) -> torch.Tensor:
-        """Compute Eq. 2 for the queries of this shard, (B, T, d)."""
-        return (_mix_causal if problem.causal else _mix_rows)(self, problem, implementation)
+    def mix(self, problem: Mixing, state: AFTLayerState | None, implementation: str) -> torch.Tensor:
+        """Compute Eq. 2 for the queries of this shard, (B, T, d), and set the state to that at the end of the rows."""
+        query, mask = problem.query, self.padding_mask if self.padding_mask is None else self.padding_mask.bool()
+        problem = replace(problem, padding_mask=mask, documents=None, query=None)
+        if state is not None:
+            self.take_in(state, problem)
+        context = (_mix_causal if problem.causal else _mix_rows)(self, problem, implementation)
+        if mask is not None:
+            context = context.masked_fill(~mask.unsqueeze(-1), 0.0)
+        return context if query is None else torch.sigmoid(query) * context
 
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""
@@ -211,7 +289,30 @@ class SequenceShard(Shard):
         options |= {"num_heads": heads, "reach": biases.reach}
         keys, values, sums = state_at_end(self, problem.key, problem.value, **options)
         keys, values = split_heads(keys, heads), split_heads(values, heads)
-        state.set_to(keys, values, sums, self.total_length, self.starts[-1])
+        state.lazy_initialization(keys, values)
+        state.store(keys=keys, values=values)
+        if sums is not None:
+            numerator, denominator, maximum = (x.unsqueeze(2) for x in sums)
+            state.store(numerator=numerator, denominator=denominator, maximum=maximum)
+        real = self.starts[-1].to(state.device)
+        state.padded = bool((real < self.total_length).any())
+        state.count(self.total_length, real if state.padded else None)
+
+
+_mix_usual = AFTMixer.mix
+
+
+@wraps(_mix_usual)
+def _mix(mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None = None) -> torch.Tensor:
+    shard: Any = problem.documents
+    if not isinstance(shard, SequenceShard):
+        return _mix_usual(mixer, problem, state)
+    shard.check(mixer, problem, state)
+    return shard.mix(problem, state, mixer.implementation)
+
+
+# Mixers take shards outside of `context_parallel`, too: on their own, and in a backward pass with checkpointing.
+AFTMixer.mix = _mix  # type: ignore[method-assign, assignment]
 
 
 def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
@@ -242,7 +343,6 @@ def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) ->
         value=value,
         biases=biases,
         num_queries=None,
-        shard=None,
         documents=documents,
         padding_mask=None,
     )
@@ -267,7 +367,7 @@ def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> t
         for x, after, hidden in zip((key, value), following, (-math.inf, 0.0))
     )
     biases = biases.with_more_rows(2 * (past + filling) // biases.columns)
-    whole = replace(problem, key=key, value=value, biases=biases, num_queries=None, shard=None)
+    whole = replace(problem, key=key, value=value, biases=biases, num_queries=None)
     context = mix(whole, implementation).narrow(1, past + filling, problem.length)
     return context.to(problem.value.dtype)
 

@@ -11,13 +11,13 @@ opposite direction. The amount of communication does not depend on the number of
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 from torch.autograd.function import once_differentiable
 
-from ..portable_aft import EMPTY, ScaledSums
+from ..portable_aft import EMPTY
 from ..position_biases_aft import working_dtype
 from .shards import Shard
 
@@ -29,6 +29,24 @@ FAR_TOKENS = 2
 # How many elements of a shard are summed at once. The backward pass recomputes the intermediate results, so only those
 # of one part are in memory.
 NUMBERS_AT_ONCE = 2**22
+
+
+class ScaledSums(NamedTuple):
+    """The sums of exp(K + w) V and of exp(K + w), both divided by exp(maximum); `maximum` carries no gradient."""
+
+    numerator: torch.Tensor  # (..., c)
+    denominator: torch.Tensor  # (..., k)
+    maximum: torch.Tensor  # (..., k)
+
+    def merge(self, other: "ScaledSums") -> "ScaledSums":
+        """Return the sums over the positions of both."""
+        maximum = torch.maximum(self.maximum, other.maximum)
+        scale, other_scale = torch.exp(self.maximum - maximum), torch.exp(other.maximum - maximum)
+        return ScaledSums(
+            self.numerator * scale + other.numerator * other_scale,
+            self.denominator * scale + other.denominator * other_scale,
+            maximum,
+        )
 
 
 def with_past(

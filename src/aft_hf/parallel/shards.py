@@ -67,7 +67,7 @@ class Shard:
         padding_mask: (B, T) boolean, False for padding; None if there is no padding.
         documents: the documents that start within the shard; tokens before the first start continue a document of
             an earlier shard. None if no document starts here.
-        columns: for images, the number of patches in a row; 1 for text.
+        columns: for images, the number of patches in a row; 0 for text.
         backward: whether the sequences are reversed, so that the tokens after a shard count as those before it.
 
     Raises:
@@ -80,7 +80,7 @@ class Shard:
     device: torch.device
     padding_mask: torch.Tensor | None = None
     documents: Documents | None = None
-    columns: int = 1
+    columns: int = 0
     backward: bool = False
 
     def __post_init__(self) -> None:
@@ -182,9 +182,14 @@ class Shard:
         """(B,), how many tokens of the document that this shard continues are in earlier shards."""
         return (self.starts - self.begins)[self.rank]
 
-    @cached_property
     def longest(self) -> int:
-        """Length of the longest document of all shards."""
+        """The number of positions that the layers compute with: those of the longest document of all shards, or those
+        of this shard of an image.
+        """
+        return self.length if self.columns else self._longest_document
+
+    @cached_property
+    def _longest_document(self) -> int:
         lead, inner = self._descriptions[..., 1], self._descriptions[..., 3]
         return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
 
@@ -212,6 +217,10 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------------ for the mixers
 
+    def pairs(self) -> torch.Tensor:
+        """Raise a ValueError: no process has all pairs of tokens."""
+        raise ValueError("output_attentions needs whole sequences and does not support context_parallel")
+
     @cached_property
     def real_documents(self) -> Documents | None:
         """`documents` after padding has moved behind the real tokens of each row; None if no document starts here."""
@@ -225,8 +234,8 @@ class Shard:
         document = document.cummax(1).values
         return Documents(torch.diff(document, dim=1, prepend=torch.zeros_like(document[:, :1])) > 0)
 
-    def positions(self) -> torch.Tensor:
-        """(B, T), the position of each token in its document; padding has the position of a neighboring real token."""
+    def positions(self, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T), the position of each token in its document, not counting the padding of the shard."""
         mask, before = self._mask(), self.before.to(self.device)
         if self.documents is None:
             return (before[:, None] + mask.cumsum(1) - 1).clamp_min(0)
