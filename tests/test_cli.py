@@ -1,7 +1,6 @@
 """The command `aft-hf`: its commands, and errors of users, which are one line and a non-zero exit status."""
 
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,11 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification
+from aft_hf.cli import app
 from aft_hf.conversion import REPORT_NAME
+
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -65,41 +68,60 @@ def test_convert_takes_another_type_another_size_and_pictures_to_look_at(vit, tm
     assert AFTConfig.from_pretrained(tmp_path / "aft").grid_size == (4, 6)
 
 
-def test_the_script_is_the_command(vit, tmp_path, run_command):
-    done = run_command("convert_deit.py", vit, tmp_path / "aft", "--aft-type", "simple")
-    assert done.returncode == 0, done.stderr
-    assert AFTConfig.from_pretrained(tmp_path / "aft").aft_type == "simple"
+def test_errors_of_users_are_one_line_and_leave_the_directory_as_it_was(vit, tmp_path, aft_hf):
+    (tmp_path / "file").write_text("mine")
+    for source, out, options, message in (
+        (tmp_path / "nowhere", "aft", [], "no such directory"),
+        (vit, "aft", ["--kernel-size", 99, "--num-heads", 4], "kernel_size=99"),
+        (vit, "file", ["--kernel-size", 5, "--num-heads", 4], "is a file"),
+    ):
+        done = aft_hf("convert", source, tmp_path / out, *options)
+        assert done.returncode != 0 and done.stderr.strip().splitlines()[-1].startswith("aft-hf: ")
+        assert message in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_bad_source_is_one_line_and_a_nonzero_exit(tmp_path, aft_hf):
-    done = aft_hf("convert", tmp_path / "nowhere", tmp_path / "aft")
-    assert done.returncode != 0
-    assert done.stderr.strip().splitlines()[-1].startswith("aft-hf: ")
-    assert "no such directory" in done.stderr and "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
 
 
-def test_a_kernel_beyond_the_grid_is_one_line_and_a_nonzero_exit(vit, tmp_path, aft_hf):
-    done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 99, "--num-heads", 4)
-    assert done.returncode != 0
-    assert "kernel_size=99" in done.stderr and "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "transformers"])
+def test_help_fits_80_columns_without_cut_names(command, monkeypatch, aft_hf):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = aft_hf(command, "--help")
+    assert done.returncode == 0 and f"Usage: aft-hf {command}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "\u2026" not in done.stdout
 
 
-def test_a_file_as_target_is_refused(vit, tmp_path, aft_hf):
-    (tmp_path / "aft").write_text("mine")
-    done = aft_hf("convert", vit, tmp_path / "aft", "--kernel-size", 5, "--num-heads", 4)
-    assert done.returncode != 0 and "is a file" in done.stderr
-    assert (tmp_path / "aft").read_text() == "mine"
+def test_train_prints_the_resolved_recipe_or_the_meaning_of_all_keys_and_trains_nothing(tmp_path, aft_hf):
+    recipe = "configs/examples/bytes_aft_local.yaml"
+    done = aft_hf("train", recipe, "--print-config", f"output_dir={tmp_path / 'out'}", "optimizer.learning_rate=1e-4")
+    assert done.returncode == 0 and "learning_rate: 0.0001" in done.stdout and "keep_checkpoints: 2" in done.stdout
+    done = aft_hf("train", "--explain")
+    assert done.returncode == 0 and "base: text, optional\n    Another recipe" in done.stdout
+    assert "optimizer.learning_rate: number > 0, required\n    Maximum learning rate.\n" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    done = aft_hf("train", recipe, "optimizer.learning_rat=1")
+    message = "aft-hf: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("script", ["benchmark", "convert_deit", "evaluate_model", "publish", "train"])
-def test_a_script_that_is_one_command_shows_the_usage_of_that_command(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(Path(__file__).parents[1] / "scripts" / f"{script}.py"), run_name="__main__")
-    assert ended.value.code == 0
-    assert f"Usage: aft-hf {script.split('_')[0]} [OPTIONS]" in capsys.readouterr().out
+@pytest.mark.slow
+def test_accelerate_launches_the_training_and_a_second_launch_has_nothing_left_to_do(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be, that is the question. " * 200)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "aft_hf"]
+    arguments = ["train", "configs/examples/bytes_aft_local.yaml", f"data.train={text}", "steps=4", "--smoke"]
+    command = [*launch, *arguments, f"output_dir={tmp_path / 'out'}"]
+    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    # The output has log lines and no progress bars.
+    assert "step 4/4: loss" in first.stdout and "tokens/s" in first.stdout and "GiB" in first.stdout
+    assert "it/s" not in first.stderr and "step/s" not in first.stderr and "\r" not in first.stderr
+    assert "resuming from" in second.stdout and "already complete" in second.stdout
+    assert first.stdout.splitlines()[-2:] == second.stdout.splitlines()[-2:]
+    metrics, place = first.stdout.splitlines()[-2:]
+    assert metrics.startswith("test: bits_per_byte") and place == f"the model is in {tmp_path / 'out'}"
 
 
 def test_new_weights_depend_on_the_seed_alone(vit, tmp_path, aft_hf):
@@ -111,12 +133,6 @@ def test_new_weights_depend_on_the_seed_alone(vit, tmp_path, aft_hf):
         assert done.returncode == 0, done.stderr
         keys.append(AFTForImageClassification.from_pretrained(out).aft.layers[0].mixer.k_proj.weight)
     assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
-
-
-def test_the_kernel_size_has_the_name_of_the_config_too(vit, tmp_path, aft_hf):
-    done = aft_hf("convert", vit, tmp_path / "out", "--kernel-size", 3, "--num-heads", 2)
-    assert done.returncode == 0, done.stderr
-    assert AFTConfig.from_pretrained(tmp_path / "out").kernel_size == 3
 
 
 @pytest.mark.parametrize("name", ["x[/red]y", "[bold]", "a:smile:b", "[link=x", "\\[b]"])

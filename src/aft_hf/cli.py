@@ -2,8 +2,8 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .analysis.command import visualize_command
-from .benchmarking.command import benchmark_command
+from .benchmarking import benchmark_command
 from .configuration_aft import AFTConfig
 from .conversion import (
     KERNEL_SIZE,
@@ -28,7 +28,7 @@ from .data.classes import chooses_a_class
 from .progress import no_bars_in_logs, plain_console
 from .publishing.command import publish_command
 from .reading import reported
-from .training.command import evaluate_command, train_command
+from .training.command import evaluate_command, finetune_command, train_command
 
 
 # Default budget of a distillation.
@@ -63,6 +63,11 @@ def options(
 
 
 app.command("train")(train_command)
+# The options of transformers' `TrainingArguments` have underscores; those of this command may be written so, too.
+others = {"ignore_unknown_options": True, "allow_extra_args": True}
+app.command("finetune", context_settings={**others, "token_normalize_func": lambda name: name.replace("_", "-")})(
+    finetune_command
+)
 app.command("evaluate")(evaluate_command)
 app.command("publish")(publish_command)
 app.command("benchmark")(benchmark_command)
@@ -72,13 +77,19 @@ app.command("visualize")(visualize_command)
 @app.command(
     "transformers",
     add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    context_settings=others,
 )
 def transformers_command(context: typer.Context) -> None:
     """Run a command of transformers with AFT registered, for example `aft-hf transformers serve MODEL` or `chat`."""
     from transformers.cli.transformers import app as commands  # slow to import
 
     commands(args=context.args, prog_name="aft-hf transformers")
+
+
+# Options of `convert`, by the panel of its help.
+in_model, in_source, in_start, in_distillation = (
+    partial(typer.Option, rich_help_panel=name) for name in ("AFT", "Source", "Initial weights", "Distillation")
+)
 
 
 @app.command()
@@ -93,37 +104,38 @@ def convert(
     out: Annotated[Path, typer.Argument(help="Directory to write the converted AFT model to.")],
     aft_type: Annotated[
         list[str] | None,
-        typer.Option(
+        in_model(
             help="AFT type: conv (the default), full, local or simple. For one type per layer, repeat the option or "
             "separate types by commas."
         ),
     ] = None,
-    kernel_size: Annotated[int, typer.Option(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
+    kernel_size: Annotated[int, in_model(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
     num_heads: Annotated[
         int | None,
-        typer.Option(
+        in_model(
             help="Number of position-bias heads h, a divisor of the hidden size. Default: 1; with conv, one for each "
             "24 features."
         ),
     ] = None,
-    window_size: Annotated[int, typer.Option(help="Window size s of local.")] = WINDOW_SIZE,
+    window_size: Annotated[int, in_model(help="Window size s of local.")] = WINDOW_SIZE,
     position_bias_dim: Annotated[
-        int, typer.Option(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
+        int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
     ] = POSITION_BIAS_DIM,
     position_bias_multiplier: Annotated[
         float,
-        typer.Option(help="Constant that multiplies the position biases, so that they learn faster. The paper has 1."),
+        in_model(help="Constant that multiplies the position biases, so that they learn faster. The paper has 1."),
     ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[
         str | None,
-        typer.Option(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
+        in_model(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
     ] = None,
     num_labels: Annotated[
-        int | None, typer.Option(min=1, help="Number of classes of the new classifier, for a source without one.")
+        int | None,
+        in_model(min=1, metavar="<int>", help="Number of classes of the new classifier, if the source has none."),
     ] = None,
     init: Annotated[
         str | None,
-        typer.Option(
+        in_start(
             help="Initial position biases, and keys of conv: paper (those of a new model) or attention (fitted to the "
             "attention of the source on --images). Default: attention with --distill if all layers are conv; "
             "otherwise paper."
@@ -131,53 +143,54 @@ def convert(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(
+        in_start(
             help="Images for --init attention and --distill: a folder of images, an image file, or parquet files."
         ),
     ] = None,
-    num_images: Annotated[int, typer.Option(help="Number of images that --init attention uses.")] = 256,
+    num_images: Annotated[int, in_start(help="Number of images that --init attention uses.")] = 256,
     distill: Annotated[
         bool,
-        typer.Option("--distill", help="Train the AFT on the outputs of the source for --images, without labels."),
+        in_distillation("--distill", help="Train the AFT on the outputs of the source for --images, without labels."),
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES}.")
+        float | None, in_distillation(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES}.")
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Budget of --distill in optimizer steps, in place of --minutes. Makes it reproducible."),
+        in_distillation(help="Budget of --distill in optimizer steps, in place of --minutes. Makes it reproducible."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Batch size of --distill.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="Maximum learning rate of --distill.")] = 1e-3,
+    batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
+    learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
     augmentation: Annotated[
         str,
-        typer.Option(
+        in_distillation(
             help="Augmentation of the images of --distill: none, shift, crop or resized_crop. crop and resized_crop "
             "also flip."
         ),
     ] = "shift",
     augmentation_probability: Annotated[
         float,
-        typer.Option(
+        in_distillation(
             help="Probability that --distill augments an image. 1 is for a source that was trained with this "
             "augmentation."
         ),
     ] = 0.5,
     seed: Annotated[
         int,
-        typer.Option(
+        in_start(
             min=0,
             max=2**32 - 1,
+            metavar="<int>",
             help="Seed of new weights and, with --distill, of the order and augmentation of the images.",
         ),
     ] = 0,
     source_image_size: Annotated[
         str | None,
-        typer.Option(help="Image size of the source if its checkpoint does not contain it; format as --image-size."),
+        in_source(help="Image size of the source if its checkpoint does not contain it; format as --image-size."),
     ] = None,
     source_num_heads: Annotated[
         int | None,
-        typer.Option(
+        in_source(
             help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64, "
             "or 16 at the widths of huge and giant ViTs."
         ),
@@ -236,12 +249,19 @@ def convert(
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
-        "Next step, with labeled images:",
-        f"  python scripts/finetune.py --do_train --model_name_or_path {shlex.quote(str(out))} --train DATA "
-        "--output_dir FINE_TUNED",
+        "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):",
+        f"  {_fine_tuning_command(source, out, has_classes=num_labels is None)}",
         *(("or with unlabeled images:", f"  {_distilling_command(context)}") if suggests_distilling else ()),
     ):
         console.print(line, soft_wrap=True)
+
+
+def _fine_tuning_command(source: str, out: Path, *, has_classes: bool) -> str:
+    """The command that fine-tunes a converted model, with its source as teacher if that has classes to teach."""
+    words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
+    words += ["--teacher", source] if has_classes else []
+    words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
+    return shlex.join(words)
 
 
 def _distilling_command(context: typer.Context) -> str:
@@ -305,15 +325,11 @@ def _describe(config: AFTConfig) -> str:
     return f"AFT-{'/'.join(types)}{sizes}"
 
 
-def main(*command: str) -> None:
-    """Run the command line. Errors are printed as one line, without a traceback.
-
-    Args:
-        *command: for a script that runs a single command: the words between `aft-hf` and its other arguments.
-    """
+def main() -> None:
+    """Run the command line. Errors are printed as one line, without a traceback."""
     no_bars_in_logs()
     with reported("aft-hf"):
-        app([*command, *sys.argv[1:]], prog_name="aft-hf" if command else None)
+        app(prog_name="aft-hf")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from transformers import (
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
 from aft_hf.training.recipe import load_recipe
+from scripts.reproduction import baselines  # noqa: F401  (registers their architecture)
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -71,9 +72,10 @@ def test_a_recipe_has_notes_and_its_own_output_directory(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_smoke_run_is_small(path):
+def test_a_smoke_run_is_small_and_elsewhere_and_no_path_is_that_of_a_machine(path):
     recipe = load_recipe(path, ["data.train=generated"], smoke=True)
     assert recipe.steps <= 40 and recipe.global_batch_size <= 32
+    assert recipe.output_dir != recipe_at(path).output_dir and recipe_at(path).data.train is None
     if "pretrained" not in recipe.model:
         assert count(model_of(recipe)) < 1e6
 

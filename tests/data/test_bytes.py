@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aft_hf.data.bytes import ByteWindows, split_bytes, starts_character
+from aft_hf.data.bytes import Windows, split_bytes, starts_character
 from aft_hf.data.order import SampleKey
 
 
@@ -33,7 +33,7 @@ def test_evaluated_windows_predict_each_byte_but_the_first_once_and_after_its_pr
     file, span, seq_len, stride
 ):
     content, (start, stop) = file.read_bytes(), span or (0, 100)
-    windows, seen, position = ByteWindows(file, span, seq_len=seq_len, stride=stride), [], start
+    windows, seen, position = Windows(file, span, seq_len=seq_len, stride=stride), [], start
     for i in range(len(windows)):
         ids, labels = windows[i]["input_ids"], windows[i]["labels"]
         assert ids.shape == labels.shape == (seq_len,)
@@ -47,14 +47,14 @@ def test_evaluated_windows_predict_each_byte_but_the_first_once_and_after_its_pr
 
 
 def test_overlapping_windows_give_every_byte_after_the_first_window_the_context_that_is_asked_for(file):
-    windows = ByteWindows(file, seq_len=16, stride=5)
+    windows = Windows(file, seq_len=16, stride=5)
     for i in range(1, len(windows)):
         counted = (windows[i]["labels"] != -100).nonzero().flatten()
         assert counted[0] == 16 - 5
 
 
 def test_training_windows_are_full_and_begin_elsewhere_in_each_epoch(file):
-    content, windows = file.read_bytes(), ByteWindows(file, (0, 90), seq_len=16, seed=3)
+    content, windows = file.read_bytes(), Windows(file, (0, 90), seq_len=16, seed=3)
     assert len(windows) == 4
     offsets = set()
     for epoch in range(40):
@@ -71,7 +71,7 @@ def test_training_windows_are_full_and_begin_elsewhere_in_each_epoch(file):
 def test_training_windows_of_a_file_of_any_size_are_full_and_reach_its_first_and_last_bytes(tmp_path, size):
     content = bytes(range(size))
     (tmp_path / "file").write_bytes(content)
-    windows, reached = ByteWindows(tmp_path / "file", seq_len=16, seed=3), set()
+    windows, reached = Windows(tmp_path / "file", seq_len=16, seed=3), set()
     for epoch in range(100):
         for i in range(len(windows)):
             window = windows[SampleKey(epoch, i)]
@@ -88,12 +88,12 @@ def test_characters_of_utf8_are_counted_by_their_first_bytes():
 
 def test_too_few_bytes_and_strides_that_leave_some_out_are_errors(file):
     with pytest.raises(ValueError, match="1 bytes are too few"):
-        ByteWindows(file, (5, 6), seq_len=16)
+        Windows(file, (5, 6), seq_len=16)
     with pytest.raises(ValueError, match="16 bytes are too few for windows of seq_len=16"):
-        ByteWindows(file, (0, 16), seq_len=16, seed=0)
+        Windows(file, (0, 16), seq_len=16, seed=0)
     for stride in (0, 17):
         with pytest.raises(ValueError, match=rf"must be in 1 \.\. 16, got {stride}"):
-            ByteWindows(file, seq_len=16, stride=stride)
+            Windows(file, seq_len=16, stride=stride)
 
 
 def resident_bytes() -> int:
@@ -106,7 +106,7 @@ def test_memory_stays_flat_while_two_gigabytes_are_read(tmp_path):
     path, size, length = tmp_path / "large", 2**31, 2**14
     with path.open("wb") as file:
         file.truncate(size)  # a sparse file: it takes no disk space and reads as zeros
-    windows = ByteWindows(path, seq_len=length)
+    windows = Windows(path, seq_len=length)
     windows[0], windows[1]
     before, most, read = resident_bytes(), 0, 0
     for i in range(0, len(windows), 16):  # spread over the whole file

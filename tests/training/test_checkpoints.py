@@ -12,11 +12,11 @@ import pytest
 from runs import bytes_recipe, finish, launch, plant, run
 from torch.distributed.checkpoint import CheckpointException
 
+from aft_hf.data.atomic_files import UNFINISHED
 from aft_hf.reading import UnreadableError
 from aft_hf.training import loop
 from aft_hf.training.checkpoints import find_damage
 from aft_hf.training.manifest import MANIFEST, checksum, read_manifest, sealed, write_manifest
-from aft_hf.training.records import UNFINISHED
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,18 @@ def original(tmp_path_factory):
 
 
 @pytest.fixture
-def copied(tmp_path, original):
+def finished(tmp_path, original):
+    """The recipe and the output directory of a copy of that run."""
+    shutil.copytree(original[0]["output_dir"], tmp_path / "run")
+    return original[0] | {"output_dir": str(tmp_path / "run")}, tmp_path / "run"
+
+
+@pytest.fixture
+def copied(finished):
     """The recipe and the checkpoint directory of a copy of that run, without checkpoints after step 9."""
-    values = original[0] | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    shutil.rmtree(tmp_path / "run/checkpoints/step-000000012")
-    return values, tmp_path / "run/checkpoints"
+    values, directory = finished
+    shutil.rmtree(directory / "checkpoints/step-000000012")
+    return values, directory / "checkpoints"
 
 
 def cut_in_half(path: Path) -> None:
@@ -74,7 +80,7 @@ SHAPES = ["", "null", "0", "-1", "1e999", "true", '""', "[]", "[[]]", "{", "{}",
 SHAPES += ['{"a":' * 100_000, "\ufeff{}", '"\\ud800"', "NaN", "{'step': 9}", "9" * 5000]
 WRONG = [None, True, -1, 1.5, "", "nine", [], [[]], {}, {"": None}, [None], 10**30, [1, 2, 3, {}], [[1, 2, 3]]]
 # For each key, the values of `WRONG` that are valid.
-KEYS = {"format": [2], "step": [10**30], "rates": [[]], "record": [], "recipe": [{}, {"": None}], "data": ["", "nine"]}
+KEYS = {"step": [10**30], "rates": [[]], "record": [], "recipe": [{}, {"": None}], "data": ["", "nine"]}
 KEYS |= {"position": [[], [1, 2, 3, {}]], "files": []}
 
 
@@ -122,11 +128,17 @@ def test_a_manifest_of_another_step_is_damage_and_nothing_else_suffers(copied, o
     assert {path.name for path in checkpoints.glob("step-*")} >= {"step-000000003", "step-000000006"}
 
 
-def test_nothing_is_set_aside_before_a_checkpoint_has_been_loaded(copied):
+@pytest.mark.parametrize("damaged", [False, True])
+def test_nothing_is_set_aside_before_a_checkpoint_has_been_loaded(copied, damaged):
     values, checkpoints = copied
-    plant(checkpoints / "step-000000003", "optimizer.bin", b"no optimizer")
+    message = "step-000000003"
+    if damaged:
+        cut_in_half(checkpoints / "step-000000003/model.safetensors")
+        message = r"step-000000003 is not a complete checkpoint: model.safetensors does not"
+    else:
+        plant(checkpoints / "step-000000003", "optimizer.bin", b"no optimizer")
     names = {path.name for path in checkpoints.glob("step-*")}
-    with pytest.raises(ValueError, match="step-000000003"):
+    with pytest.raises(ValueError, match=message):
         run(values | {"resume": str(checkpoints / "step-000000003")})
     assert {path.name for path in checkpoints.glob("*step-*")} == names
 
@@ -141,22 +153,14 @@ def test_a_recipe_of_any_shape_in_a_checkpoint_ends_in_one_line(copied):
         assert "\n" not in str(stopped.value)
 
 
-def test_what_is_no_checkpoint_by_its_name_is_left_alone(copied, original):
-    values, checkpoints = copied
-    for name in ("step-\u00b2", "step-", "step-9a", "step--9"):
-        (checkpoints / name).mkdir()
-    (checkpoints / "step-000000099").write_text("a file")
-    assert run(values)["losses"] == original[1]["losses"]
-    assert (checkpoints / "step-\u00b2").is_dir() and (checkpoints / "step-000000099").is_file()
-
-
 FOREIGN = {
     "step-500": True,  # as other tools name their checkpoints
     "step-000000001": True,  # without a manifest
     "step-10": False,
+    "step-000000099": False,
+    "step-\u00b2": True,
+    "step--9": True,
     ".partial-notes": True,
-    ".partial-000000001": False,
-    "xpartial-step-000000001": True,
     "set-aside-notes": True,
     "set-aside-step-000000009": False,
     "notes.txt": False,
@@ -209,10 +213,9 @@ NAMES = ["config.json", "model.safetensors", "results.json"]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["link", "broken link", "folder", "pipe"])
-def test_a_model_replaces_regular_files_alone_and_all_of_them_or_none(tmp_path, original, name, kind):
-    values = original[0] | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    path, elsewhere = tmp_path / "run" / name, tmp_path / "elsewhere"
+def test_a_model_replaces_regular_files_alone_and_all_of_them_or_none(tmp_path, finished, name, kind):
+    values, directory = finished
+    path, elsewhere = directory / name, tmp_path / "elsewhere"
     path.rename(elsewhere)
     if kind == "folder":
         path.mkdir()
@@ -220,52 +223,29 @@ def test_a_model_replaces_regular_files_alone_and_all_of_them_or_none(tmp_path, 
         os.mkfifo(path)
     else:
         path.symlink_to(elsewhere if kind == "link" else "nowhere")
-    before = {each: (each.lstat().st_mtime_ns, each.lstat().st_mode) for each in (tmp_path / "run").iterdir()}
-    others = [tmp_path / "run" / each for each in NAMES if name == "results.json" or each != "results.json"]
+    before = {each: (each.lstat().st_mtime_ns, each.lstat().st_mode) for each in directory.iterdir()}
+    others = {directory / each for each in NAMES if name == "results.json" or each != "results.json"}
     content = elsewhere.read_bytes()
     with pytest.raises(OSError, match=f"cannot write the model and its results to .*{name}: (is|exists)") as error:
         run(values)
     assert "\n" not in str(error.value) and elsewhere.read_bytes() == content
     changed = {each for each, state in before.items() if (each.lstat().st_mtime_ns, each.lstat().st_mode) != state}
-    assert path not in changed and (name == "results.json" or not changed & set(others))
-    assert not list((tmp_path / "run").glob(".*"))
-
-
-def test_a_link_to_a_checkpoint_is_one_and_is_removed_as_a_link(tmp_path, copied, original):
-    values, checkpoints = copied
-    elsewhere = tmp_path / "elsewhere"
-    (checkpoints / "step-000000003").rename(elsewhere)
-    (checkpoints / "step-000000003").symlink_to(elsewhere)
-    results = run(values | {"keep_checkpoints": 1})
-    assert results["losses"] == original[1]["losses"] and (elsewhere / MANIFEST).exists()
-    assert [path.name for path in checkpoints.glob("step-*")] == ["step-000000012"]
+    assert path not in changed and (name == "results.json" or not changed & others)
+    assert not list(directory.glob(".*"))
 
 
 def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_skips(copied, original, capsys):
     values, checkpoints = copied
     flip_a_bit(checkpoints / "step-000000009/optimizer.bin")
     (checkpoints / "step-000000006" / MANIFEST).unlink()
-    (checkpoints / ".partial-step-000000010").mkdir()
+    (checkpoints / UNFINISHED / "left").mkdir(parents=True)  # as after a kill
     results = run(values)
     said = capsys.readouterr().out
     assert f"{checkpoints}/step-000000009 is damaged (optimizer.bin does not match its checksum): skipped" in said
     assert f"{checkpoints}/step-000000006 is damaged (no checkpoint.json): skipped" in said
     assert f"resuming from {checkpoints}/step-000000003" in said
     assert results["losses"] == original[1]["losses"]
-    assert not (checkpoints / ".partial-step-000000010").exists()
-
-
-def test_a_finished_run_started_again_removes_what_a_kill_left_of_a_checkpoint(tmp_path, original):
-    values = original[0] | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    checkpoints = tmp_path / "run/checkpoints"
-    left = checkpoints / ".partial-step-000000003"  # as after a kill while this checkpoint was being removed
-    (checkpoints / "step-000000003").rename(left)
-    (left / MANIFEST).unlink()
-    results = run(values)
-    assert not list(checkpoints.glob(".*"))
-    assert sorted(path.name for path in checkpoints.glob("*step-*")) == [f"step-{step:09d}" for step in (6, 9, 12)]
-    assert results["losses"] == original[1]["losses"]
+    assert not (checkpoints / UNFINISHED).exists()
 
 
 def test_a_run_with_no_complete_checkpoint_begins_again(copied, original):
@@ -276,9 +256,8 @@ def test_a_run_with_no_complete_checkpoint_begins_again(copied, original):
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
-    values = bytes_recipe(tmp_path, steps=7, save_every=2, keep_checkpoints=2)
-    run(values)
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("*step-*"))
+    run(bytes_recipe(tmp_path, steps=7, save_every=2, keep_checkpoints=2))
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["step-000000006", "step-000000007"]
 
 
@@ -313,39 +292,27 @@ def test_an_error_of_sharded_checkpoints_ends_in_one_line(copied, monkeypatch, m
     assert not list(copied[1].glob(".*"))
 
 
-def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(tmp_path, original):
-    values = original[0] | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(finished, original):
+    values, directory = finished
+    files = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     assert finish(launch(_run_with_little_room, (values,))) == [1]
-    message = Path(f"{values['output_dir']}.error").read_text()
-    assert f"OSError: cannot write the model and its results to {tmp_path}/run (" in message
+    message = Path(f"{directory}.error").read_text()
+    assert f"OSError: cannot write the model and its results to {directory} (" in message
     assert "free disk space and run the same command again to write them" in message and message.count("\n") == 1
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == files
-    assert not list((tmp_path / "run").glob(".*"))
+    assert {path: path.read_bytes() for path in directory.iterdir() if path.is_file()} == files
+    assert not list(directory.glob(".*"))
     assert run(values)["losses"] == original[1]["losses"]
 
 
-def test_a_folder_with_a_name_of_many_tools_stays(tmp_path, original):
-    values = original[0] | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    (tmp_path / "run/.unfinished").mkdir()
-    (tmp_path / "run/.unfinished/notes").write_text("mine")
-    run(values)
-    assert (tmp_path / "run/.unfinished/notes").read_text() == "mine"
-
-
-def test_what_a_kill_left_of_a_model_holds_no_room_while_the_run_goes_on(tmp_path, original):
-    values = original[0] | {"output_dir": str(tmp_path / "run"), "steps": 15}
-    shutil.copytree(original[0]["output_dir"], values["output_dir"])
-    left = tmp_path / "run" / UNFINISHED
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        take_steps = loop.take_steps
-        patch.setattr(loop, "take_steps", lambda run: [seen.append(left.exists()), take_steps(run)])
-        run(values)
+def test_what_a_kill_left_of_a_model_holds_no_room_while_the_run_goes_on(finished, monkeypatch):
+    values, directory = finished
+    (directory / UNFINISHED).mkdir()
+    (directory / UNFINISHED / "model.safetensors").write_bytes(b"half")
+    seen, take_steps = [], loop.take_steps
+    monkeypatch.setattr(
+        loop, "take_steps", lambda run: [seen.append((directory / UNFINISHED).exists()), take_steps(run)]
+    )
+    run(values | {"steps": 15})
     assert seen == [False]
 
 
@@ -363,13 +330,6 @@ def test_a_folder_that_cannot_be_written_stops_the_run_with_one_message(tmp_path
     (tmp_path / "run/checkpoints").write_text("in the way")
     with pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run \(.*/run/checkpoints"):
         run(bytes_recipe(tmp_path))
-
-
-def test_a_checkpoint_asked_for_by_name_has_to_be_complete(copied):
-    values, checkpoints = copied
-    cut_in_half(checkpoints / "step-000000009/model.safetensors")
-    with pytest.raises(ValueError, match=r"step-000000009 is not a complete checkpoint: model.safetensors does not"):
-        run(values | {"resume": str(checkpoints / "step-000000009")})
 
 
 def test_the_manifest_says_where_the_run_stands(original):

@@ -113,7 +113,7 @@ def bytes_of_a_layer(aft_type: str, length: int, group: Any) -> dict[str, int]:
     x = torch.randn(1, length, 16, requires_grad=True)
     shard = SequenceShard(group, 1, length, x.device)  # exchanged once for all layers
     with counted_bytes() as counts:
-        mixer(x, shard=shard).sum().backward()
+        mixer(x, documents=shard).sum().backward()
     return counts
 
 
@@ -166,7 +166,7 @@ def outputs_of_keys_with_an_offset(aft_type: str, group: Any = None) -> torch.Te
     if group is None:
         return mixer(x)
     shard = local_shard(x, group)
-    return whole(mixer(shard, shard=SequenceShard(group, 1, shard.shape[1], x.device)), group)
+    return whole(mixer(shard, documents=SequenceShard(group, 1, shard.shape[1], x.device)), group)
 
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
@@ -362,7 +362,7 @@ def test_shards_that_the_processes_cannot_take_are_an_error(tmp_path, changes, m
     ("changes", "message"),
     [
         ({"compile": True}, "context_parallel=2 needs compile=False, got compile=True"),
-        ({"task": "images"}, "needs a task of sequences, 'bytes' or 'pixels', got task='images'"),
+        ({"task": "images"}, "needs a task of sequences, 'bytes', 'tokens' or 'pixels', got task='images'"),
     ],
 )
 def test_a_recipe_that_cannot_take_shards_is_an_error(tmp_path, changes, message):

@@ -126,7 +126,7 @@ def sequence_seen_from_both_sides(name: str, group: Any = None) -> torch.Tensor:
     if group is None:
         return mixer(x)
     shard = local_shard(x, group)
-    return whole(mixer(shard, shard=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
+    return whole(mixer(shard, documents=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
 
 
 def bytes_of_a_layer(rows: int, group: Any) -> dict[str, int]:
@@ -136,7 +136,7 @@ def bytes_of_a_layer(rows: int, group: Any) -> dict[str, int]:
     shard = SequenceShard(group, 1, rows * 3, x.device, columns=3)
     _ = shard.from_the_end  # both are exchanged once for all layers
     with counted_bytes() as counts:
-        mixer(x, shard=shard, grid_size=(rows, 3)).sum().backward()
+        mixer(x, documents=shard, grid_size=(rows, 3)).sum().backward()
     return counts
 
 
@@ -156,10 +156,10 @@ WRONG = {
         pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
     ),
     "a bidirectional AFTLocal cannot take": lambda group: AFTLocal(16, 64, 5)(
-        torch.randn(1, 8, 16), shard=SequenceShard(group, 1, 8, torch.device("cpu"))
+        torch.randn(1, 8, 16), documents=SequenceShard(group, 1, 8, torch.device("cpu"))
     ),
     "has no padding and no documents": lambda group: AFTSimple(16)(
-        torch.randn(1, 8, 16), shard=SequenceShard(group, 1, 8, torch.device("cpu"), torch.ones(1, 8).bool())
+        torch.randn(1, 8, 16), documents=SequenceShard(group, 1, 8, torch.device("cpu"), torch.ones(1, 8).bool())
     ),
     "do not match image_size=22 x 6": lambda group: build_case(use_position_embeddings=True)[0](IMAGES),
     "the processes have rows of [2, 3": of_different_widths,

@@ -15,7 +15,7 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.conversion import adapt_to_image_size
-from aft_hf.data.bytes import ByteWindows
+from aft_hf.data.bytes import Windows
 from aft_hf.data.image_files import ImageError
 from aft_hf.data.loading import ImageColumn, load_local
 from aft_hf.training.evaluation import (
@@ -31,6 +31,10 @@ CLASSES = 7
 SIZES = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 3}
 SIZES |= {"image_size": 16, "patch_size": 4}
 TEXT_LABELS = {"image": Image(), "label": Value("string")}
+
+
+def processor_for(height: int, width: int | None = None) -> ViTImageProcessorPil:
+    return ViTImageProcessorPil(size={"height": height, "width": width or height})
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def metrics_by_hand(model, processor, images, **options):
 
 
 def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images):
-    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    model, processor = classifier(), processor_for(16)
     expected = metrics_by_hand(model, processor, images)
     for batch_size in (1, 4, 64):
         assert evaluate_classifier(model, processor, images, batch_size=batch_size) == pytest.approx(
@@ -78,21 +82,17 @@ def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images
         )
 
 
-@pytest.mark.parametrize("classes", (5, 6))
-def test_the_top_5_are_counted_if_there_are_more_than_5_classes_and_in_the_dtype_of_the_model(images, classes):
-    sizes = SIZES | {"num_labels": classes, "dtype": torch.bfloat16}
-    model = AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **sizes)).to(torch.bfloat16).eval()
-    dtypes = []
+def test_images_are_evaluated_in_the_dtype_of_the_model(images):
+    model, dtypes = classifier().to(torch.bfloat16), []
     model.aft.embeddings.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
-    rows = images.select(range(classes)).cast_column("label", ClassLabel(classes))
-    result = evaluate_classifier(model, ViTImageProcessorPil(size={"height": 16, "width": 16}), rows)
-    assert ("top_5_accuracy" in result) == (classes == 6) and dtypes == [torch.bfloat16]
+    evaluate_classifier(model, processor_for(16), images)
+    assert dtypes == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT-conv", "ViT"])
 def test_images_of_another_size_go_through_models_that_can_take_them(images, aft):
-    model, processor = classifier(aft), ViTImageProcessorPil(size={"height": 16, "width": 16})
-    larger = ViTImageProcessorPil(size={"height": 24, "width": 32})
+    model, processor = classifier(aft), processor_for(16)
+    larger = processor_for(24, 32)
     found = evaluate_classifier(model, processor, images, image_size=(24, 32))
     if aft:  # the model itself is unchanged
         assert model.config.image_size == 16
@@ -102,10 +102,10 @@ def test_images_of_another_size_go_through_models_that_can_take_them(images, aft
 
 
 def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
-    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    model, processor = classifier(), processor_for(16)
     for layer in model.aft.layers:
         layer.mixer.selection = "gumbel"
-    larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
+    larger = processor_for(24)
     expected = metrics_by_hand(model, larger, images)
     with CaptureLogger(logger) as captured:
         found = evaluate_classifier(model, processor, images, image_size=(24, 24))
@@ -115,7 +115,7 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
 @pytest.mark.parametrize("stretch_kernels", [False, True])
 @pytest.mark.parametrize("enlarge_patches", [False, True])
 def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kernels, enlarge_patches):
-    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    model, processor = classifier(), processor_for(16)
     options = {"stretch_kernels": stretch_kernels, "enlarge_patches": enlarge_patches}
     found = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
     if not (stretch_kernels and enlarge_patches):
@@ -123,15 +123,17 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
     adapt_to_image_size(model, 24, **options)
     kept = model.config.kernel_size, model.config.patch_size
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
-    larger = ViTImageProcessorPil(size={"height": 24, "width": 24})
+    larger = processor_for(24)
     assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 
 
 def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
     """The kernels were not resized, as in a model fine-tuned at a larger size."""
-    model, processor = classifier(), ViTImageProcessorPil(size={"height": 24, "width": 24})
-    expected = metrics_by_hand(model, processor, images)
-    assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
+    model = classifier()
+    expected = metrics_by_hand(model, processor_for(24), images)
+    assert evaluate_classifier(model, processor_for(24), images, image_size=(24, 24)) == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_the_margin_that_is_cropped_keeps_its_share(images):
@@ -144,17 +146,14 @@ def test_the_margin_that_is_cropped_keeps_its_share(images):
 
 
 def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):
-    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
-    expected = metrics_by_hand(model, processor, images)
+    model = classifier()
+    expected = metrics_by_hand(model, processor_for(16), images)
     names = [f"class {i}" for i in range(CLASSES)]
     model.config.id2label = dict(enumerate(names))
     shuffled = names[3:] + names[:3]
-    labels = [shuffled.index(names[row["label"]]) for row in images]
-    renamed = Dataset.from_dict(
-        {"image": images["image"], "label": labels},
-        features=Features({"image": Image(), "label": ClassLabel(names=shuffled)}),
-    )
-    assert evaluate_classifier(model, processor, renamed) == pytest.approx(expected, rel=1e-4)
+    numbers = [shuffled.index(names[label]) for label in images["label"]]
+    renamed = labelled({"image": images["image"], "label": numbers}, shuffled)
+    assert evaluate_classifier(model, processor_for(16), renamed) == pytest.approx(expected, rel=1e-4)
 
 
 def labelled(images, names):
@@ -163,67 +162,49 @@ def labelled(images, names):
 
 
 def test_data_of_other_classes_is_refused_with_both_lists(images):
-    model, processor = classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16})
+    model = classifier()
     data = labelled(images, [f"tree {i}" for i in range(CLASSES)])
-    expected = metrics_by_hand(model, processor, data)
+    expected = metrics_by_hand(model, processor_for(16), data)
     with CaptureLogger(logger) as log:  # the model has no class names
-        assert evaluate_classifier(model, processor, data) == pytest.approx(expected, rel=1e-4)
+        assert evaluate_classifier(model, processor_for(16), data) == pytest.approx(expected, rel=1e-4)
     assert "matched by number: the data has 'tree 0'" in log.out and "the model 'LABEL_0'" in log.out
     model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
     with pytest.raises(ValueError, match=r"classes 'tree 0', .* \(7 in all\), the model 'animal 0'"):
-        evaluate_classifier(model, processor, data)
+        evaluate_classifier(model, processor_for(16), data)
+    with pytest.raises(ValueError, match="the data has 8 classes, the model 7"):
+        evaluate_classifier(model, processor_for(16), labelled(images, [str(i) for i in range(CLASSES + 1)]))
+    for names in (["0", "7"], ["3", "03"]):
+        data = labelled({"image": images["image"][:2], "label": [0, 1]}, names)
+        with pytest.raises(ValueError, match=f"label '{names[1]}' is not one of the class numbers 0 .. 6"):
+            evaluate_classifier(classifier(), processor_for(16), data)
 
 
 def test_labels_that_are_numbers_mean_these_classes_in_whatever_order_a_folder_sorts_them(images):
     """Sorted as text, "10" comes before "2". Not every class has to occur."""
     numbers = [10, 2, 0, 5, 10, 2, 11]
     names = sorted(map(str, set(numbers)))
-    config = AFTConfig(modality="image", aft_type="conv", num_labels=12, **SIZES)
     torch.manual_seed(0)
-    model, processor = (
-        AFTForImageClassification(config).eval(),
-        ViTImageProcessorPil(size={"height": 16, "width": 16}),
-    )
+    model = AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", num_labels=12, **SIZES)).eval()
     torch.nn.init.normal_(model.classifier.weight, std=10)
     rows = {"image": images["image"][: len(numbers)], "label": [names.index(str(number)) for number in numbers]}
-    folder = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=names)}))
     texts = Dataset.from_dict(rows | {"label": list(map(str, numbers))}, features=Features(TEXT_LABELS))
-    expected = metrics_by_hand(model, processor, [{**row, "label": n} for row, n in zip(folder, numbers)])
-    for data in (folder, texts):
-        assert evaluate_classifier(model, processor, data) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("names", [["0", "7"], ["3", "03"]], ids=str)
-def test_labels_that_are_no_numbers_of_classes_are_refused(images, names):
-    data = Dataset.from_dict(
-        {"image": images["image"][:2], "label": [0, 1]},
-        features=Features({"image": Image(), "label": ClassLabel(names=names)}),
-    )
-    with pytest.raises(ValueError, match=f"label '{names[1]}' is not one of the class numbers 0 .. 6"):
-        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
+    given = [{"image": image, "label": number} for image, number in zip(rows["image"], numbers)]
+    expected = metrics_by_hand(model, processor_for(16), given)
+    for data in (labelled(rows, names), texts):
+        assert evaluate_classifier(model, processor_for(16), data) == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_image_that_cannot_be_used_is_told_with_its_row(images, tmp_path):
-    rows = [{"bytes": image_file(row["image"]), "path": None} for row in images]
+    rows = []
+    for row in images:
+        row["image"].save(content := io.BytesIO(), "PNG")
+        rows.append({"bytes": content.getvalue(), "path": None})
     rows[7]["bytes"] = rows[7]["bytes"][:60]
-    labelled(images, [str(i) for i in range(CLASSES)]).remove_columns("image").add_column("image", rows).to_parquet(
-        tmp_path / "rows.parquet"
-    )
+    data = labelled(images, [str(i) for i in range(CLASSES)]).remove_columns("image").add_column("image", rows)
+    data.to_parquet(tmp_path / "rows.parquet")
     data = load_local(tmp_path / "rows.parquet").cast_column("image", ImageColumn())
     with pytest.raises(ImageError, match="row 7: an image: cannot be read as an image"):
-        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data, batch_size=4)
-
-
-def image_file(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def test_data_of_more_classes_than_the_model_has_is_refused(images):
-    data = labelled(images, [str(i) for i in range(CLASSES + 1)])
-    with pytest.raises(ValueError, match="the data has 8 classes, the model 7"):
-        evaluate_classifier(classifier(), ViTImageProcessorPil(size={"height": 16, "width": 16}), data)
+        evaluate_classifier(classifier(), processor_for(16), data, batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +251,8 @@ def rows_of(*texts):
 
 
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT", "GPT-2"])
-@pytest.mark.parametrize("length", [2, 3, 9, 10, 11, 12, 20, 21, 31, 52])
-@pytest.mark.parametrize("stride", [1, 3, 9, 10, None])
+@pytest.mark.parametrize("length", [2, 10, 11, 12, 21, 52])
+@pytest.mark.parametrize("stride", [1, 3, None])
 def test_every_token_but_the_first_is_scored_once_whatever_the_length_and_stride(stride, length, aft):
     model, text = language_model(aft), TEXT[:length]
     options = {"block_size": 10, "stride": stride, "batch_size": 3}
@@ -293,7 +274,7 @@ def test_a_byte_model_has_the_bits_per_byte_that_its_training_reports(text, stri
     path.write_bytes(text.encode())
     result = evaluate_language_model(model, build_byte_tokenizer(), load_local(path), block_size=10, stride=stride)
     nats = count = 0.0
-    windows = ByteWindows(path, seq_len=10, stride=stride)
+    windows = Windows(path, seq_len=10, stride=stride)
     for window in map(windows.__getitem__, range(len(windows))):
         with torch.no_grad():
             logits = model(input_ids=window["input_ids"][None]).logits[0].double()
@@ -343,24 +324,19 @@ def test_the_bits_are_those_of_the_texts_and_not_of_their_ends():
     tokenizer, model = build_byte_tokenizer(), language_model()
     assert tokenizer.eos_token_id is not None
     texts = ["The quick brown ", "", "fox jumps ", "over the lazy dog."]
-    results = [
-        evaluate_language_model(model, tokenizer, rows_of(*rows), block_size=10) for rows in (texts, ["".join(texts)])
-    ]
+    rows = (rows_of(*texts), rows_of("".join(texts)))
+    results = [evaluate_language_model(model, tokenizer, each, block_size=10) for each in rows]
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("block_size", "stride"), [(10, -1), (10, 0), (10, 11), (0, None), (-3, None)])
-def test_a_stride_that_leaves_tokens_out_is_refused(block_size, stride):
-    with pytest.raises(ValueError, match=r"block_size must be at least 1 and stride in 1 .. block_size"):
-        evaluate_language_model(
-            language_model(), build_byte_tokenizer(), rows_of(TEXT), block_size=block_size, stride=stride
-        )
-
-
-@pytest.mark.parametrize("texts", [["x"], [""], ["", "x", ""]], ids=repr)
-def test_a_text_without_a_token_to_predict_is_refused(texts):
-    with pytest.raises(ValueError, match="a text needs 2 tokens"):
-        evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(*texts), block_size=10)
+def test_what_leaves_tokens_out_or_predicts_none_is_refused():
+    for block_size, stride in ((10, -1), (10, 0), (10, 11), (0, None), (-3, None)):
+        options = {"block_size": block_size, "stride": stride}
+        with pytest.raises(ValueError, match=r"block_size must be at least 1 and stride in 1 .. block_size"):
+            evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(TEXT), **options)
+    for texts in (["x"], [""], ["", "x", ""]):
+        with pytest.raises(ValueError, match="a text needs 2 tokens"):
+            evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(*texts), block_size=10)
 
 
 @pytest.mark.parametrize("name", ["no device", "cuda:99", "meta"])

@@ -36,32 +36,15 @@ def collated(count: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(count, 3, 8, 8), "labels": torch.arange(count) % CLASSES}
 
 
-def tuner(
-    model, directory, *, teacher=None, train=None, position_bias_scale=1.0, augment=None, kind="soft", **options
-):
-    own = {name: options.pop(name) for name in ("mixup", "cutmix", "ema_decay") if name in options}
-    own["eval_dataset"] = options.pop("evaluated", None)
-    arguments = TrainingArguments(
-        directory,
-        **{
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "max_steps": 1,
-            **options,
-        },
-    )
-    return FineTuner(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        teacher=teacher,
-        position_bias_scale=position_bias_scale,
-        augment=augment,
-        distillation={"kind": kind, "weight": 0.3, "temperature": 2.0},
-        **own,
-    )
+OWN = ("mixup", "cutmix", "ema_decay", "teacher", "position_bias_scale", "augment", "train_dataset", "eval_dataset")
+
+
+def tuner(model, directory, *, kind="soft", **options):
+    """A FineTuner of one step; the options are its own or those of `TrainingArguments`."""
+    own = {name: options.pop(name) for name in OWN if name in options}
+    arguments = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "max_steps": 1}
+    own["distillation"] = {"kind": kind, "weight": 0.3, "temperature": 2.0}
+    return FineTuner(model=model, args=TrainingArguments(directory, **arguments | options), **own)
 
 
 # The optimizer
@@ -105,21 +88,15 @@ def test_a_rate_of_their_own_for_position_biases_with_a_multiplier_is_noticed(tm
 # The teacher
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("kind", "label_smoothing"), [("soft", 0.0), ("hard", 0.1)])
 def test_accumulated_steps_equal_one_large_batch(kind, label_smoothing, tmp_path):
-    teacher, train = vit(8, num_labels=CLASSES), rows(8)
-    trained = []
+    teacher, train, trained = vit(8, num_labels=CLASSES), rows(8), []
     for batch_size in (8, 2):
         model = classifier(position_bias_entropy_weight=0.0 if label_smoothing else 0.1)
         options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
-        options |= {
-            "optim": "sgd",
-            "learning_rate": 1.0,
-            "max_grad_norm": 0.0,
-            "label_smoothing_factor": label_smoothing,
-        }
-        tuner(model, tmp_path, teacher=teacher, train=train, kind=kind, **options).train()
+        options |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+        options |= {"label_smoothing_factor": label_smoothing, "train_dataset": train, "kind": kind}
+        tuner(model, tmp_path, teacher=teacher, **options).train()
         trained.append(model.state_dict())
     fresh = classifier().state_dict()
     for name in fresh:
@@ -141,54 +118,55 @@ def test_the_loss_is_mixed_with_that_of_a_teacher_of_any_image_size(size, tmp_pa
     assert not teacher.training and model.classifier.weight.grad is not None
 
 
-def test_evaluation_is_without_the_teacher(tmp_path):
+def test_evaluation_is_without_teacher_and_mixing_and_draws_no_random_number_that_training_would_miss(tmp_path):
     model, batch = classifier().eval(), collated(4)
-    with_teacher = tuner(model, tmp_path, teacher=vit(8, num_labels=CLASSES)).compute_loss(model, dict(batch))
-    assert with_teacher.item() == pytest.approx(model(**batch).loss.item())
+    trainer = tuner(model, tmp_path, teacher=vit(8, num_labels=CLASSES), mixup=0.8, cutmix=1.0)
+    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), model(**batch).loss)
+    state = torch.get_rng_state()
+    trainer.evaluate([{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": i % CLASSES} for i in range(4)])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_teacher_in_half_precision_teaches_a_model_in_mixed_precision(tmp_path):
     teacher = vit(8, num_labels=CLASSES).to(torch.bfloat16)
-    result = tuner(classifier(), tmp_path, teacher=teacher, train=rows(8), bf16=True).train()
+    result = tuner(classifier(), tmp_path, teacher=teacher, train_dataset=rows(8), bf16=True).train()
     assert torch.isfinite(torch.tensor(result.training_loss))
 
 
-def test_a_teacher_that_numbers_the_classes_otherwise_is_refused(tmp_path):
-    student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
-    with pytest.raises(ValueError, match=r"numbers the classes \['dog', 'cat'\], the model \['cat', 'dog'\]"):
-        tuner(student, tmp_path, teacher=vit(8, id2label={0: "dog", 1: "cat"}))
-
-
-def test_a_teacher_of_other_classes_is_refused_with_both_lists(tmp_path):
-    student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
-    with pytest.raises(ValueError, match=r"has the classes 'oak', 'elm', the model 'cat', 'dog'"):
-        tuner(student, tmp_path, teacher=vit(8, id2label={0: "oak", 1: "elm"}))
-
-
-def test_a_teacher_whose_classes_have_no_names_is_taken_by_number_with_a_warning(tmp_path):
-    student = classifier(num_labels=2, id2label={0: "cat", 1: "dog"})
-    with CaptureLogger(logger) as log:
-        tuner(student, tmp_path, teacher=vit(8, num_labels=2))
-    assert "the teacher has 'LABEL_0', 'LABEL_1', the model 'cat', 'dog'" in log.out
-    with CaptureLogger(logger) as log:
-        tuner(student, tmp_path, teacher=vit(8, id2label={0: "cat", 1: "dog"}))
-    assert log.out == ""
-
-
-# Augmentation and evaluation
+NAMED = {"num_labels": 2, "id2label": {0: "cat", 1: "dog"}}
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"),
+    ("teacher", "student", "message"),
     [
-        (lambda: vit(8, num_labels=CLASSES).base_model, "ViTModel, which has no classifier"),
-        (lambda: vit(8, num_labels=CLASSES + 1), "has 4 classes, the model 3"),
+        (
+            {"id2label": {0: "dog", 1: "cat"}},
+            NAMED,
+            r"numbers the classes \['dog', 'cat'\], the model \['cat', ",
+        ),
+        ({"id2label": {0: "oak", 1: "elm"}}, NAMED, "has the classes 'oak', 'elm', the model 'cat', 'dog'"),
+        ({"num_labels": CLASSES + 1}, {}, "has 4 classes, the model 3"),
+        (None, {}, "ViTModel, which has no classifier"),
     ],
-    ids=["backbone", "other classes"],
+    ids=["other order", "other classes", "other number", "backbone"],
 )
-def test_a_teacher_that_cannot_teach_is_refused_at_once(tmp_path, teacher, message):
+def test_a_teacher_that_cannot_teach_is_refused_at_once(tmp_path, teacher, student, message):
     with pytest.raises(ValueError, match=message):
-        tuner(classifier(), tmp_path, teacher=teacher())
+        model = vit(8).base_model if teacher is None else vit(8, **teacher)
+        tuner(classifier(**student), tmp_path, teacher=model)
+
+
+def test_a_teacher_whose_classes_have_no_names_is_taken_by_number_with_a_warning(tmp_path):
+    for options, warning in (
+        ({"num_labels": 2}, "the teacher has 'LABEL_0', 'LABEL_1', the model 'cat', 'dog'"),
+        ({"id2label": NAMED["id2label"]}, ""),
+    ):
+        with CaptureLogger(logger) as log:
+            tuner(classifier(**NAMED), tmp_path, teacher=vit(8, **options))
+        assert warning in log.out and bool(log.out) == bool(warning)
+
+
+# Augmentation and evaluation
 
 
 def test_images_are_augmented_in_training_and_not_in_evaluation(tmp_path):
@@ -206,18 +184,6 @@ def test_images_are_augmented_in_training_and_not_in_evaluation(tmp_path):
     assert trainer.compute_loss(model.train(), batch).item() == plain.compute_loss(model, flipped).item()
     assert trainer.compute_loss(model.eval(), batch).item() == plain.compute_loss(model, batch).item()
     assert seen == [(4, 3, 8, 8)]
-
-
-def test_evaluating_draws_no_random_number_that_training_would_miss(tmp_path):
-    trainer = tuner(classifier(), tmp_path)
-    state = torch.get_rng_state()
-    trainer.evaluate(constant_rows(4))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def constant_rows(count: int) -> list[dict]:
-    """Return rows that are made without random numbers."""
-    return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": i % CLASSES} for i in range(count)]
 
 
 # Label smoothing
@@ -239,13 +205,13 @@ def test_label_smoothing_would_lose_the_entropy_and_is_refused_with_it(tmp_path)
 
 
 def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(tmp_path):
-    trainer = tuner(classifier(), tmp_path / "aft", train=rows(6))
+    trainer = tuner(classifier(), tmp_path / "aft", train_dataset=rows(6))
     trainer.train()
     trainer.save_model()
     trainer.create_model_card()
     card = (tmp_path / "aft" / "README.md").read_text()
     assert "Attention Free Transformer" in card and "generated_from_trainer" not in card
-    other = tuner(vit(8, num_labels=CLASSES), tmp_path / "vit", train=rows(6))
+    other = tuner(vit(8, num_labels=CLASSES), tmp_path / "vit", train_dataset=rows(6))
     other.save_model()
     other.create_model_card()
     card = (tmp_path / "vit" / "README.md").read_text()
@@ -285,13 +251,6 @@ def test_the_teacher_sees_the_mixed_images(tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-def test_images_are_not_mixed_in_an_evaluation(tmp_path):
-    model, batch = classifier(), collated(6)
-    trainer = tuner(model, tmp_path, mixup=0.8, cutmix=1.0)
-    loss = trainer.compute_loss(model.eval(), dict(batch))
-    torch.testing.assert_close(loss, model(**batch).loss)
-
-
 # The average of the weights
 
 
@@ -307,7 +266,7 @@ def test_the_model_that_a_training_leaves_is_the_average_and_so_is_what_it_evalu
         lambda module, *_: None if model.training else evaluated.append(module.weight.detach().clone())
     )
     options = {"max_steps": 4, "learning_rate": 0.1, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = tuner(model, tmp_path, train=rows(8), evaluated=rows(2), ema_decay=decay, **options)
+    trainer = tuner(model, tmp_path, train_dataset=rows(8), eval_dataset=rows(2), ema_decay=decay, **options)
     trainer.add_callback(Watch())
     trainer.train()
 
@@ -328,7 +287,7 @@ def test_a_resumed_training_has_the_average_of_an_uninterrupted_one(tmp_path):
 
     def trained(directory, steps, checkpoint=None):
         model = classifier()
-        trainer = tuner(model, directory, train=data, ema_decay=0.5, max_steps=steps, **options)
+        trainer = tuner(model, directory, train_dataset=data, ema_decay=0.5, max_steps=steps, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         return model.state_dict()
 
@@ -340,24 +299,20 @@ def test_a_resumed_training_has_the_average_of_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"mixup": -1.0}, "mixup must be"),
         ({"cutmix": float("nan")}, "cutmix must be"),
         ({"ema_decay": 1.0}, r"ema_decay must be in \(0, 1\)"),
         (
             {"ema_decay": 0.9, "load_best_model_at_end": True, "save_strategy": "best"}
-            | {"eval_strategy": "steps", "evaluated": rows(1), "metric_for_best_model": "loss"},
-            "does not work with load_best_model_at_end",
+            | {"eval_strategy": "steps", "eval_dataset": rows(1), "metric_for_best_model": "loss"},
+            "load_best_model_at_end",
         ),
+        ({"mixup": 0.8, "problem_type": "multi_label_classification"}, "one class per image"),
     ],
 )
 def test_mixtures_and_averages_that_make_no_sense_are_refused(options, message, tmp_path):
+    model = classifier(problem_type=options.pop("problem_type", None))
     with pytest.raises(ValueError, match=message):
-        tuner(classifier(), tmp_path, **options)
-
-
-def test_images_of_several_classes_are_not_mixed(tmp_path):
-    model = classifier(problem_type="multi_label_classification")
-    with pytest.raises(ValueError, match="one class per image"):
-        tuner(model, tmp_path, mixup=0.8)
+        tuner(model, tmp_path, **options)

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aft_hf.data.order import GlobalBatches
 from aft_hf.training import loop
-from aft_hf.training.adamw import build_adamw
 from aft_hf.training.checkpoints import find_damage
 from aft_hf.training.manifest import read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
+from aft_hf.training.setup import build_adamw
 from aft_hf.training.tasks import BytesTask
 
 
@@ -110,13 +110,6 @@ def test_losses_are_means_over_as_many_steps_as_asked_for_also_after_an_interrup
     assert [row["loss"] for row in rows] == pytest.approx(means, rel=1e-12)
 
 
-def test_another_micro_batch_size_gives_the_same_losses_without_dropout(tmp_path):
-    values = bytes_recipe(tmp_path)
-    values["model"] |= {"hidden_dropout_prob": 0.0}
-    whole = losses(run(values | {"micro_batch_size": None, "output_dir": str(tmp_path / "whole")}))
-    assert losses(run(values)) == pytest.approx(whole, abs=1e-5)
-
-
 def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
     values = bytes_recipe(tmp_path, steps=1, save_every=1, max_grad_norm=None)
     values["model"] |= {"hidden_dropout_prob": 0.0}
@@ -141,17 +134,24 @@ def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
         torch.testing.assert_close(state[i]["exp_avg"], expected, rtol=1e-5, atol=0.1 * rounding)
 
 
+def test_gradients_are_clipped_to_the_norm_of_the_recipe(tmp_path):
+    run(bytes_recipe(tmp_path, steps=1, save_every=1, max_grad_norm=1e-3))
+    optimizer = torch.load(tmp_path / "run/checkpoints/step-000000001/optimizer.bin", weights_only=True)
+    moments = [state["exp_avg"].norm() for state in optimizer["state"].values()]  # 0.1 x gradient
+    assert torch.stack(moments).norm().item() == pytest.approx(1e-4, rel=1e-2)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_after_the_step_and_exits_and_the_run_goes_on(tmp_path, finished, monkeypatch, number, code):
-    values, training_pass = bytes_recipe(tmp_path), loop.training_pass
+    values, training_pass = bytes_recipe(tmp_path), loop.Run.training_pass
 
-    def interrupted(run, batch, step, index):
-        if (step, index) == (5, 1):
+    def interrupted(self, index):
+        if (self.step, index) == (5, 1):
             os.kill(os.getpid(), number)
-        return training_pass(run, batch, step, index)
+        return training_pass(self, index)
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
-        patched.setattr(loop, "training_pass", interrupted)
+        patched.setattr(loop.Run, "training_pass", interrupted)
         run(values)
     assert stopped.value.code == code
     assert [path.name for path in sorted((tmp_path / "run/checkpoints").glob("*step-*"))][-1] == "step-000000005"
@@ -169,14 +169,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rate(tmp_path
     for path in kept:
         assert find_damage(path) is None
         assert all(weight.isfinite().all() for weight in load_file(path / "model.safetensors").values())
-
-
-def test_a_checkpoint_of_another_recipe_is_refused_by_the_key_that_differs(tmp_path):
-    values = bytes_recipe(tmp_path, steps=3)
-    run(values)
-    values["optimizer"] = {"learning_rate": 2e-2, "weight_decay": 0.1}
-    with pytest.raises(ValueError, match=r"optimizer.learning_rate=0.01, and the recipe has 0.02"):
-        run(values)
 
 
 def test_a_checkpoint_from_before_a_key_was_known_has_its_default(tmp_path, finished):
@@ -224,7 +216,7 @@ def test_a_schedule_goes_on_from_the_numbers_in_the_manifest(tmp_path, name):
     values |= {"global_batch_size": 2, "evaluate_every": 100}
     whole = run(values | {"output_dir": str(tmp_path / "whole")})
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "show", lambda run, _: interrupt(run.record.curve()[-1][0] == 5))
+        patch.setattr(loop.Run, "report", lambda self, _: interrupt(self.step == 5))
         run(values)
     assert run(values)["losses"] == whole["losses"]  # losses are recorded with learning rates
 
@@ -234,11 +226,13 @@ def interrupt(now: bool) -> None:
         raise KeyboardInterrupt
 
 
-def test_resume_never_refuses_to_run_over_checkpoints(tmp_path):
+def test_another_recipe_or_resume_never_is_refused_beside_checkpoints(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
     with pytest.raises(ValueError, match="is from an earlier run"):
         run(values | {"resume": "never"})
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate=0.01, and the recipe has 0.02"):
+        run(values | {"optimizer": {"learning_rate": 2e-2, "weight_decay": 0.1}})
 
 
 def test_resume_takes_the_checkpoint_that_it_is_given(tmp_path, finished):
@@ -285,26 +279,20 @@ def test_a_run_goes_on_with_another_number_of_micro_batches(tmp_path):
 def test_a_damaged_newest_checkpoint_does_not_outlive_those_that_come_after_it(tmp_path):
     values = bytes_recipe(tmp_path, steps=6, save_every=2, keep_checkpoints=1)
     run(values)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    (newest,) = checkpoints.glob("step-*")
-    with next(newest.glob("*.safetensors")).open("ab") as file:
-        file.write(b"x")
+    (newest,) = (tmp_path / "run/checkpoints").iterdir()
+    (newest / "model.safetensors").write_bytes(b"x")
     run(values | {"steps": 4})
-    assert [path.name for path in checkpoints.glob("step-*")] == ["step-000000004"]
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["set-aside-step-000000006", "step-000000004"]
 
 
 def test_other_data_are_another_run(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
-    other = tmp_path / "other"
-    other.write_bytes((tmp_path / "text").read_bytes()[::-1])
-    with pytest.raises(ValueError, match="other training data"):
-        run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
-    content = bytearray((tmp_path / "text").read_bytes())
-    content[1234] ^= 1  # any byte must count, not only those of the first samples
-    other.write_bytes(content)
-    with pytest.raises(ValueError, match="other training data"):
-        run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
-    moved = tmp_path / "moved"
+    content, other, moved = (tmp_path / "text").read_bytes(), tmp_path / "other", tmp_path / "moved"
+    for changed in (content[::-1], content[:1234] + b"?" + content[1235:]):  # any byte counts, not only the first ones
+        other.write_bytes(changed)
+        with pytest.raises(ValueError, match="other training data"):
+            run(values | {"data": values["data"] | {"train": str(other)}, "steps": 6})
     (tmp_path / "text").rename(moved)
     run(values | {"data": values["data"] | {"train": str(moved)}, "steps": 6})

@@ -1,14 +1,16 @@
 """Metrics, compared with a few lines of numpy."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from aft_hf.training.metrics import AccuracyAndLoss, BitsPerToken, TopKAccuracy, token_losses
+from aft_hf.training.metrics import accuracy, accuracy_and_loss, bits_per_token, code_length, token_losses
 
 
-def accuracies(scores, labels, **options) -> dict[str, float]:
-    return TopKAccuracy(keep_in_memory=True).compute(predictions=scores, references=labels, **options)
+def accuracies(scores: np.ndarray, labels: np.ndarray, *top_k: int) -> dict[str, float]:
+    return accuracy(torch.tensor(scores), torch.tensor(labels), top_k or (1,))
 
 
 def test_accuracy_is_the_share_of_labels_among_the_highest_scores():
@@ -18,74 +20,58 @@ def test_accuracy_is_the_share_of_labels_among_the_highest_scores():
         name: np.mean([label in np.argsort(row)[-k:] for row, label in zip(scores, labels)])
         for name, k in (("accuracy", 1), ("top_3_accuracy", 3), ("top_9_accuracy", 9))
     }
-    assert accuracies(scores, labels, top_k=(1, 3, 9)) == pytest.approx(expected)
+    assert accuracies(scores, labels, 1, 3, 9) == pytest.approx(expected)
     assert expected["top_9_accuracy"] == 1 and accuracies(scores, labels).keys() == {"accuracy"}
 
 
 def test_of_equal_scores_the_first_class_counts_as_argmax_has_it():
-    scores, labels = np.zeros((4, 4)), np.arange(4)
-    assert accuracies(scores, labels, top_k=(1, 2)) == {"accuracy": 0.25, "top_2_accuracy": 0.5}
+    assert accuracies(np.zeros((4, 4)), np.arange(4), 1, 2) == {"accuracy": 0.25, "top_2_accuracy": 0.5}
     random = np.random.default_rng(0)
     scores, labels = random.integers(0, 3, (200, 1000)), random.integers(0, 1000, 200)  # enough for any sort to mix
     own = scores[np.arange(200), labels][:, None]
     before = (scores > own).sum(1) + ((scores == own) & (np.arange(1000) < labels[:, None])).sum(1)
-    assert accuracies(scores, labels, top_k=(100,)) == {"top_100_accuracy": (before < 100).mean()}
-    tied = np.array([[1.0, 2.0, 2.0]] * 3)
-    assert accuracies(tied, np.arange(3)) == {"accuracy": pytest.approx((tied.argmax(1) == np.arange(3)).mean())}
+    assert accuracies(scores, labels, 100) == {"top_100_accuracy": (before < 100).mean()}
 
 
 def test_a_model_that_has_become_nan_is_not_right():
     assert accuracies(np.full((4, 3), np.nan), np.array([1, 2, 1, 2])) == {"accuracy": 0.0}
 
 
-def test_batches_give_what_everything_at_once_gives():
+@pytest.mark.parametrize("classes", [5, 6])
+def test_the_loss_of_a_classifier_is_the_cross_entropy_also_for_large_scores(classes):
     random = np.random.default_rng(0)
-    scores, labels = random.normal(size=(9, 3)), random.integers(0, 3, 9)
-    metric = TopKAccuracy(keep_in_memory=True)
-    for part in (slice(0, 4), slice(4, 9)):
-        metric.add_batch(predictions=scores[part], references=labels[part])
-    assert metric.compute() == accuracies(scores, labels)
+    scores, labels = (1000 * random.normal(size=(9, classes))).astype(np.float32), random.integers(0, classes, 9)
+    exact = scores.astype(np.float64)
+    losses = np.logaddexp.reduce(exact, 1) - exact[np.arange(9), labels]
+    result = accuracy_and_loss(torch.tensor(scores), torch.tensor(labels))
+    assert result.pop("loss") == pytest.approx(losses.mean(), rel=1e-12) and losses.mean() > 100
+    assert result == accuracies(scores, labels, *((1,) if classes == 5 else (1, 5)))
 
 
-def test_the_loss_of_a_classifier_is_the_cross_entropy_of_every_row_also_for_large_scores():
-    random = np.random.default_rng(0)
-    scores, labels = (1000 * random.normal(size=(9, 3))).astype(np.float32), random.integers(0, 3, 9)
-    expected = torch.nn.functional.cross_entropy(torch.tensor(scores).double(), torch.tensor(labels)).item()
-    metric = AccuracyAndLoss(keep_in_memory=True)
-    for part in (slice(0, 8), slice(8, 9)):  # batches of unequal size, where a mean of means would be wrong
-        metric.add_batch(predictions=scores[part], references=labels[part])
-    result = metric.compute(top_k=(1, 2))
-    assert result.pop("loss") == pytest.approx(expected, rel=1e-12) and expected > 100
-    assert result == accuracies(scores, labels, top_k=(1, 2))
+def test_bits_are_summed_before_they_are_divided_by_each_unit():
+    # Two rows: 8 bytes and 4 characters in 16 bits, and 2 bytes and 2 characters in 24 bits.
+    nats, counts = math.log(2) * torch.tensor([16.0, 24.0]), torch.tensor([[8, 4], [2, 2]])
+    expected = {"bits_per_byte": pytest.approx(4.0), "bits_per_character": pytest.approx(40 / 6)}
+    assert code_length(nats, counts, ("byte", "character")) == expected
+
+
+def test_small_losses_count_beside_a_large_sum():
+    nats = torch.tensor([2.0**24] + [1.0] * 1000) * math.log(2)  # float32 has 24 bits
+    result = code_length(nats, torch.tensor([[1]] + [[0]] * 1000), ("byte",))
+    assert result["bits_per_byte"] == pytest.approx(2**24 + 1000, rel=1e-7)
 
 
 def test_bits_per_token_are_the_mean_loss_in_bits_of_what_counts():
-    losses, tokens = np.array([1.0, 2.0, 50.0, 3.0]), np.array([5, 0, -100, 7])
-    result = BitsPerToken(keep_in_memory=True).compute(predictions=losses, references=tokens)
-    assert result["bits_per_token"] == pytest.approx(2 / np.log(2))
-    assert result["perplexity"] == pytest.approx(np.exp(2))
-
-
-def test_a_loss_beyond_all_bounds_is_an_infinite_perplexity():
-    result = BitsPerToken(keep_in_memory=True).compute(predictions=np.array([1e4]), references=np.array([1]))
-    assert result["bits_per_token"] == pytest.approx(1e4 / np.log(2)) and result["perplexity"] == float("inf")
-
-
-def test_token_losses_of_half_precision_are_summed_in_float32():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(2, 9, 500).bfloat16(), torch.randint(0, 500, (2, 9))
-    torch.testing.assert_close(token_losses(logits, labels), token_losses(logits.float(), labels))
+    result = bits_per_token(torch.tensor([1.0, 2.0, 50.0, 3.0]), torch.tensor([5, 0, -100, 7]))
+    assert result == {"bits_per_token": pytest.approx(2 / np.log(2)), "perplexity": pytest.approx(np.exp(2))}
+    result = bits_per_token(torch.tensor([1e4]), torch.tensor([1]))
+    assert result == {"bits_per_token": pytest.approx(1e4 / np.log(2)), "perplexity": float("inf")}
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_token_losses_are_those_of_the_next_token(alone):
-    logits, labels = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 7, (2, 5))
+def test_token_losses_are_those_of_the_next_token_summed_in_float32(alone):
+    logits, labels = torch.randn(2, 5, 7).bfloat16(), torch.randint(0, 7, (2, 5))
     labels[1, 3] = -100
     losses = token_losses(logits if alone else (logits, None), labels)
-    assert losses.shape == (2, 4)
-    log_probabilities = logits - logits.exp().sum(-1, keepdim=True).log()
-    for row in range(2):
-        for t in range(4):
-            label = int(labels[row, t + 1])
-            expected = 0.0 if label == -100 else -log_probabilities[row, t, label]
-            assert losses[row, t].item() == pytest.approx(float(expected), abs=1e-5)
+    expected = -logits.double().log_softmax(-1)[:, :-1].gather(2, labels[:, 1:, None].clamp_min(0))[..., 0]
+    torch.testing.assert_close(losses, expected.float() * (labels[:, 1:] >= 0))

@@ -1,35 +1,44 @@
-"""Parameter groups of the optimizer."""
+"""Parameter groups of the optimizer, and the average of the weights that it keeps."""
+
+from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.training import build_optimizer
+from aft_hf.training.optimization import averaged, keep_average
+from aft_hf.training.recipe import Optimizer
+from aft_hf.training.setup import build_adamw
+
+
+def small_model(**options) -> AFTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "max_position_embeddings": 9}
+    return AFTForCausalLM(AFTConfig(**sizes | {"kernel_size": 4} | options))
 
 
 @pytest.mark.parametrize("rank", [4, None])
 def test_each_parameter_is_in_one_group_and_position_biases_are_apart(rank):
-    config = AFTConfig(
-        hidden_size=8,
-        num_hidden_layers=2,
-        aft_type=["conv", "full"],
-        max_position_embeddings=9,
-        position_bias_dim=rank,
-    )
-    model = AFTForCausalLM(config)
+    model = small_model(num_hidden_layers=2, aft_type=["conv", "full"], position_bias_dim=rank)
     decayed, plain, biases = build_optimizer(model, 0.1, weight_decay=0.5, position_bias_scale=3.0).param_groups
     grouped = [id(p) for group in (decayed, plain, biases) for p in group["params"]]
     assert sorted(grouped) == sorted(map(id, model.parameters()))
-    expected = {
-        name
-        for name, _ in model.named_parameters()
-        if "mixer" in name and not any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    }
     names = {id(p): name for name, p in model.named_parameters()}
+    expected = {name for name in names.values() if "mixer" in name and "_proj" not in name}
     assert {names[id(p)] for p in biases["params"]} == expected
     assert (decayed["weight_decay"], plain["weight_decay"], biases["weight_decay"]) == (0.5, 0.0, 0.0)
     assert (decayed["lr"], plain["lr"]) == (0.1, 0.1) and biases["lr"] == pytest.approx(0.3)
     assert all(p.dim() > 1 for p in decayed["params"]) and all(p.dim() < 2 for p in plain["params"])
+
+
+def test_frozen_parameters_are_left_out():
+    model = small_model()
+    model.aft.embeddings.requires_grad_(False)
+    trained = sum(p.numel() for group in build_optimizer(model, 0.1).param_groups for p in group["params"])
+    assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
 
 
 @pytest.mark.parametrize(("aft_type", "rank", "scale"), [("conv", 4, 9.0), ("full", None, 9.0), ("full", 4, 3.0)])
@@ -40,18 +49,8 @@ def test_a_multiplier_of_w_trains_as_a_learning_rate_of_its_own(aft_type, rank, 
     """
     biases = []
     for multiplier, position_bias_scale in ((9.0, 1.0), (1.0, scale)):
-        torch.manual_seed(0)
-        config = AFTConfig(
-            hidden_size=8,
-            num_hidden_layers=1,
-            vocab_size=9,
-            aft_type=aft_type,
-            kernel_size=4,
-            max_position_embeddings=9,
-            position_bias_dim=rank,
-            position_bias_multiplier=multiplier,
-        )
-        model = AFTForCausalLM(config).double()
+        options = {"position_bias_dim": rank, "position_bias_multiplier": multiplier}
+        model = small_model(aft_type=aft_type, **options).double()
         tokens = torch.arange(9).unsqueeze(0)
         optimizer = build_optimizer(model, 1e-2, position_bias_scale=position_bias_scale)
         for group in optimizer.param_groups:
@@ -68,10 +67,54 @@ def test_a_multiplier_of_w_trains_as_a_learning_rate_of_its_own(aft_type, rank, 
     torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-6)
 
 
-def test_frozen_parameters_are_left_out():
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=9))
-    model.aft.embeddings.requires_grad_(False)
-    optimizer = build_optimizer(model, 0.1)
-    trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
-    assert isinstance(optimizer, torch.optim.AdamW)
+def aft_and_its_linear_weights() -> tuple[nn.Module, set[str]]:
+    names = [f"mixer.{name}_proj" for name in "qkvo"] + ["mlp.fc1", "mlp.fc2"]
+    return small_model(aft_type="full"), {f"aft.layers.0.{name}.weight" for name in names} | {"lm_head.weight"}
+
+
+def gpt2_and_its_linear_weights(tied: bool) -> tuple[nn.Module, set[str]]:
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=9, tie_word_embeddings=tied)
+    names = {f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    return GPT2LMHeadModel(config), names | (set() if tied else {"lm_head.weight"})
+
+
+@pytest.mark.parametrize("case", ["AFT", "GPT-2, tied", "GPT-2"])
+def test_only_linear_weights_decay_in_a_recipe_and_no_embeddings_though_a_head_may_share_them(case):
+    model, linear = aft_and_its_linear_weights() if case == "AFT" else gpt2_and_its_linear_weights("tied" in case)
+    settings = Optimizer(learning_rate=0.1, weight_decay=0.5, position_bias_scale=3.0)
+    groups = build_adamw(model, settings).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.5}
+    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
+    assert {name for name, parameter in model.named_parameters() if id(parameter) in decayed} == linear
+
+
+def optimizer_with_average(decay: float = 0.75) -> tuple[nn.Parameter, torch.optim.AdamW]:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    keep_average(optimizer, decay)
+    return weight, optimizer
+
+
+def test_the_average_is_exponential_in_place_only_within_its_context_and_saved_with_the_state():
+    (weight, optimizer), (copy, loaded) = optimizer_with_average(), optimizer_with_average()
+    with averaged(optimizer, nn.ParameterList([weight])):
+        assert weight.item() == 1.0  # there is no average yet
+    values = []
+    for _ in range(3):
+        weight.grad = torch.tensor([1.0])
+        optimizer.step()
+        values.append(weight.item())
+    copy.data.copy_(weight.data)
+    loaded.load_state_dict(deepcopy(optimizer.state_dict()))
+    expected = 0.75**2 * values[0] + 0.75 * 0.25 * values[1] + 0.25 * values[2]
+    for kept, parameter in ((optimizer, weight), (loaded, copy)):
+        with averaged(kept, nn.ParameterList([parameter])):
+            assert parameter.item() == pytest.approx(expected) != pytest.approx(values[2])
+        assert parameter.item() == values[2]
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\)"):
+        optimizer_with_average(decay)

@@ -1,14 +1,13 @@
 """Recipes: defaults, overrides and error messages."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from aft_hf.training.recipe import build_recipe, load_recipe
+from aft_hf.training.recipe import RECIPES as RECIPE_TASKS
+from aft_hf.training.recipe import build_recipe, explain_keys, load_recipe
 
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "accelerate" and path.stem[0] != "_")
 
 MINIMAL = """
 task: bytes
@@ -29,18 +28,6 @@ def recipe(tmp_path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(MINIMAL)
     return path
-
-
-def test_there_are_recipes():
-    assert {path.stem for path in RECIPES} >= {"bytes_aft_local", "bytes_gpt2", "pixels_aft_local", "images_aft_conv"}
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_recipe_of_the_repository_is_valid_with_and_without_smoke(path):
-    full, smoke = load_recipe(path), load_recipe(path, smoke=True)
-    assert full.output_dir != smoke.output_dir
-    assert full.data.train is None  # no path of a particular machine
-    assert smoke.steps is not None
 
 
 def test_numbers_may_be_written_as_people_do(recipe):
@@ -85,7 +72,7 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
         ("compile=1", r"^compile=1: must be a valid boolean$"),
         ("schedule.name=cosin", r"^schedule.name='cosin': not a known schedule; did you mean cosine\?$"),
-        ("task=byte", r"^task='byte': must be one of bytes, pixels, images$"),
+        ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
         ("data=3", r"^data=3: must be a mapping of keys to values$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),
@@ -98,30 +85,22 @@ def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, overri
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)
 
 
-@pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\u202e"], ids=ascii)
-@pytest.mark.parametrize("override", ["notes={}", "{}=1", "optimizer.{}=1", "seed={}", "seed=['{}']", "{}"])
-def test_control_characters_of_an_override_do_not_reach_the_terminal(recipe, override, control):
-    try:
-        load_recipe(recipe, [override.format(control)])
-    except ValueError as error:
-        assert str(error).isprintable()
-    else:
-        assert override == "notes={}" and control == "\u202e"  # it is not a control character
-
-
 @pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x9b2J", "\u202e"], ids=ascii)
-def test_control_characters_of_a_recipe_do_not_reach_the_terminal(tmp_path, control):
-    path = tmp_path / "recipe.yaml"
-    for text in (
-        f"seed: {control}",
-        f"{control}: 1",
-        f'seed: "{ascii(control)[1:-1]}"',
-        f'"{ascii(control)[1:-1]}": 1',
-    ):
+def test_control_characters_do_not_reach_the_terminal(recipe, tmp_path, control):
+    messages = []
+    for override in ("notes={}", "{}=1", "optimizer.{}=1", "seed={}", "seed=['{}']", "{}"):
+        try:
+            load_recipe(recipe, [override.format(control)])
+        except ValueError as error:
+            messages.append(str(error))
+    assert len(messages) == (5 if control == "\u202e" else 6)  # it is not a control character
+    path, escaped = tmp_path / "wrong.yaml", ascii(control)[1:-1]
+    for text in (f"seed: {control}", f"{control}: 1", f'seed: "{escaped}"', f'"{escaped}": 1'):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError) as error:
             load_recipe(path)
-        assert str(error.value).isprintable()
+        messages.append(str(error.value))
+    assert all(message.isprintable() for message in messages)
 
 
 def test_a_missing_key_is_named():
@@ -186,14 +165,26 @@ def test_the_resolved_recipe_is_a_recipe_again(recipe, tmp_path):
     assert load_recipe(again) == resolved
 
 
-@pytest.mark.parametrize(("processes", "micro", "expected"), [(1, 2, (2, 4)), (2, 2, (2, 2)), (4, None, (2, 1))])
+@pytest.mark.parametrize(
+    ("processes", "micro", "expected"),
+    [(1, 2, (2, 4)), (2, 2, (2, 2)), (4, None, (2, 1)), (3, 1, None), (2, 3, None), (16, None, None)],
+)
 def test_accumulation_follows_from_processes_and_micro_batches(recipe, processes, micro, expected):
     resolved = load_recipe(recipe, [f"micro_batch_size={micro or 'null'}"])
-    assert resolved.accumulation(processes) == expected
-
-
-@pytest.mark.parametrize(("processes", "micro"), [(3, 1), (2, 3), (16, None)])
-def test_a_batch_that_cannot_be_shared_is_an_error(recipe, processes, micro):
-    resolved = load_recipe(recipe, [f"micro_batch_size={micro or 'null'}"])
+    if expected is not None:
+        assert resolved.accumulation(processes) == expected
+        return
     with pytest.raises(ValueError, match="global_batch_size=8 is not a multiple of processes x micro_batch_size"):
         resolved.accumulation(processes)
+
+
+def test_every_key_is_explained_with_its_type_default_and_meaning():
+    text, shared = explain_keys(), explain_keys().partition("Other keys with task: bytes")[0]
+    assert "\nseed: integer >= 0, default 0\n    Seed of " in shared
+    assert "\nema_decay: number > 0 and < 1, optional\n    Decay of " in shared
+    assert '\nmixed_precision: no or bf16 or fp16, default "no"\n' in shared and "\nbase: " in shared
+    images = text.partition("Other keys with task: images")[2]
+    assert "\ndata.augmentation.crop_scale: list, optional\n" in images and "data.train" not in images
+    keys = re.findall(r"^[a-z][\w.]*(?=: )", text, re.MULTILINE)
+    sections = {name for kind in RECIPE_TASKS.values() for name in kind.model_fields}
+    assert {key.split(".")[0] for key in keys} == sections | {"base", "smoke"}

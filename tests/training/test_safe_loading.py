@@ -69,6 +69,8 @@ def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, origina
     assert "\n" not in str(stopped.value) and ("Traceback" not in str(stopped.value))
     if name != "model.safetensors":
         assert f"{name} is not read" in str(stopped.value)
+    if content is saved_by_torch and name == "optimizer.bin":
+        assert "it names posix.mkdir, which could run code" in str(stopped.value)
     assert not (tmp_path / "marker").exists()
     assert checkpoint.is_dir()  # renamed only after another checkpoint has been loaded
 
@@ -82,15 +84,6 @@ def test_a_payload_in_the_manifest_is_not_run(tmp_path, original, content, capsy
     run(values)
     assert f"{checkpoint} is damaged ({MANIFEST} does not match its checksum): skipped" in capsys.readouterr().out
     assert not (tmp_path / "marker").exists()
-
-
-def test_what_names_the_function_that_it_calls_is_told(tmp_path, original):
-    values = original | {"output_dir": str(tmp_path / "run"), "steps": 6}
-    shutil.copytree(original["output_dir"], values["output_dir"])
-    checkpoint = tmp_path / "run/checkpoints/step-000000003"
-    plant(checkpoint, "optimizer.bin", saved_by_torch(Payload(tmp_path / "marker")))
-    with pytest.raises(ValueError, match=r"optimizer\.bin is not read: it names posix\.mkdir, which could run code"):
-        run(values)
 
 
 def test_objects_among_the_shards_of_a_checkpoint_are_not_run(tmp_path):
@@ -149,17 +142,3 @@ def test_afterwards_torch_reads_as_before(tmp_path, monkeypatch, before):
         torch.load(tmp_path / "payload.other", weights_only=False)
     assert not (tmp_path / "marker").exists()
     assert {name: value for name, value in os.environ.items() if name.startswith("TORCH_FORCE")} == before
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_kept(tmp_path, original):
-    values = original | {"output_dir": str(tmp_path / "run"), "steps": 6}
-    shutil.copytree(original["output_dir"], values["output_dir"])
-    checkpoint = tmp_path / "run/checkpoints/step-000000003"
-    (checkpoint / MANIFEST).write_text('{"step": 3, "files": {}}')
-    torch.save({}, checkpoint / "custom_checkpoint_0.pkl")
-    for resume in ("auto", str(checkpoint)):
-        with pytest.raises(
-            ValueError, match="was written by an earlier version of aft-hf, with a pickle that could run code"
-        ):
-            run(values | {"resume": resume})
-    assert checkpoint.is_dir()

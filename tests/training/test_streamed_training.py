@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 from runs import (
     assert_same_run,
-    bytes_recipe,
     finish,
     images_recipe,
     pixels_recipe,
@@ -118,13 +117,9 @@ def test_files_folders_and_generated_rows_are_streamed_too(tmp_path, images, tas
         folder = tmp_path / "images" / str(row["label"])
         folder.mkdir(parents=True, exist_ok=True)
         row["image"].save(folder / f"{i}.png")
-    for number, data in enumerate(
-        [
-            {"train": str(images), "validation": str(images)},
-            {"train": str(tmp_path / "images"), "validation": str(tmp_path / "images")},
-            {"train": "generated", "max_train_samples": 9, "max_eval_samples": 3},
-        ]
-    ):
+    sources = ({"train": str(path), "validation": str(path)} for path in (images, tmp_path / "images"))
+    generated = {"train": "generated", "max_train_samples": 9, "max_eval_samples": 3}
+    for number, data in enumerate([*sources, generated]):
         values = streamed(recipe, tmp_path, workers=0, dataset=None, **data) | {"steps": 2}
         assert len(run(values | {"output_dir": str(tmp_path / f"run-{number}")})["losses"]) == 2
 
@@ -135,6 +130,7 @@ def test_files_folders_and_generated_rows_are_streamed_too(tmp_path, images, tas
         ({"steps": None, "epochs": 2}, "the length of an epoch is unknown with data.streaming: give steps, "),
         ({"save_every": None}, "give steps, evaluate_every and save_every"),
         ({"schedule": {"warmup_epochs": 1}}, "warmup_steps in place of warmup_epochs"),
+        ({"task": "bytes"}, r"unknown key data\.streaming"),
     ],
 )
 def test_a_stream_has_no_epochs(tmp_path, images, shards, changes, message):
@@ -153,9 +149,3 @@ def test_a_stream_is_not_divided_nor_searched_for_classes(tmp_path, images):
     data = values["data"] | {"train": str(plain), "validation": str(plain), "label_column": "name"}
     with pytest.raises(ValueError, match="column 'name' must have the type ClassLabel"):
         run(values | {"data": data})
-
-
-def test_bytes_know_no_streaming(tmp_path):
-    values = bytes_recipe(tmp_path)
-    with pytest.raises(ValueError, match=r"unknown key data\.streaming"):
-        run(values | {"data": values["data"] | {"streaming": True}})

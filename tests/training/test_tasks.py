@@ -1,4 +1,4 @@
-"""The tasks on small images and texts: metrics, and saved models."""
+"""The tasks on small images and texts: data, metrics and saved models."""
 
 import math
 from pathlib import Path
@@ -9,28 +9,35 @@ import torch
 from datasets import Dataset
 from PIL import Image as PILImage
 from runs import CLASSES, bytes_recipe, images_recipe, pixels_recipe, run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
     ViTConfig,
     ViTForImageClassification,
 )
 
-from aft_hf import AFTConfig, AFTForCausalLM
+from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
+from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
+from aft_hf.training.evaluation import evaluate_language_model
 from aft_hf.training.recipe import build_recipe
-from aft_hf.training.tasks import BytesTask, ImagesTask
+from aft_hf.training.tasks import BytesTask, ImagesTask, TokensTask
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
-def test_bits_per_dim_count_every_sub_pixel_of_every_image(tmp_path, images):
+def test_pixels_have_bits_per_dim_of_every_sub_pixel_and_generate_images_from_the_start_token(tmp_path, images):
     values = pixels_recipe(tmp_path, images)
     results = run(values)
-    model, nats = AutoModelForCausalLM.from_pretrained(values["output_dir"]).eval(), 0.0
+    model, nats = AutoModelForCausalLM.from_pretrained(values["output_dir"]), 0.0
     for row in Dataset.from_parquet(str(images)).take(5):
         pixels = np.asarray(row["image"].resize((4, 4), PILImage.Resampling.BOX)).reshape(-1)
         tokens = torch.tensor([256, *pixels.tolist()])
@@ -38,12 +45,6 @@ def test_bits_per_dim_count_every_sub_pixel_of_every_image(tmp_path, images):
             nats += F.cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:], reduction="sum").item()
     expected = nats / math.log(2) / (5 * 4 * 4 * 3)
     assert results["metrics"] == {"validation": {"bits_per_dim": pytest.approx(expected, rel=1e-5)}}
-
-
-def test_a_model_of_pixels_generates_images_from_the_start_token(tmp_path, images):
-    values = pixels_recipe(tmp_path, images)
-    run(values)
-    model = AutoModelForCausalLM.from_pretrained(values["output_dir"])
     assert model.config.bos_token_id == 256 and model.config.max_position_embeddings == 48
     tokens = model.generate(max_new_tokens=47, do_sample=True, suppress_tokens=[256])[0, 1:]
     assert tokens_to_image(torch.cat([tokens, tokens[:1]]), (4, 4)).size == (4, 4)
@@ -51,7 +52,7 @@ def test_a_model_of_pixels_generates_images_from_the_start_token(tmp_path, image
 
 def test_a_model_of_the_bytes_alone_is_trained_further_with_its_embeddings(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "position_bias_dim": 2, "max_position_embeddings": 16}
-    source = AFTForCausalLM(AFTConfig(**sizes))  # 256 tokens: no special tokens, as in earlier versions
+    source = AFTForCausalLM(AFTConfig(**sizes))  # 256 tokens: no special tokens
     source.save_pretrained(tmp_path / "source")
     values = bytes_recipe(tmp_path, model={"pretrained": str(tmp_path / "source")})
     task = BytesTask(build_recipe(values))
@@ -110,10 +111,10 @@ def test_centre_crops_of_larger_images_are_evaluated_where_the_recipe_asks_for_t
 
 
 def test_text_beyond_ascii_has_bits_per_character_too(tmp_path):
-    text = tmp_path / "text"
-    text.write_text("äöü 文 " * 400, encoding="utf-8")
+    path = tmp_path / "text"
+    path.write_text("äöü 文 " * 400, encoding="utf-8")
     metrics = run(bytes_recipe(tmp_path, steps=1))["metrics"]["validation"]
-    validation = text.read_bytes()[len(text.read_bytes()) * 90 // 100 :][: 7 * 16 + 1][1:]
+    validation = path.read_bytes()[len(path.read_bytes()) * 90 // 100 :][: 7 * 16 + 1][1:]
     characters = sum((byte & 0xC0) != 0x80 for byte in validation)
     ratio = metrics["bits_per_character"] / metrics["bits_per_byte"]
     assert ratio == pytest.approx(len(validation) / characters) and ratio > 1.3
@@ -123,8 +124,8 @@ def test_overlapping_windows_count_each_byte_once_with_the_longest_context_there
     values = bytes_recipe(tmp_path)
     values["data"] |= {"eval_stride": 4, "max_eval_samples": None}
     results = run(values)
-    text = Path(values["data"]["train"]).read_bytes()
-    test = text[len(text) * 95 // 100 :]
+    content = Path(values["data"]["train"]).read_bytes()
+    test = content[len(content) * 95 // 100 :]
     model, nats = AutoModelForCausalLM.from_pretrained(values["output_dir"]).eval(), 0.0
     for position in range(1, len(test)):
         begin = max(0, -(-(position - 16) // 4) * 4)  # start of the first window that predicts the byte
@@ -150,7 +151,7 @@ def parts_of(values: dict) -> dict[str, bytes]:
     """Return the bytes from which the windows of each split are taken."""
     task = BytesTask(build_recipe(values))
     windows = {"train": task.train, **task.evaluated}
-    return {name: Path(w.dataset.path).read_bytes()[w.dataset.start : w.dataset.stop] for name, w in windows.items()}
+    return {name: Path(w.path).read_bytes()[w.start : w.stop] for name, w in windows.items()}
 
 
 def test_the_texts_of_a_dataset_are_trained_on_as_bytes_in_its_own_splits(tmp_path):
@@ -163,22 +164,22 @@ def test_the_texts_of_a_dataset_are_trained_on_as_bytes_in_its_own_splits(tmp_pa
 
 
 def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
-    text = "\n".join(TEXTS["train"]).encode()
+    joined = "\n".join(TEXTS["train"]).encode()
     folder = text_dataset(tmp_path / "texts", ("train",))
     Dataset.from_parquet(str(folder / "train.parquet")).to_json(tmp_path / "texts.jsonl")
     for dataset in (folder, tmp_path / "texts.jsonl"):
         values = bytes_recipe(tmp_path, data={"dataset": str(dataset), "text_column": "content", "seq_len": 16})
         parts = parts_of(values)
-        assert b"".join(parts.values()) == text and len(parts["train"]) == len(text) * 90 // 100
+        assert b"".join(parts.values()) == joined and len(parts["train"]) == len(joined) * 90 // 100
 
 
 def test_texts_are_written_once_and_again_when_they_change(tmp_path):
     file = tmp_path / "texts.jsonl"
     Dataset.from_dict({"text": ["one"] * 99}).to_json(file)
     values = bytes_recipe(tmp_path, data={"dataset": str(file), "seq_len": 16})
-    path = Path(BytesTask(build_recipe(values)).train.dataset.path)
+    path = Path(BytesTask(build_recipe(values)).train.path)
     written = path.stat().st_mtime_ns
-    assert Path(BytesTask(build_recipe(values)).train.dataset.path) == path and path.stat().st_mtime_ns == written
+    assert Path(BytesTask(build_recipe(values)).train.path) == path and path.stat().st_mtime_ns == written
     assert [each.name for each in path.parent.iterdir() if each.name.startswith(path.name)] == [path.name]
     Dataset.from_dict({"text": ["two"] * 99}).to_json(file)
     assert parts_of(values)["train"].startswith(b"two\ntwo")
@@ -207,6 +208,82 @@ def test_a_dataset_without_texts_is_an_error(tmp_path, data, message):
         run(bytes_recipe(tmp_path, data=data))
 
 
+TEXT = "y" * 199 + "The naïve fox, 文字 and 🙂 jump over the lazy dog. " * 60  # 90 % end within a character
+
+
+def save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Save a byte-level BPE tokenizer with merged tokens and an end-of-text token, and no model."""
+    tokenizer, special = Tokenizer(models.BPE()), ["<|endoftext|>"]
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
+    fast.save_pretrained(directory)
+    return fast
+
+
+def tokens_recipe(tmp_path: Path, **data) -> dict:
+    save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "words.txt").write_text(TEXT, encoding="utf-8")
+    data = {"train": str(tmp_path / "words.txt"), "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 8} | data
+    return bytes_recipe(tmp_path, task="tokens", data=data)
+
+
+@pytest.mark.parametrize("part", [2**20, 7])
+def test_the_tokens_of_a_text_are_those_of_the_tokenizer_in_each_split(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(text, "PART", part)  # the text is tokenized in parts, and no character is divided
+    task = TokensTask(build_recipe(tokens_recipe(tmp_path)))
+    tokenizer, joined = AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), ""
+    for split, windows in {"train": task.train, **task.evaluated}.items():
+        tokens = np.fromfile(windows.path, dtype=np.uint32).tolist()
+        words = tokenizer.decode(tokens)
+        joined += words
+        assert tokens == tokenizer(words)["input_ids"]
+        assert task.tokens_per_byte[split] == len(tokens) / len(words.encode()) < 0.7
+    assert joined == TEXT and task.processor.model_max_length == 8
+
+
+def test_a_model_of_tokens_has_bits_per_token_and_per_byte_and_is_resumed(tmp_path):
+    values = tokens_recipe(tmp_path)
+    expected = run(values | {"output_dir": str(tmp_path / "whole")})
+    run(values | {"steps": 6})
+    results = run(values)
+    assert results["losses"] == expected["losses"] and results["metrics"] == expected["metrics"]
+    model, tokenizer = (kind.from_pretrained(values["output_dir"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.vocab_size == len(tokenizer) and model.config.eos_token_id == tokenizer.eos_token_id
+    size = len(TEXT.encode())
+    test = TEXT.encode()[size * 95 // 100 :].decode(errors="ignore")
+    found = evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": [test]}), block_size=8)
+    assert results["metrics"]["test"] == pytest.approx(
+        {name: found[name] for name in ("bits_per_token", "bits_per_byte")}, rel=1e-5
+    )
+    other = tmp_path / "other"
+    save_tokenizer(other).save_pretrained(other)
+    run(values | {"data": values["data"] | {"tokenizer": str(other)}, "steps": 13})  # the same tokens elsewhere
+    build_byte_tokenizer().save_pretrained(other)
+    with pytest.raises(ValueError, match="other training data"):
+        run(values | {"data": values["data"] | {"tokenizer": str(other)}, "steps": 14})
+
+
+def test_a_pretrained_model_with_room_for_all_tokens_and_positions_keeps_its_embeddings(tmp_path):
+    source = GPT2LMHeadModel(GPT2Config(vocab_size=304, n_positions=16, n_embd=8, n_layer=1, n_head=1))
+    source.save_pretrained(tmp_path / "gpt2")
+    values = tokens_recipe(tmp_path) | {"model": {"pretrained": str(tmp_path / "gpt2")}}
+    model = TokensTask(build_recipe(values)).build_model()
+    for name, weight in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight)
+
+
+def test_a_text_that_cannot_be_tokenized_is_named(tmp_path):
+    values = tokens_recipe(tmp_path)
+    (tmp_path / "words.txt").write_bytes(b"\xff\xfe" * 100)
+    with pytest.raises(ValueError, match=r"words.txt: its text cannot be tokenized .*utf-8"):
+        run(values)
+    with pytest.raises(ValueError, match="nowhere: no such directory"):
+        run(tokens_recipe(tmp_path, tokenizer="./nowhere"))
+
+
 @pytest.mark.parametrize("task", ["bytes", "pixels"])
 def test_a_dataset_without_a_training_split_is_an_error(tmp_path, task):
     data = {"dataset": str(text_dataset(tmp_path / "texts", ("test",)))}
@@ -232,15 +309,10 @@ def test_generated_data_and_the_first_samples_of_them_serve_to_try_a_recipe(tmp_
         ({"test": "nowhere"}, "data.test=nowhere: no such file"),
     ],
 )
-def test_missing_files_are_named(tmp_path, changes, message):
+def test_missing_files_and_columns_are_named(tmp_path, images, changes, message):
     values = bytes_recipe(tmp_path)
-    values["data"] |= changes
     with pytest.raises(ValueError, match=message):
-        run(values)
-
-
-def test_missing_columns_are_named(tmp_path, images):
+        run(values | {"data": values["data"] | changes})
     values = pixels_recipe(tmp_path, images)
-    values["data"] |= {"image_column": "picture"}
     with pytest.raises(ValueError, match=r"data.image_column: the train data has no column 'picture'"):
-        run(values)
+        run(values | {"data": values["data"] | {"image_column": "picture"}})

@@ -1,12 +1,20 @@
-"""Atomic writing: a file exists completely or not at all, and nothing but a regular file is replaced."""
+"""Atomic writing: a file exists completely or not at all, and nothing but a regular file is replaced.
+
+`write_atomic` writes one file. `unfinished` gives a directory in which a caller writes several before it moves them,
+and `move_into` moves them into a directory: all of them or none.
+"""
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
+
+
+UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being written
 
 
 @contextmanager
@@ -43,6 +51,42 @@ def write_atomic(path: Path) -> Iterator[BinaryIO]:
         raise
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def move_into(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory, and move its files to `directory` at the end of the context.
+
+    A file appears in `directory` complete or not at all. If one cannot be written, none is moved and none is left.
+    """
+    with unfinished(directory) as aside:
+        yield aside
+        moves = {file: directory / file.name for file in aside.iterdir()}
+        for target in moves.values():
+            refuse_to_replace(target)
+        for file, target in moves.items():
+            os.replace(file, target)
+
+
+@contextmanager
+def unfinished(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory in `directory` that is removed with what is left in it at the end of the context.
+
+    Its name is always the same, so the next call removes what a killed process left. Only one process at a time may
+    write to `directory` in this way.
+    """
+    remove_unfinished(directory)
+    aside = directory / UNFINISHED
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+    finally:
+        remove_unfinished(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove the temporary directory that a killed process left in `unfinished`."""
+    shutil.rmtree(directory / UNFINISHED, ignore_errors=True)
 
 
 def refuse_to_replace(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Byte-level datasets for language models: the windows of any file."""
+"""Datasets for language models: the windows of a file of bytes or of token ids."""
 
 import os
 from pathlib import Path
@@ -31,11 +31,13 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
     return {"train": (0, first), "validation": (first, second), "test": (second, size)}
 
 
-class ByteWindows(Dataset[dict[str, torch.Tensor]]):
-    """Dataset of the windows of a file: `input_ids`, and the next bytes as `labels`, (seq_len,) each.
+class Windows(Dataset[dict[str, torch.Tensor]]):
+    """Dataset of the windows of a file: `input_ids`, and the next tokens as `labels`, (seq_len,) each.
 
-    For evaluation (no seed), the windows predict every byte of the span except the first exactly once. Labels are -100
-    where an earlier window predicts the byte, and where the last window extends beyond the span.
+    A token is a byte, or with another `dtype` a number in the file.
+
+    For evaluation (no seed), the windows predict every token of the span except the first exactly once. Labels are
+    -100 where an earlier window predicts the token, and where the last window extends beyond the span.
     For training (with a seed), all windows are full, and each epoch draws a new offset at which they begin.
 
     Each access maps its window into memory and releases it at once: memory use does not grow with the file, and
@@ -43,11 +45,13 @@ class ByteWindows(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         path: the file.
-        span: first byte and end of the part to use. Default: the whole file.
-        seq_len: T, the number of predicted bytes per window.
-        stride: number of bytes from one window to the next in evaluation. If it is less than `seq_len`, the first
-            `seq_len - stride` bytes of a window are only context. Default: `seq_len`.
+        span: first token and end of the part to use. Default: the whole file.
+        seq_len: T, the number of predicted tokens per window.
+        stride: number of tokens from one window to the next in evaluation. If it is less than `seq_len`, the first
+            `seq_len - stride` tokens of a window are only context. Default: `seq_len`.
         seed: seed of the offsets in training; the dataset is then indexed by `SampleKey`. Default: evaluation.
+        limit: the number of windows to use, the first ones. Default: all.
+        dtype: type of the tokens in the file.
 
     Raises:
         ValueError: the span is too short for a single window, or the stride is not in 1 .. seq_len.
@@ -61,41 +65,47 @@ class ByteWindows(Dataset[dict[str, torch.Tensor]]):
         seq_len: int,
         stride: int | None = None,
         seed: int | None = None,
+        limit: int | None = None,
+        dtype: str = "uint8",
     ):
-        self.path, self.seq_len, self.seed = str(path), seq_len, seed
-        self.start, self.stop = (0, os.path.getsize(path)) if span is None else span
+        self.path, self.seq_len, self.seed, self.limit, self.dtype = str(path), seq_len, seed, limit, np.dtype(dtype)
+        self.start, self.stop = (0, os.path.getsize(path) // self.dtype.itemsize) if span is None else span
         self.stride = seq_len if stride is None else stride
         if not 0 < self.stride <= seq_len:
-            raise ValueError(f"the stride of windows of {seq_len} bytes must be in 1 .. {seq_len}, got {stride}")
-        self.predicted = self.stop - self.start - 1  # all but the first byte
+            raise ValueError(f"the stride of windows of {seq_len} tokens must be in 1 .. {seq_len}, got {stride}")
+        self.predicted = self.stop - self.start - 1  # all but the first token
         needed = 1 if seed is None else seq_len
         if self.predicted < needed:
+            unit = "bytes" if dtype == "uint8" else "tokens"
             raise ValueError(
-                f"{path}: {self.stop - self.start} bytes are too few for windows of seq_len={seq_len} bytes"
+                f"{path}: {self.stop - self.start} {unit} are too few for windows of seq_len={seq_len} {unit}"
             )
+        if seed is None:
+            self.windows = 1 + max(0, -(-(self.predicted - seq_len) // self.stride))
+        else:
+            self.windows = max(1, (self.predicted - seq_len + 1) // seq_len)  # leaves room for the offset
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the bytes."""
-        return sum_file(self.path, (self.start, self.stop))
+        """Return the fingerprint of the bytes of the tokens."""
+        size = self.dtype.itemsize
+        return sum_file(self.path, (self.start * size, self.stop * size))
 
     def __len__(self) -> int:
-        if self.seed is not None:
-            return max(1, (self.predicted - self.seq_len + 1) // self.seq_len)  # leaves room for the offset
-        return 1 + max(0, -(-(self.predicted - self.seq_len) // self.stride))
+        return self.windows if self.limit is None else min(self.windows, self.limit)
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
         if self.seed is None:
             number = cast(int, key)
             return self._window(self.start + number * self.stride, self.seq_len - self.stride if number else 0)
         key = cast(SampleKey, key)
-        slack = min(self.seq_len, self.predicted - len(self) * self.seq_len + 1)
+        slack = min(self.seq_len, self.predicted - self.windows * self.seq_len + 1)
         offset = int(np.random.default_rng((self.seed, key.epoch)).integers(slack))
         return self._window(self.start + offset + key.index * self.seq_len, 0)
 
     def _window(self, start: int, context: int) -> dict[str, torch.Tensor]:
-        """Return the window that begins at byte `start`. Its first `context` labels do not count."""
-        length = min(self.seq_len + 1, self.stop - start)
-        values = np.memmap(self.path, dtype=np.uint8, mode="r", offset=start, shape=(length,)).astype(np.int64)
+        """Return the window that begins at token `start`. Its first `context` labels do not count."""
+        length, offset = min(self.seq_len + 1, self.stop - start), start * self.dtype.itemsize
+        values = np.memmap(self.path, dtype=self.dtype, mode="r", offset=offset, shape=(length,)).astype(np.int64)
         input_ids, labels = torch.zeros(self.seq_len, dtype=torch.long), torch.full((self.seq_len,), IGNORED)
         input_ids[: length - 1] = torch.from_numpy(values[:-1])
         labels[context : length - 1] = torch.from_numpy(values[1 + context :])

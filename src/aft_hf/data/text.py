@@ -1,4 +1,4 @@
-"""Text datasets for language models: blocks of tokens, or a file of bytes."""
+"""Text datasets for language models: blocks of tokens, or a file of bytes or tokens."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from ..reading import shown
+from ..reading import explained, shown
 from .atomic_files import write_atomic
+from .fingerprint import sum_file
+
+
+TOKEN_DTYPE = "uint32"
+PART = 2**20  # bytes of text that are tokenized at a time
 
 
 def require_texts(values: Iterable[Any], column: str, rows: Iterable[int]) -> list[str]:
@@ -102,3 +108,51 @@ def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
                 file.write(between + separator.join(texts).encode())
                 between = separator.encode()
     return path
+
+
+def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[Path, int]:
+    """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`; return its path and the bytes of the text.
+
+    The file lies in the cache of `datasets` and is written only if it does not exist yet. No special tokens are added;
+    one that is written in the text is a single token. About `PART` bytes are tokenized at a time, up to a space or the
+    end of a line.
+
+    Args:
+        source: a text in UTF-8.
+        span: first byte and end of the part. Both are moved to the next character that begins there or later.
+        tokenizer: any tokenizer.
+
+    Raises:
+        ValueError: the text is not UTF-8.
+    """
+    start, stop = (_character_start(source, byte) for byte in span)
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    name = Hasher.hash((tokenize_file.__name__, sum_file(source, (start, stop)), rules))
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.tokens"
+    if not path.exists():
+        with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
+            for part in _read_parts(source, start, stop):
+                ids = tokenizer(part.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+                file.write(np.asarray(ids, dtype=TOKEN_DTYPE).tobytes())
+    return path, stop - start
+
+
+def _character_start(path: Path, byte: int) -> int:
+    """Return the first position from `byte` on at which a character of UTF-8 begins, or the end of the file."""
+    with path.open("rb") as file:
+        file.seek(byte)
+        following = file.read(3)
+    return byte + next((i for i, value in enumerate(following) if value & 0xC0 != 0x80), len(following))
+
+
+def _read_parts(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the bytes of a file in parts of about `PART` that end before a space or a line break."""
+    left = b""
+    with path.open("rb") as file:
+        file.seek(start)
+        while block := file.read(min(PART, stop - file.tell())):
+            block = left + block
+            cut = max(block.rfind(b" "), block.rfind(b"\n"), 0)
+            yield block[:cut]
+            left = block[cut:]
+    yield left

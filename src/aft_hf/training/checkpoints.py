@@ -3,25 +3,27 @@
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from torch.distributed.checkpoint import CheckpointException
 
+from ..data.atomic_files import UNFINISHED, remove_unfinished, unfinished
 from ..reading import UnreadableError, first_line
 from .manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
-PREFIX, PARTIAL, ASIDE = "step-", ".partial-", "set-aside-"
-STEP = re.compile(rf"({re.escape(PARTIAL)}|{ASIDE})?{PREFIX}([0-9]{{9,}})")
+PREFIX, ASIDE = "step-", "set-aside-"
+STEP = re.compile(rf"({ASIDE})?{PREFIX}([0-9]{{9,}})")
 
 
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/step-000000123`.
 
-    A checkpoint is written under a temporary name, with a manifest of the sizes and checksums of its files, and then
+    A checkpoint is written in a temporary directory, with a manifest of the sizes and checksums of its files, and then
     renamed. However the process ends, a directory with the final name is complete; damage after that is detected.
     No checkpoint is removed or renamed before another one has been written or loaded.
 
@@ -41,22 +43,20 @@ class Checkpoints:
             OSError: the checkpoint cannot be written. It is then removed, and earlier checkpoints stay as they are.
         """
         target = self.directory / f"{PREFIX}{step:09d}"
-        partial = target.with_name(PARTIAL + target.name)
+        aside = self.directory / UNFINISHED
+        is_main = self.accelerator.is_main_process
         try:
-            if self.accelerator.is_main_process:
-                partial.mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            self.accelerator.save_state(str(partial))
-            self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                _seal(partial, {"step": step, **state})
-                os.replace(partial, target)
-                _sync(self.directory)
-                self._remove_old()
+            with unfinished(self.directory) if is_main else nullcontext():
+                self.accelerator.wait_for_everyone()
+                self.accelerator.save_state(str(aside))
+                self.accelerator.wait_for_everyone()
+                if is_main:
+                    _seal(aside, {"step": step, **state})
+                    os.replace(aside, target)
+                    _sync(self.directory)
+                    self._remove_old()
         # On a full disk, PyTorch and safetensors raise errors of their own types.
         except (Exception, CheckpointException) as error:
-            if self.accelerator.is_main_process:
-                shutil.rmtree(partial, ignore_errors=True)  # it would occupy the space that is left
             last = next(iter(self.steps()), None)
             kept = "there is no earlier checkpoint" if last is None else f"the last complete checkpoint is {last[1]}"
             reason = first_line(cause_of(error))
@@ -66,42 +66,19 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
         return target
 
-    def remove_partial(self) -> None:
-        """Remove partial checkpoints, which a killed process was writing or removing.
-
-        Call this once, before the first `save`: only one run writes to a directory, so no live process owns them.
-        """
-        if self.accelerator.is_main_process:
-            remove_checkpoints(self.directory, f"{PARTIAL}*")
-
     def steps(self) -> list[tuple[int, Path]]:
         """Return all checkpoints with their steps, the newest first."""
         found = [(step_of(path), path) for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
         return sorted(((step, path) for step, path in found if step is not None), reverse=True)
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why.
-
-        Raises:
-            ValueError: an earlier version of aft-hf wrote a checkpoint.
-        """
+        """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why."""
         for _, path in self.steps():
             damage = find_damage(path)
             if damage is None:
                 return path
             self.accelerator.print(f"{path} is damaged ({damage}): skipped")
         return None
-
-    def complete(self, path: str | Path) -> Path:
-        """Return the checkpoint at `path` after checking that it is complete.
-
-        Raises:
-            ValueError: the checkpoint is not complete, or an earlier version of aft-hf wrote it.
-        """
-        damage = find_damage(Path(path))
-        if damage is not None:
-            raise ValueError(f"{path} is not a complete checkpoint: {damage}")
-        return Path(path)
 
     def load(self, path: Path) -> None:
         """Load a checkpoint into the model and the optimizer that the accelerator has prepared.
@@ -120,6 +97,11 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             reason = first_line(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
+
+    def remove_partial(self) -> None:
+        """Remove what a killed process left of a checkpoint; only one run at a time writes to a directory."""
+        if self.accelerator.is_main_process:
+            remove_unfinished(self.directory)
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints beyond `step`, the step from which the run resumes.
@@ -140,14 +122,10 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for _, path in self.steps()[self.keep :]:
-            if (path / MANIFEST).is_file():  # otherwise, it may be something else
+            if (path / MANIFEST).is_file() and is_own(path):  # otherwise, it may be something else
                 # A partially removed directory must not look like a checkpoint.
-                aside = path.with_name(PARTIAL + path.name)
-                os.replace(path, aside)
-                if aside.is_symlink():
-                    aside.unlink()
-                else:
-                    shutil.rmtree(aside)
+                os.replace(path, self.directory / UNFINISHED)
+                remove_unfinished(self.directory)
 
 
 def step_of(path: Path) -> int | None:
@@ -158,12 +136,13 @@ def step_of(path: Path) -> int | None:
 
 def is_own(path: Path) -> bool:
     """Return whether a path is a directory, not a link, with the name of a checkpoint, complete or not."""
-    return STEP.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
+    named = STEP.fullmatch(path.name) is not None or path.name == UNFINISHED
+    return named and path.is_dir() and not path.is_symlink()
 
 
-def remove_checkpoints(directory: Path, pattern: str = "*") -> None:
-    """Remove the checkpoints of this pattern, complete or not, from a directory; everything else stays."""
-    for path in filter(is_own, directory.glob(pattern)):
+def remove_checkpoints(directory: Path) -> None:
+    """Remove the checkpoints, complete or not, from a directory; everything else stays."""
+    for path in filter(is_own, directory.iterdir() if directory.is_dir() else ()):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -172,9 +151,6 @@ def find_damage(path: Path) -> str | None:
 
     Every file must have the size and checksum recorded in the manifest. The manifest must match its own checksum, and
     its step that of the checkpoint's name.
-
-    Raises:
-        ValueError: an earlier version of aft-hf wrote the checkpoint.
     """
     try:
         manifest = read_manifest(path)

@@ -1,13 +1,15 @@
-"""The commands `aft-hf train` and `aft-hf evaluate`. Slow imports are inside the functions, to start quickly."""
+"""The commands `aft-hf train`, `finetune` and `evaluate`. Slow imports are inside the functions, to start quickly."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
 
 def train_command(
-    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see configs/.")],
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe in YAML; see configs/.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides as key=value, such as optimizer.learning_rate=1e-3.")
     ] = None,
@@ -15,10 +17,21 @@ def train_command(
         bool, typer.Option("--smoke", help="Apply the section smoke of the recipe, for a run of a few seconds.")
     ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved recipe, and stop.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print type, default and meaning of the keys of recipes, and stop.")
+    ] = False,
 ) -> None:
-    """Train a model from a recipe, or resume an interrupted run."""
-    from .recipe import load_recipe
+    """Train a model from a recipe, or resume an interrupted run.
 
+    For several processes: accelerate launch -m aft_hf train RECIPE ...
+    """
+    from .recipe import explain_keys, load_recipe
+
+    if explain:
+        print(explain_keys())
+        return
+    if recipe is None:
+        raise ValueError("give a recipe; --explain lists the keys of recipes")
     resolved = load_recipe(recipe, overrides or (), smoke=smoke)
     if print_config:
         print(resolved.to_yaml(), end="")
@@ -28,41 +41,141 @@ def train_command(
     train(resolved)
 
 
+# Options of `finetune_command`, by the panel of its help.
+in_model, in_data, in_training = (
+    partial(typer.Option, rich_help_panel=name) for name in ("Model", "Data", "Training")
+)
+in_distillation = partial(typer.Option, rich_help_panel="Distillation")
+in_extras = partial(typer.Option, rich_help_panel="Averaging and adapters")
+# Options of `TrainingArguments` that the help lists.
+LISTED = ["output_dir", "do_train", "do_eval", "num_train_epochs", "max_steps", "learning_rate"]
+LISTED += ["per_device_train_batch_size", "resume_from_checkpoint"]
+
+
+def finetune_command(
+    context: typer.Context,
+    model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT, a GPT-2 ...")] = None,
+    revision: Annotated[str, in_model(help="Branch, tag or commit on the Hub.")] = "main",
+    trust_remote_code: Annotated[
+        bool, in_model("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    attn_implementation: Annotated[
+        str | None, in_model(help="Attention of a ViT, GPT-2 ..., such as sdpa or eager. An AFT accepts only eager.")
+    ] = None,
+    train: Annotated[str | None, in_data(help="Training data: a folder of images, or a file.")] = None,
+    validation: Annotated[str | None, in_data(help="Validation data: a folder of images, or a file.")] = None,
+    validation_share: Annotated[
+        float, in_data(help="Share of the training data that is held out without --validation. 0: none.")
+    ] = 0.05,
+    dataset_name: Annotated[str | None, in_data(help="Instead: a dataset of the Hub, or a local one.")] = None,
+    dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
+    max_train_samples: Annotated[int | None, in_data(help="Train on the first images or blocks only.")] = None,
+    max_eval_samples: Annotated[int | None, in_data(help="Evaluate the first images or blocks only.")] = None,
+    image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
+    label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
+    text_column: Annotated[str, in_data(help="Column of the texts.")] = "text",
+    block_size: Annotated[
+        int | None, in_data(help="Tokens per block. Default: that of the model, at most 1024.")
+    ] = None,
+    augmentation: Annotated[str, in_data(help="Of images: none, shift, crop or resized_crop.")] = "none",
+    mixup: Annotated[float, in_data(help="Alpha of mixup, 0.8 in DeiT. 0: none.")] = 0.0,
+    cutmix: Annotated[float, in_data(help="Alpha of CutMix, 1 in DeiT. 0: none.")] = 0.0,
+    output_dir: Annotated[str | None, in_training(help="Output directory.")] = None,
+    do_train: Annotated[bool, in_training("--do-train", help="Train.")] = False,
+    do_eval: Annotated[bool, in_training("--do-eval", help="Evaluate at the end.")] = False,
+    num_train_epochs: Annotated[float | None, in_training(help="Length in epochs. Default: 3.")] = None,
+    max_steps: Annotated[int | None, in_training(help="Length in steps, in place of epochs.")] = None,
+    learning_rate: Annotated[float | None, in_training(help="Maximum learning rate. Default: 5e-5.")] = None,
+    per_device_train_batch_size: Annotated[
+        int | None, in_training(help="Samples per step of a process. Default: 8.")
+    ] = None,
+    resume_from_checkpoint: Annotated[
+        str | None, in_training(help="A checkpoint, or true for the newest one.")
+    ] = None,
+    position_bias_scale: Annotated[
+        float,
+        in_training(
+            help="Factor on the learning rate of AFT's position biases; 1 if the model has a "
+            "position_bias_multiplier, as after a conversion."
+        ),
+    ] = 1.0,
+    teacher: Annotated[
+        str | None,
+        in_distillation(help="ViT or DeiT with the same classes and normalization: any source of `aft-hf convert`."),
+    ] = None,
+    distillation: Annotated[str, in_distillation(help="Loss, as in DeiT: soft or hard.")] = "soft",
+    distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
+    distillation_temperature: Annotated[float, in_distillation(help="Temperature of soft distillation.")] = 3.0,
+    ema_decay: Annotated[
+        float | None, in_extras(help="Decay of an average of the weights, such as 0.999; it is evaluated and saved.")
+    ] = None,
+    lora_rank: Annotated[
+        int,
+        in_extras(
+            help="Train LoRA adapters of this rank on q, k, v and o, and the classifier of images; everything else "
+            "is frozen. 0: train everything."
+        ),
+    ] = 0,
+    lora_alpha: Annotated[float, in_extras(help="Scale of the adapters: alpha / rank.")] = 16.0,
+) -> dict[str, float]:
+    """Fine-tune an AFT, or any model of transformers, on labeled images or on text.
+
+    All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16. Instead of
+    options, a JSON or YAML file with their values may be given: aft-hf finetune options.json
+    """
+    from .finetune import finetune, parse_arguments, read_options
+
+    words, options, values, file = list(context.args), dict(context.params), {}, None
+    if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
+        file = Path(words[0])
+        values = read_options(file)
+    for name in LISTED:
+        value = options.pop(name)
+        if value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    settings = SimpleNamespace(**{name: values.pop(name, value) for name, value in options.items()})
+    if settings.model_name_or_path is None:
+        raise ValueError(f"{'' if file is None else f'{file}: '}give --model-name-or-path MODEL")
+    return finetune(settings, parse_arguments(words, values, file))
+
+
+# Options of `evaluate_command`, by the panel of its help.
+of_images, of_text = (partial(typer.Option, rich_help_panel=name) for name in ("Images", "Text"))
+
+
 def evaluate_command(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
     data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a data file.")],
     image_size: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Side of the images in pixels; may be repeated. Default: as trained."),
+        list[int] | None, of_images(min=1, help="Side in pixels; may be repeated. Default: as trained.")
     ] = None,
     stretch_kernels: Annotated[
         bool,
-        typer.Option(
+        of_images(
             "--stretch-kernels/--keep-kernels",
-            help="With --image-size: stretch the kernels of AFT-conv with the image, or keep them as trained.",
+            help="With --image-size: stretch the kernels of AFT-conv, or keep them.",
         ),
     ] = True,
     enlarge_patches: Annotated[
         bool,
-        typer.Option(
+        of_images(
             "--enlarge-patches/--keep-patches",
-            help="With --image-size: enlarge the patches of AFT-conv with the image, so that they overlap, or keep "
-            "them as trained.",
+            help="With --image-size: enlarge the patches of AFT-conv, so that they overlap, or keep them.",
         ),
     ] = True,
+    image_column: Annotated[str, of_images(help="Column of the images.")] = "image",
+    label_column: Annotated[str, of_images(help="Column of the labels.")] = "label",
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per block of text. Default: the maximum length of the model.")
+        int | None, of_text(help="Tokens per block. Default: the maximum length of the model.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="New tokens per block; the others are context. Default: all tokens are new.")
+        int | None, of_text(help="New tokens per block; the others are context. Default: all are new.")
     ] = None,
+    text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="Evaluate only this many rows, the first ones.")
     ] = None,
-    image_column: Annotated[str, typer.Option(help="Column of the images.")] = "image",
-    label_column: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
-    text_column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator, else the CPU.")
     ] = None,
@@ -78,7 +191,6 @@ def evaluate_command(
         AutoTokenizer,
     )
 
-    from .. import baselines  # noqa: F401  (registers them with the Auto classes)
     from ..conversion.source import load_image_processor
     from ..data.json_files import write_json
     from ..data.loading import load_local, require_column

@@ -27,7 +27,7 @@ from ..data.images import ImagePipeline, ImageRows, class_names, class_numbers
 from ..data.text import read_texts
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
-from .metrics import AccuracyAndLoss, BitsPerToken
+from .metrics import accuracy_and_loss, bits_per_token
 
 
 logger = logging.get_logger(__name__)
@@ -122,14 +122,13 @@ def evaluate_classifier(
     options = {}
     if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True
-    metric = AccuracyAndLoss(keep_in_memory=True)
+    found = []
     model.eval()
     loader = DataLoader(ImageRows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
     for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
-        logits = model(pixel_values=pixels, **options).logits
-        metric.add_batch(predictions=logits.float().cpu().numpy(), references=batch["labels"])
-    return metric.compute(top_k=(1, 5) if len(names) > 5 else (1,))
+        found.append((model(pixel_values=pixels, **options).logits.float().cpu(), batch["labels"]))
+    return accuracy_and_loss(*map(torch.cat, zip(*found)))
 
 
 def _adapted(model: PreTrainedModel, image_size: tuple[int, int], **options: bool) -> PreTrainedModel:
@@ -160,7 +159,7 @@ def evaluate_language_model(
 
     The text is that of all rows, each tokenized alone, without separators. The tokenizer adds no special tokens; one
     that is written in the text is a single token. Every token but the first of the text, which has no context, is
-    scored once, as by `ByteWindows`: each block predicts the next token at all its positions, and the last block ends
+    scored once, as by `Windows`: each block predicts the next token at all its positions, and the last block ends
     with the text. A byte model thus has the same bits per byte here and in `aft-hf train`.
 
     `bits_per_byte` compares models with different tokenizers: it is the code length of the text per byte of UTF-8,
@@ -184,7 +183,7 @@ def evaluate_language_model(
         raise ValueError(f"block_size must be at least 1 and stride in 1 .. block_size, got {block_size} and {stride}")
     tokens, num_bytes = _tokenize(dataset, tokenizer, text_column)
     blocks = overlapping_blocks(tokens, block_size, stride)
-    metric = BitsPerToken(keep_in_memory=True)
+    found = []
     model.eval()
     for numbers in tqdm(torch.arange(len(blocks)).split(batch_size), desc="text", unit="batch", disable=None):
         batch = blocks[numbers]
@@ -192,8 +191,8 @@ def evaluate_language_model(
         labels[numbers > 0, : block_size - stride] = IGNORED
         logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float().transpose(1, 2)
         losses = F.cross_entropy(logits, labels.to(model.device), reduction="none", ignore_index=IGNORED)
-        metric.add_batch(predictions=losses.flatten().cpu(), references=labels.flatten())
-    result = metric.compute()
+        found.append((losses.flatten().cpu(), labels.flatten()))
+    result = bits_per_token(*map(torch.cat, zip(*found)))
     return {"bits_per_byte": result["bits_per_token"] * len(tokens) / num_bytes, **result}
 
 

@@ -3,7 +3,7 @@ mixup, CutMix and EMA of the weights."""
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,15 +18,14 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..configuration_aft import AFTConfig, pair
+from ..data.atomic_files import move_into
 from ..data.classes import are_names, shortened
 from ..data.classification import mix_batch
 from ..loading import load_trained
 from ..publishing import write_card
-from ..reading import Document, UnreadableError, explained, first_line
-from .averaging import averaged, keep_average, swap_average
+from ..reading import Document, explained, first_line
 from .distillation import distillation_loss
-from .optimization import parameter_groups
-from .records import move_into
+from .optimization import averaged, keep_average, parameter_groups, swap_average
 from .tasks import regularization
 
 
@@ -79,46 +78,38 @@ class FineTuner(Trainer):
         **options: Any,
     ):
         super().__init__(**options)
-        self.position_bias_scale, self.augment = position_bias_scale, augment
-        multiplier = getattr(self.model.config, "position_bias_multiplier", 1.0)
+        config = self.model.config
+        self.position_bias_scale, self.augment, self.ema_decay = position_bias_scale, augment, ema_decay
+        self.teacher, self.distillation, self.mixing = teacher, distillation or {}, {"mixup": mixup, "cutmix": cutmix}
+        self._averaged: torch.optim.Optimizer | None = None  # the optimizer that keeps an average
+        multiplier = getattr(config, "position_bias_multiplier", 1.0)
         if position_bias_scale > 1 and multiplier > 1:
             logger.warning(
                 f"position_bias_scale={position_bias_scale:g} raises the learning rate of position biases, which the "
                 f"model's position_bias_multiplier={multiplier:g} already does: leave out position_bias_scale"
             )
-        self.teacher, self.distillation = teacher, distillation or {}
-        self.mixing, self.ema_decay = {"mixup": mixup, "cutmix": cutmix}, ema_decay
-        self._averaged: torch.optim.Optimizer | None = None  # the optimizer that keeps an average
-        self._check_mixing_and_average()
-        if teacher is not None or any(self.mixing.values()):
+        for name, alpha in self.mixing.items():
+            if not 0 <= alpha < math.inf:
+                raise ValueError(f"{name} must be the alpha of a Beta distribution, or 0 for no mixing, got {alpha}")
+        if (mixup or cutmix) and config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(f"mixup and cutmix need one class per image, not problem_type={config.problem_type!r}")
+        if ema_decay is not None and not 0 < ema_decay < 1:
+            raise ValueError(f"ema_decay must be in (0, 1), got {ema_decay}")
+        if ema_decay is not None and (self.is_deepspeed_enabled or self.args.load_best_model_at_end):
+            raise ValueError(
+                "ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own, nor with "
+                "load_best_model_at_end, since checkpoints contain the weights that are not averaged"
+            )
+        if teacher is not None or mixup or cutmix:
             # The loss is then a mean over the micro-batch, which Trainer must scale when it accumulates gradients.
             self.model_accepts_loss_kwargs = False
         if teacher is not None:
             _require_same_classes(teacher, self.model)
             teacher.eval().requires_grad_(False).to(self.args.device)
-        if self.label_smoother is not None and getattr(self.model.config, "position_bias_entropy_weight", 0) > 0:
+        if self.label_smoother is not None and getattr(config, "position_bias_entropy_weight", 0) > 0:
             raise ValueError(
                 "label_smoothing_factor replaces the model's own loss, including the term of "
                 "position_bias_entropy_weight: set one of the two to 0"
-            )
-
-    def _check_mixing_and_average(self) -> None:
-        for name, alpha in self.mixing.items():
-            if not 0 <= alpha < math.inf:
-                raise ValueError(f"{name} must be the alpha of a Beta distribution, or 0 for no mixing, got {alpha}")
-        kind = self.model.config.problem_type
-        if any(self.mixing.values()) and kind not in (None, "single_label_classification"):
-            raise ValueError(f"mixup and cutmix need one class per image, but the model has problem_type {kind!r}")
-        if self.ema_decay is None:
-            return
-        if not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be in (0, 1), got {self.ema_decay}")
-        if self.is_deepspeed_enabled:
-            raise ValueError("ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own")
-        if self.args.load_best_model_at_end:
-            raise ValueError(
-                "ema_decay does not work with load_best_model_at_end: evaluations use the averaged weights, but "
-                "checkpoints contain the weights that are not averaged; leave out one of the two"
             )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -176,28 +167,26 @@ class FineTuner(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and schedule; raise an error if they are missing, where Trainer would start new ones."""
-        # DeepSpeed and FSDP have other files.
-        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
-                if not Path(checkpoint, name).is_file():
-                    raise UnreadableError(
-                        f"{checkpoint}: has no {name}, which resuming requires; give another checkpoint"
-                    )
-        with explained(f"{checkpoint}: its optimizer or schedule cannot be loaded; give an earlier checkpoint"):
+        with _explained(checkpoint, "its optimizer or schedule"):
+            # DeepSpeed and FSDP have other files.
+            if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+                for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+                    if not Path(checkpoint, name).is_file():
+                        raise ValueError(f"there is no {name}")
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with explained(f"{checkpoint}: its random states cannot be loaded; give an earlier checkpoint"):
+        with _explained(checkpoint, "its random states"):
             super()._load_rng_state(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with explained(f"{resume_from_checkpoint}: its model cannot be loaded; give an earlier checkpoint"):
+        with _explained(resume_from_checkpoint, "its model"):
             if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         checkpoint = self.state.best_model_checkpoint
-        with explained(f"{checkpoint}: the best model cannot be loaded"):
+        with _explained(checkpoint, "its model, the best one,"):
             if checkpoint is None or not self._load_weights(checkpoint, self.model):
                 super()._load_best_model()
 
@@ -255,6 +244,10 @@ class FineTuner(Trainer):
         other_size = tuple(pixel_values.shape[2:]) != pair(teacher.config.image_size)
         with self.accelerator.autocast():
             return teacher(pixel_values.to(teacher.dtype), interpolate_pos_encoding=other_size).logits
+
+
+def _explained(checkpoint: str | None, what: str) -> AbstractContextManager[None]:
+    return explained(f"{checkpoint}: {what} cannot be loaded; give an earlier checkpoint")
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

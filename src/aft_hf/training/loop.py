@@ -6,25 +6,38 @@ gives the same result for any number of processes (with the same `micro_batch_si
 as an uninterrupted run.
 """
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from ..analysis import draw_losses, save
+from ..data.atomic_files import move_into
+from ..data.order import GlobalBatches, steps_per_epoch
+from ..data.streaming import StreamedBatches, StreamedSamples
 from ..reading import first_line
-from .averaging import averaged
+from .checkpoints import Checkpoints
+from .context_parallelism import ContextParallelGroup
+from .optimization import averaged
 from .ownership import owned
-from .recipe import Recipe
-from .records import move_into, peak_memory, plot_losses, write_results
-from .setup import Run, checkpoint_directory, join_processes, set_up
-from .stopping import StopSignal
-from .tasks import Batch
+from .recipe import ImageRowsData, Recipe
+from .records import Record, peak_memory, write_results
+from .setup import (
+    build_accelerator,
+    build_adamw,
+    build_scheduler,
+    checkpoint_directory,
+    join_processes,
+    prepare_model,
+    resume,
+)
+from .steps import Training, take_steps
+from .tasks import TASKS
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -39,200 +52,251 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """
     join_processes()
     with owned(Path(recipe.output_dir), checkpoint_directory(recipe)):
-        run = set_up(recipe)
+        run = Run(recipe)
         take_steps(run)
-        return finish(run)
+        return run.finish()
 
 
-def take_steps(run: Run) -> None:
-    """Take the remaining steps of a run, with evaluations and checkpoints in between."""
-    recipe, batches, record = run.recipe, iter(run.batches), run.record
-    run.model.train()
-    record.lap()
-    with StopSignal(run.accelerator) as stop, progress_bar(run) as progress:
-        for step in range(run.start + 1, run.total + 1):
-            rate = float(run.scheduler.get_last_lr()[0])
-            losses = [training_pass(run, next(batches), step, i) for i in range(run.accumulation)]
-            run.scheduler.step()
-            record.add(step, torch.stack(losses).mean(), rate)
-            progress.update()
+class Run(Training):
+    """A run of a recipe, which resumes from its newest checkpoint.
 
-            stopped = stop.agreed()
-            evaluates = step % run.evaluate_every == 0
-            saves = step % run.save_every == 0 or step == run.total or stopped
-            if step % recipe.log_every == 0 or evaluates or saves:
-                record.collect()
-                show(run, progress)
-            if evaluates:
-                split = next(iter(run.evaluated))
-                record.evaluations.append({"step": step, **evaluate(run, split)})
-                run.accelerator.log(record.evaluations[-1], step=step)
-                record.lap()
-            if saves:
-                check_weights(run, step, rate)
-                path = run.checkpoints.save(step, state(run, step))
-                record.lap()
-            if stopped and step < run.total:
-                run.accelerator.print(
-                    f"{signal.Signals(stopped).name}: saved {path}; the same command resumes from it"
-                )
-                leave(run)
-                raise SystemExit(128 + stopped)
+    Raises:
+        ValueError: the recipe does not fit the data, the checkpoint, the device or the number of processes.
+        OSError: the data cannot be read.
+    """
 
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.context_group = group = ContextParallelGroup.of(recipe, join_processes())
+        micro_batch_size, self.accumulation = recipe.accumulation(group.groups)
+        self.task = task = TASKS[recipe.task](recipe)
+        # The length of a stream is unknown; its recipe counts in steps, never in epochs.
+        count = None if isinstance(task.train, StreamedSamples) else len(task.train)
+        epoch = 0 if count is None else steps_per_epoch(count, recipe.global_batch_size)
+        self.total = recipe.steps or max(1, round((recipe.epochs or 0) * epoch))
+        self.evaluate_every, self.save_every = recipe.evaluate_every or epoch, recipe.save_every or epoch
+        self.accelerator = build_accelerator(recipe, micro_batch_size, self.accumulation)
 
-def state(run: Run, step: int) -> dict[str, Any]:
-    """Return the state for the manifest of a checkpoint, from which a run resumes (see `Manifest`)."""
-    return {
-        "record": run.record.state(),
-        "recipe": run.recipe.model_dump(),
-        "data": run.data,
-        "rates": run.scheduler.get_last_lr(),
-        "position": tuple(run.order.position(step)),
-    }
+        torch.manual_seed(recipe.seed)
+        model = task.build_model()
+        group.check(model)
+        self.parameters = model.num_parameters()
+        prepare_model(model, recipe, self.accelerator)
+        optimizer = build_adamw(model, recipe.optimizer, recipe.ema_decay)
+        self.scheduler = build_scheduler(recipe, optimizer, epoch, self.total)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.checkpoints = Checkpoints(self.accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
+        self.record = Record(self.accelerator, recipe.log_every)
+        self.data = task.train.fingerprint()
+        self.step, position = resume(recipe, self.data, self.checkpoints, self.scheduler, self.record)
+        if self.step > self.total:
+            raise ValueError(
+                f"the checkpoint has {self.step} steps, the recipe only {self.total}: give more steps, or another "
+                "output_dir"
+            )
 
+        counts: dict[str, int] = {
+            "global_batch_size": recipe.global_batch_size,
+            "micro_batch_size": micro_batch_size,
+            "seed": recipe.seed,
+            "start": self.step,
+            "stop": self.total,
+            "process": group.index,
+            "processes": group.groups,
+            "repetitions": task.repetitions,
+        }
+        self.order: GlobalBatches | StreamedBatches
+        if isinstance(task.train, StreamedSamples):
+            assert isinstance(recipe.data, ImageRowsData)  # only datasets of images are streamed
+            buffer = recipe.data.shuffle_buffer
+            self.order = StreamedBatches(task.train.rows, shuffle_buffer=buffer, position=position, **counts)
+        else:
+            self.order = GlobalBatches(len(task.train), **counts)
+        on_gpu = self.accelerator.device.type == "cuda"
+        loading: dict[str, Any] = {"num_workers": recipe.data.workers, "pin_memory": on_gpu}
+        self.batches = iter(DataLoader(task.train, batch_sampler=self.order, **loading))
+        self.evaluated = {
+            split: self.accelerator.prepare_data_loader(DataLoader(dataset, micro_batch_size, **loading))
+            for split, dataset in task.evaluated.items()
+        }
+        samples = "a stream" if count is None else f"{count:,} samples, {epoch:,} steps in an epoch"
+        shared = f", where {group.size} processes that share each sample count as one" if group.size > 1 else ""
+        self.accelerator.print(
+            f"{recipe.task}: {samples}, {self.total:,} steps; {self.parameters / 1e6:.2f} M parameters; a step is "
+            f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples){shared}"
+        )
+        if self.is_done():
+            self.accelerator.print(
+                f"already complete: all {self.total:,} steps are done; the model is evaluated and saved again"
+            )
+        self.model.train()
+        self.record.lap()
 
-def training_pass(run: Run, batch: Batch, step: int, index: int) -> torch.Tensor:
-    """Run the forward and backward pass of a micro-batch, and the update after the last of a step; return the loss."""
-    accelerator, clip, context_group = run.accelerator, run.recipe.max_grad_norm, run.context_group
-    place = (context_group.rank,) if context_group.size > 1 else ()  # each shard of a sample has its own dropout
-    seed_random(run.recipe.seed, step, index * context_group.groups + context_group.index, *place)
-    with accelerator.accumulate(run.model):
-        batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        loss = context_group.loss(run.task, run.model, batch)
-        accelerator.backward(loss)
-        if clip is not None and accelerator.sync_gradients:
-            accelerator.clip_grad_norm_(run.model.parameters(), clip)
-        run.optimizer.step()  # skipped by Accelerate before the last micro-batch
-        run.optimizer.zero_grad()
-    return loss.detach()
+    def is_done(self) -> bool:
+        return self.step == self.total
+
+    def progress_bar(self) -> tqdm:
+        disable = None if self.accelerator.is_main_process else True
+        return tqdm(total=self.total, initial=self.step, unit="step", dynamic_ncols=True, disable=disable)
+
+    def update(self) -> None:
+        self.step += 1
+        rate = self.learning_rate = float(self.scheduler.get_last_lr()[0])
+        losses = [self.training_pass(i) for i in range(self.accumulation)]
+        self.scheduler.step()
+        self.record.add(self.step, torch.stack(losses).mean(), rate)
+
+    def training_pass(self, index: int) -> torch.Tensor:
+        """Run the forward and backward pass of the micro-batch `index` of the step, and the update after the last."""
+        accelerator, clip, group = self.accelerator, self.recipe.max_grad_norm, self.context_group
+        batch = next(self.batches)
+        place = (group.rank,) if group.size > 1 else ()  # each shard of a sample has its own dropout
+        seed_random(self.recipe.seed, self.step, index * group.groups + group.index, *place)
+        with accelerator.accumulate(self.model):
+            batch = send_to_device(batch, accelerator.device, non_blocking=True)
+            loss = group.loss(self.task, self.model, batch)
+            accelerator.backward(loss)
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self.model.parameters(), clip)
+            self.optimizer.step()  # skipped by Accelerate before the last micro-batch
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+    def after_step(self, bar: tqdm, stops: bool) -> Path | None:
+        bar.update()
+        evaluates = self.step % self.evaluate_every == 0
+        saves = self.step % self.save_every == 0 or self.is_done() or stops
+        if self.step % self.recipe.log_every == 0 or evaluates or saves:
+            self.record.collect()
+            self.report(bar)
+        if evaluates:
+            split = next(iter(self.evaluated))
+            self.record.evaluations.append({"step": self.step, **self.evaluate(split)})
+            self.accelerator.log(self.record.evaluations[-1], step=self.step)
+            self.record.lap()
+        if not saves:
+            return None
+        self.check_weights()
+        checkpoint = self.checkpoints.save(self.step, self.state())
+        self.record.lap()
+        return checkpoint
+
+    def report(self, bar: tqdm) -> None:
+        """Report the latest loss, learning rate and throughput: on the bar or in a log line, and to trackers."""
+        _, loss, rate = self.record.curve()[-1]
+        unit = self.task.unit
+        per_second = self.record.steps_per_second * self.recipe.global_batch_size * self.task.units_per_sample
+        memory = peak_memory(self.accelerator.device)
+        line = f"loss {loss:.4f}, lr {rate:.2e}, {per_second:,.0f} {unit}/s, {memory:.2f} GiB"
+        if bar.disable:
+            self.accelerator.print(f"step {self.step}/{self.total}: {line}", flush=True)
+        bar.set_postfix_str(line)
+        values = {"loss": loss, "learning_rate": rate, f"{unit}_per_second": per_second, "peak_memory_gib": memory}
+        self.accelerator.log(values, step=self.step)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for the manifest of a checkpoint, from which a run resumes (see `Manifest`)."""
+        return {
+            "record": self.record.state(),
+            "recipe": self.recipe.model_dump(),
+            "data": self.data,
+            "rates": self.scheduler.get_last_lr(),
+            "position": tuple(self.order.position(self.step)),
+        }
+
+    def check_weights(self) -> None:
+        """Raise a ValueError before saving weights that are not finite: gradients can overflow when no loss does."""
+        names = ("_local_tensor", "ds_tensor")  # attributes of FSDP and DeepSpeed with the shard of this process
+        shards = [next((getattr(w, n) for n in names if hasattr(w, n)), w).detach() for w in self.model.parameters()]
+        if not torch.stack([shard.isfinite().all() for shard in shards]).all():
+            raise ValueError(
+                f"weights are not finite after step {self.step}, with learning rate {self.learning_rate:.3g}: "
+                "training stops"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> dict[str, float]:
+        """Return the metrics of a split, each sample counted once; with averaged weights if the run has them."""
+        self.model.eval()
+        found = []
+        bar = {"desc": split, "leave": False, "disable": None if self.accelerator.is_main_process else True}
+        with self.averaged_weights():
+            for batch in tqdm(self.evaluated[split], unit="batch", **bar):
+                scores = self.context_group.scores(self.task, self.model, batch)
+                found.append([x.cpu() for x in self.accelerator.gather_for_metrics(scores)])
+        self.model.train()
+        return self.task.metrics(split, *map(torch.cat, zip(*found)))
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Give the model its averaged weights within the context, if the recipe asks for an average."""
+        if self.recipe.ema_decay is None:
+            return nullcontext()
+        return averaged(self.optimizer.optimizer, self.model)
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate all splits, and save the model and the results."""
+        accelerator = self.accelerator
+        metrics = {split: self.evaluate(split) for split in self.evaluated}
+        with self.averaged_weights():
+            weights = accelerator.get_state_dict(self.model)
+            results = self.write_outcome(weights, metrics) if accelerator.is_main_process else {}
+        for split, values in metrics.items():
+            accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        accelerator.print(f"the model is in {self.recipe.output_dir}")
+        accelerator.wait_for_everyone()  # no process leaves the group while the main process writes
+        self.close()
+        return results
+
+    def write_outcome(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Write the model, the results and the plot of the losses; return the results.
+
+        Raises:
+            OSError: a file cannot be written. If it is one of the model, an earlier model stays unchanged.
+        """
+        directory, device = Path(self.recipe.output_dir), self.accelerator.device
+        try:
+            self.save_model(weights, directory)
+            results = write_results(
+                directory,
+                self.recipe,
+                self.record,
+                metrics=metrics,
+                steps=self.total,
+                parameters=self.parameters,
+                processes=self.accelerator.num_processes,
+                device=str(device.type),
+                peak_memory_gib=round(peak_memory(device), 3),
+            )
+            save(draw_losses([(self.recipe.task, results)]), directory / "losses.png")
+        except Exception as error:  # on a full disk, safetensors and matplotlib raise their own types of errors
+            raise OSError(
+                f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done "
+                f"and saved in {self.checkpoints.directory}: free disk space and run the same command again to write "
+                "them"
+            ) from error
+        return results
+
+    def save_model(self, weights: dict[str, torch.Tensor], directory: Path) -> None:
+        """Save the model for `from_pretrained`, without the wrappers of training, and its tokenizer or processor."""
+        model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
+        model.load_state_dict(weights)
+        with move_into(directory) as aside:
+            model.save_pretrained(aside)
+            if self.task.processor is not None:
+                self.task.processor.save_pretrained(aside)
+
+    def close(self) -> None:
+        """End the trackers and leave the process group, after everything that belongs to the group is freed.
+
+        Otherwise the last owner of the group is DDP's reducer. Its destructor waits for the thread of the group and
+        holds the GIL, which that thread may be waiting for.
+        """
+        accelerator = self.accelerator
+        vars(self).clear()
+        accelerator.free_memory()
+        accelerator.end_training()
 
 
 def seed_random(*numbers: int) -> None:
     """Seed the random numbers of dropout, drop path and augmentation from several numbers."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
-
-
-@torch.no_grad()
-def evaluate(run: Run, split: str) -> dict[str, float]:
-    """Return the metrics of a split, each sample counted once; with averaged weights if the run has them."""
-    metric, options = run.task.metric()
-    show = run.accelerator.is_main_process
-    run.model.eval()
-    with averaged_weights(run):
-        bar = {"desc": split, "unit": "batch", "leave": False, "disable": None if show else True}
-        for batch in tqdm(run.evaluated[split], **bar):
-            predictions, references = run.accelerator.gather_for_metrics(
-                run.context_group.scores(run.task, run.model, batch)
-            )
-            metric.add_batch(predictions=predictions.cpu().numpy(), references=references.cpu().numpy())
-    run.model.train()
-    return metric.compute(**options)
-
-
-@contextmanager
-def averaged_weights(run: Run) -> Iterator[None]:
-    """Give the model its averaged weights within the context, if the recipe asks for an average."""
-    if run.recipe.ema_decay is None:
-        yield
-        return
-    with averaged(run.optimizer.optimizer, run.model):
-        yield
-
-
-def check_weights(run: Run, step: int, rate: float) -> None:
-    """Raise a ValueError before saving weights that are not finite: gradients can overflow when no loss does."""
-    names = ("_local_tensor", "ds_tensor")  # attributes of FSDP and DeepSpeed with the shard of this process
-    shards = [next((getattr(w, n) for n in names if hasattr(w, n)), w).detach() for w in run.model.parameters()]
-    if not torch.stack([shard.isfinite().all() for shard in shards]).all():
-        raise ValueError(f"weights are not finite after step {step}, with learning rate {rate:.3g}: training stops")
-
-
-def progress_bar(run: Run) -> tqdm:
-    """Return a progress bar over the steps, shown in a terminal and by the main process only."""
-    disable = None if run.accelerator.is_main_process else True
-    return tqdm(total=run.total, initial=run.start, unit="step", dynamic_ncols=True, disable=disable)
-
-
-def show(run: Run, progress: tqdm) -> None:
-    """Report the latest loss, learning rate and throughput: on the progress bar or in a log line, and to trackers."""
-    step, loss, rate = run.record.curve()[-1]
-    per_second = run.record.steps_per_second * run.recipe.global_batch_size * run.task.units_per_sample
-    memory = peak_memory(run.accelerator.device)
-    unit = f"{run.task.unit}/s"
-    line = f"loss {loss:.4f}, lr {rate:.2e}, {per_second:,.0f} {unit}, {memory:.2f} GiB"
-    if progress.disable:
-        run.accelerator.print(f"step {step}/{run.total}: {line}", flush=True)
-    progress.set_postfix_str(line)
-    values = {
-        "loss": loss,
-        "learning_rate": rate,
-        f"{run.task.unit}_per_second": per_second,
-        "peak_memory_gib": memory,
-    }
-    run.accelerator.log(values, step=step)
-
-
-def finish(run: Run) -> dict[str, Any]:
-    """Evaluate all splits, and save the model and the results."""
-    accelerator = run.accelerator
-    metrics = {split: evaluate(run, split) for split in run.evaluated}
-    with averaged_weights(run):
-        weights = accelerator.get_state_dict(run.model)
-        results = write_outcome(run, weights, metrics) if accelerator.is_main_process else {}
-    for split, values in metrics.items():
-        accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-    accelerator.print(f"the model is in {run.recipe.output_dir}")
-    accelerator.wait_for_everyone()  # no process leaves the group while the main process writes
-    leave(run)
-    return results
-
-
-def leave(run: Run) -> None:
-    """End the trackers and leave the process group, after everything that belongs to the group is freed.
-
-    Otherwise the last owner of the group is DDP's reducer. Its destructor waits for the thread of the group and holds
-    the GIL, which that thread may be waiting for.
-    """
-    accelerator = run.accelerator
-    vars(run).clear()
-    accelerator.free_memory()
-    accelerator.end_training()
-
-
-def write_outcome(run: Run, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Write the model, the results and the plot of the losses; return the results.
-
-    Raises:
-        OSError: a file cannot be written. If it is one of the model, an earlier model stays unchanged.
-    """
-    accelerator, directory = run.accelerator, Path(run.recipe.output_dir)
-    try:
-        save_model(run, weights, directory)
-        results = write_results(
-            directory,
-            run.recipe,
-            run.record,
-            metrics=metrics,
-            steps=run.total,
-            parameters=run.parameters,
-            processes=accelerator.num_processes,
-            device=str(accelerator.device.type),
-            peak_memory_gib=round(peak_memory(accelerator.device), 3),
-        )
-        plot_losses(directory / "losses.png", run.record)
-    except Exception as error:  # on a full disk, safetensors and matplotlib raise their own types of errors
-        raise OSError(
-            f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done "
-            f"and saved in {run.checkpoints.directory}: free disk space and run the same command again to write them"
-        ) from error
-    return results
-
-
-def save_model(run: Run, weights: dict[str, torch.Tensor], directory: Path) -> None:
-    """Save the model for `from_pretrained`, without the wrappers of training, and its tokenizer or image processor."""
-    model = run.task.auto_model.from_config(run.accelerator.unwrap_model(run.model).config)
-    model.load_state_dict(weights)
-    with move_into(directory) as aside:
-        model.save_pretrained(aside)
-        if run.task.processor is not None:
-            run.task.processor.save_pretrained(aside)

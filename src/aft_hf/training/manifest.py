@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -20,7 +20,6 @@ from ..reading import Document, FileName, UnreadableError, parse_json
 
 MANIFEST = "checkpoint.json"
 SEAL = re.compile(rb'\{"sum":"([0-9a-f:]+)",')
-FORMER_SCHEDULE = "custom_checkpoint_0.pkl"  # only in checkpoints of earlier versions, without a checksum
 
 Count = Annotated[int, Field(ge=0)]
 Losses = list[tuple[Count, float, float]]  # (steps done, mean loss, learning rate)
@@ -38,7 +37,6 @@ class RecordState(Document):
 class Manifest(Document):
     """Schema of checkpoint.json: the state of a run besides its weights, optimizer and random states."""
 
-    format: Literal[2] = 2
     step: Count
     rates: list[float]  # learning rate of each parameter group in the next step
     record: RecordState
@@ -47,10 +45,6 @@ class Manifest(Document):
     # Position of the sampler: empty, or for a stream the `Block` from which it resumes.
     position: tuple[()] | tuple[Count, Count, Count, dict[str, Any] | None]
     files: Annotated[dict[FileName, str], Field(min_length=1)]  # name to checksum
-
-
-class FormerFormatError(ValueError):
-    """Raised for a checkpoint of an earlier version of aft-hf, which pickled the state of the schedule."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -69,18 +63,12 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         UnreadableError: the manifest is missing or damaged; the message does not name the checkpoint.
-        FormerFormatError: an earlier version of aft-hf wrote the checkpoint.
     """
     path = directory / MANIFEST
     if not path.is_file():
         raise UnreadableError(f"no {MANIFEST}")
     content = path.read_bytes()
     seal = SEAL.match(content)
-    if seal is None and (directory / FORMER_SCHEDULE).exists():
-        raise FormerFormatError(
-            f"{directory} was written by an earlier version of aft-hf, with a pickle that could run code when loaded: "
-            "finish the run with that version, or give another output_dir"
-        )
     if seal is None or checksum(content[seal.end() :]) != seal[1].decode():
         raise UnreadableError(f"{MANIFEST} does not match its checksum")
     return parse_json(content, Manifest, MANIFEST)

@@ -1,68 +1,61 @@
-"""Metrics as classes of `evaluate`, which need no network because they are not loaded by name."""
+"""Metrics as functions of the predictions and references of a whole data set.
 
-from typing import Any
+To add one, write a function here and call it in `Task.metrics` (training) or in `evaluation` (saved models).
+"""
 
-import datasets
-import evaluate
-import numpy as np
+import math
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F
 
 from ..data.bytes import IGNORED
 
 
-class TopKAccuracy(evaluate.Metric):
-    """Top-k accuracy: the share of samples whose label is among the k highest scores, for each k in `top_k`.
+def accuracy(scores: torch.Tensor, labels: torch.Tensor, top_k: Sequence[int] = (1,)) -> dict[str, float]:
+    """Return the share of samples whose label is among the k highest scores, for each k.
 
     Among equal scores, that of the first class counts as the highest, as with argmax.
+
+    Args:
+        scores: scores, (n, classes).
+        labels: class numbers, (n,).
+        top_k: the values of k.
     """
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Top-k accuracy of a classifier.",
-            citation="",
-            inputs_description=(
-                "predictions: scores (n, classes); references: labels (n,); top_k: the values of k, (1,) by default."
-            ),
-            features=datasets.Features(
-                {"predictions": datasets.Sequence(datasets.Value("float32")), "references": datasets.Value("int64")}
-            ),
-        )
-
-    def _compute(self, predictions: Any, references: Any, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
-        ranking = np.argsort(-np.asarray(predictions), axis=1, kind="stable")  # the best class first
-        hits = ranking == np.asarray(references)[:, None]
-        return {"accuracy" if k == 1 else f"top_{k}_accuracy": float(hits[:, :k].any(1).mean()) for k in top_k}
+    ranking = scores.argsort(dim=1, descending=True, stable=True)  # the best class first
+    hits = ranking == labels[:, None]
+    return {"accuracy" if k == 1 else f"top_{k}_accuracy": hits[:, :k].any(1).double().mean().item() for k in top_k}
 
 
-class AccuracyAndLoss(TopKAccuracy):
-    """Top-k accuracy, and `loss`: the mean cross entropy in nats, with the scores as logits."""
-
-    def _compute(self, predictions: Any, references: Any, top_k: tuple[int, ...] = (1,)) -> dict[str, float]:
-        logits, labels = np.asarray(predictions, dtype=np.float64), np.asarray(references)
-        logits = logits - logits.max(1, keepdims=True)
-        losses = np.log(np.exp(logits).sum(1)) - np.take_along_axis(logits, labels[:, None], 1)[:, 0]
-        return super()._compute(predictions, references, top_k) | {"loss": float(losses.mean())}
+def accuracy_and_loss(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Return top-1 accuracy, top-5 accuracy if there are more than five classes, and the mean loss in nats."""
+    loss = F.cross_entropy(logits.double(), labels).item()
+    return accuracy(logits, labels, (1, 5) if logits.shape[1] > 5 else (1,)) | {"loss": loss}
 
 
-class BitsPerToken(evaluate.Metric):
-    """Mean code length in bits per token (with a byte tokenizer, per byte), and perplexity, 2 to the power of that."""
+def code_length(nats: torch.Tensor, counts: torch.Tensor, units: Sequence[str]) -> dict[str, float]:
+    """Return the code length of the data in bits per unit: per byte, per character, per token or per sub-pixel.
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Mean code length of tokens.",
-            citation="",
-            inputs_description=("predictions: losses in nats (n,); references: tokens (n,), -100 to ignore a loss."),
-            features=datasets.Features(
-                {"predictions": datasets.Value("float32"), "references": datasets.Value("int64")}
-            ),
-        )
+    Losses and units are summed before the division, so a row may hold any number of units.
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        losses, tokens = np.asarray(predictions, dtype=np.float64), np.asarray(references)
-        bits = float(losses[tokens != IGNORED].mean() / np.log(2))
-        with np.errstate(over="ignore"):  # infinite for a diverged model
-            return {"bits_per_token": bits, "perplexity": float(np.exp2(bits))}
+    Args:
+        nats: losses, summed over each row, (n,).
+        counts: number of each unit in the rows, (n, units).
+        units: names of the units.
+    """
+    bits = nats.double().sum().item() / math.log(2)
+    return {f"bits_per_{unit}": bits / count for unit, count in zip(units, counts.sum(0).tolist())}
+
+
+def bits_per_token(nats: torch.Tensor, tokens: torch.Tensor) -> dict[str, float]:
+    """Return the mean code length in bits per token, and the perplexity, 2 to the power of that.
+
+    Args:
+        nats: losses, (n,).
+        tokens: tokens, (n,); a loss is ignored where the token is -100.
+    """
+    bits = nats.double()[tokens != IGNORED].mean() / math.log(2)
+    return {"bits_per_token": bits.item(), "perplexity": bits.exp2().item()}  # infinite for a diverged model
 
 
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:

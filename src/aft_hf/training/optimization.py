@@ -1,15 +1,30 @@
-"""Parameter groups for AFT models, and AdamW with these groups."""
+"""AdamW with parameter groups for AFT models, and an exponential moving average (EMA) of the weights.
 
+The average is kept in the state of the optimizer. Every strategy that saves, loads and shards the moments of AdamW
+therefore does the same with the average. (The `AveragedModel` of `torch.optim.swa_utils` is a second model, which
+checkpoints of Trainer and Accelerate leave out; its function for the update is used here.)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers.pytorch_utils import Conv1D
 
 from ..mixers_aft import AFTMixer
 
 
 def parameter_groups(
-    model: nn.Module, learning_rate: float, *, weight_decay: float = 0.0, position_bias_scale: float = 1.0
+    model: nn.Module,
+    learning_rate: float,
+    *,
+    weight_decay: float = 0.0,
+    position_bias_scale: float = 1.0,
+    only_linear: bool = False,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any optimizer, with a separate learning rate for the position biases w.
 
@@ -23,17 +38,20 @@ def parameter_groups(
         learning_rate: learning rate of all other parameters.
         weight_decay: weight decay of parameters with two or more dimensions, except position biases.
         position_bias_scale: factor on the learning rate of the position biases, for models without a multiplier.
+        only_linear: whether weight decay acts on the weights of linear layers and convolutions only, except weights
+            that are shared with an embedding.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    position_biases: list[nn.Parameter] = []
     # The direct parameters of a mixer are those of w; its projections are submodules.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
     of_mixers = {id(parameter) for mixer in mixers for parameter in mixer.parameters(recurse=False)}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            kind = decayed if parameter.dim() > 1 else plain
-            (position_biases if id(parameter) in of_mixers else kind).append(parameter)
+    linear = linear_weights(model)
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    position_biases: list[nn.Parameter] = []
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        decays = id(parameter) in linear if only_linear else parameter.dim() > 1
+        kind = position_biases if id(parameter) in of_mixers else decayed if decays else plain
+        kind.append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay, "lr": learning_rate},
         {"params": plain, "weight_decay": 0.0, "lr": learning_rate},
@@ -42,7 +60,14 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, learning_rate: float, **options: float) -> torch.optim.AdamW:
+def linear_weights(model: nn.Module) -> set[int]:
+    """Return the ids of the weights of linear layers and convolutions, except weights shared with an embedding."""
+    linear = (nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D)
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, linear)}
+    return weights - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def build_optimizer(model: nn.Module, learning_rate: float, **options: Any) -> torch.optim.AdamW:
     """Build AdamW with a separate learning rate for the position biases of AFT layers.
 
     Args:
@@ -52,3 +77,62 @@ def build_optimizer(model: nn.Module, learning_rate: float, **options: float) ->
             `position_bias_scale`, a factor on the learning rate of the position biases (default 1).
     """
     return torch.optim.AdamW(parameter_groups(model, learning_rate, **options), lr=learning_rate)
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Register a hook that updates an average of the parameters after every step of an optimizer.
+
+    Args:
+        optimizer: an optimizer with a state for each parameter, such as AdamW.
+        decay: the weight of the previous average in each update, in (0, 1).
+
+    Raises:
+        ValueError: `decay` is out of range.
+    """
+    if not 0 < decay < 1:
+        raise ValueError(f"the decay of an average of weights must be in (0, 1), got {decay}")
+    update_averages = get_ema_multi_avg_fn(decay)
+
+    def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [parameter.detach() for parameter in _parameters(optimizer)]
+        states = [optimizer.state[parameter] for parameter in _parameters(optimizer)]
+        for state, parameter in zip(states, parameters):
+            if "average" not in state:
+                state["average"] = parameter.clone()
+        update_averages([state["average"] for state in states], parameters, None)
+
+    optimizer.register_step_post_hook(update)
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
+    """Replace the parameters of the model by their averages within the context.
+
+    Parameters without an average, such as all of them before the first step, stay unchanged.
+    """
+    swap_average(optimizer, model)
+    try:
+        yield
+    finally:
+        swap_average(optimizer, model)
+
+
+@torch.no_grad()
+def swap_average(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Exchange the parameters with their averages; parameters without an average stay unchanged."""
+    for parameter in _parameters(optimizer):
+        average = optimizer.state[parameter].get("average")
+        if average is not None:
+            kept = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+    # FSDP keeps some gathered weights from one forward pass to the next: resharding makes it gather the new ones.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in optimizer.state
+    )

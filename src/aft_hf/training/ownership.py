@@ -3,7 +3,7 @@
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,9 +28,6 @@ class Owner(Document):
     pid: int
     since: str
 
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
-
 
 @contextmanager
 def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[None]:
@@ -53,39 +50,27 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
             cannot be written. All processes raise the same error.
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
-    refusal: list[str | None] = [None]
     removes = temporary or not directory.exists()
-    if PartialState().is_main_process:
-        try:
-            _acquire(lock, directory, folders)
-        except OSError as error:
-            refusal = [str(error)]
-    broadcast_object_list(refusal)
-    if refusal[0] is not None:
-        if lock.is_locked:  # a folder was refused
-            _release(lock, directory, removes)
-        raise OSError(refusal[0])
+    refusal: list[str | None] = [None]
     try:
+        if PartialState().is_main_process:
+            refusal = [_acquire(lock, directory, folders)]
+        broadcast_object_list(refusal)
+        if refusal[0] is not None:
+            raise OSError(refusal[0])
         yield
     finally:
         if lock.is_locked:
-            _release(lock, directory, removes)
+            if not (directory / OWNER).is_symlink():
+                (directory / OWNER).unlink(missing_ok=True)
+            files = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+            if removes and files == [directory / LOCK]:
+                shutil.rmtree(directory, ignore_errors=True)
+            lock.release()
 
 
-def _release(lock: FileLock, directory: Path, removes: bool) -> None:
-    """Release the lock; before that, if asked to, remove the directory unless it holds files besides it."""
-    owner = _owner(directory)
-    # If the directory was removed in the meantime, another run may have created and locked it again.
-    if owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
-        (directory / OWNER).unlink(missing_ok=True)
-        files = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
-        if removes and files == [directory / LOCK]:
-            shutil.rmtree(directory, ignore_errors=True)
-    lock.release()
-
-
-def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
-    """Acquire the lock, and record its owner."""
+def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str | None:
+    """Acquire the lock, and record its owner; return why that is not possible, None if it is."""
     try:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         if (directory / RUN).is_symlink():
@@ -97,15 +82,15 @@ def _acquire(lock: FileLock, directory: Path, folders: Iterable[Path]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
     except Timeout:
-        owner = _owner(directory)
-        name = "another process" if owner is None else shortened(str(owner))
-        raise OSError(f"{directory} is in use by {name}: wait, or give another output directory") from None
+        return f"{directory} is in use by {_name_owner(directory)}: wait, or give another output directory"
     except OSError as error:
-        raise OSError(f"cannot write to {directory} ({first_line(error)})") from error
+        return f"cannot write to {directory} ({first_line(error)})"
+    return None
 
 
-def _owner(directory: Path) -> Owner | None:
+def _name_owner(directory: Path) -> str:
     try:
-        return read_json(directory / OWNER, Owner)
+        owner = read_json(directory / OWNER, Owner)
     except UnreadableError:  # the owner has the lock, but has not written run.json yet
-        return None
+        return "another process"
+    return shortened(f"process {owner.pid} on {owner.host} since {owner.since}")

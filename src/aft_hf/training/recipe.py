@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import json
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -11,7 +13,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
-from .. import baselines  # noqa: F401  (registers their architecture)
 from ..reading import described, read_text, shortened, shown
 
 
@@ -45,86 +46,103 @@ class Section(BaseModel):
 class Data(Section):
     """Data settings of all tasks. A recipe needs `train` or `dataset`, usually given on the command line."""
 
-    train: str | None = None  # a file or a folder
-    validation: str | None = None
-    dataset: str | None = None  # instead of files: an id on the Hub, or a local dataset
-    dataset_config: str | None = None
-    workers: Annotated[int, Field(ge=0)] = 0  # worker processes of the data loader; 0: load in the training process
-    max_train_samples: Count | None = None  # None: all; otherwise the first ones
-    max_eval_samples: Count | None = None
+    train: str | None = Field(None, description="Training data: a file or a folder, or `generated`.")
+    validation: str | None = Field(None, description="Validation data, as for train.")
+    dataset: str | None = Field(None, description="Instead of files: an id on the Hub, or a local dataset.")
+    dataset_config: str | None = Field(None, description="Configuration of the dataset.")
+    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load data. 0: the training process.")
+    max_train_samples: Count | None = Field(None, description="Train on the first samples only. null: on all.")
+    max_eval_samples: Count | None = Field(None, description="Evaluate the first samples only. null: all.")
 
 
 class BytesData(Data):
     """Files that are read as bytes, or a dataset whose texts are joined to a file for each split. A single file is
     split by position (see `aft_hf.data.bytes.split_bytes`)."""
 
-    test: str | None = None
-    text_column: str = "text"  # column of the dataset
-    text_separator: str = "\n"  # between the texts of a dataset
-    seq_len: Count = 1024  # bytes predicted per sample
-    eval_stride: Count | None = None  # new bytes per evaluated window; None: seq_len, no overlap
+    test: str | None = Field(None, description="Test data: a file.")
+    text_column: str = Field("text", description="Column of the dataset with the texts.")
+    text_separator: str = Field("\n", description="Text between the texts of a dataset.")
+    seq_len: Count = Field(1024, description="Predicted tokens (bytes) per sample.")
+    eval_stride: Count | None = Field(
+        None, description="New tokens per evaluated sample; the others are context. null: seq_len, without overlap."
+    )
+
+
+class TokensData(BytesData):
+    """As `BytesData`, for texts in UTF-8 that a tokenizer splits into tokens."""
+
+    tokenizer: str = Field(description="Tokenizer of a saved model or tokenizer: a directory, or an id on the Hub.")
 
 
 class ImageRowsData(Data):
     """Datasets with an image in each row."""
 
-    image_column: str = "image"
-    streaming: bool = False  # read rows during training, without a copy on the disk
-    shuffle_buffer: Count = 1000  # rows per shuffled block of a stream
+    image_column: str = Field("image", description="Column of the images.")
+    streaming: bool = Field(False, description="Read rows during training, without a copy on the disk.")
+    shuffle_buffer: Count = Field(1000, description="Rows per shuffled block of a stream.")
 
 
 class PixelsData(ImageRowsData):
     """Images as sequences of sub-pixel values."""
 
-    image_size: Count = 32  # side in pixels; images of another size are resized
-    flip: bool = True
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = 10  # shift drawn from [-x, x]; values are clipped
+    image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
+    flip: bool = Field(True, description="Flip half of the training images.")
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
+        10, description="A shift from -x to x is added to all values of a training image."
+    )
 
 
 class Augmentation(Section):
     """Augmentation of training images. The defaults only flip; configs/imagenet has the augmentation of DeiT."""
 
-    # Range of the share of the area that is cropped; None: no random crop.
-    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = None
-    flip: bool = True
-    rand_augment_operations: Annotated[int, Field(ge=0)] = 0
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0  # mean magnitude of the operations
-    rand_augment_noise: NonNegative = 0.0  # standard deviation of the magnitude
-    erasing: Probability = 0.0  # probability that noise replaces a part of an image
-    mixup: NonNegative = 0.0  # alpha of its Beta distribution; 0: off
-    cutmix: NonNegative = 0.0  # as for mixup
-    repetitions: Count = 1  # repeated augmentation: copies of an image in each batch
+    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="Range of the share of the area that is cropped. null: no random crop."
+    )
+    flip: bool = Field(True, description="Flip half of the images.")
+    rand_augment_operations: Annotated[int, Field(ge=0)] = Field(0, description="RandAugment: operations per image.")
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(
+        9.0, description="Mean magnitude of the operations."
+    )
+    rand_augment_noise: NonNegative = Field(0.0, description="RandAugment: deviation of the magnitude.")
+    erasing: Probability = Field(0.0, description="Probability that noise replaces a part of an image.")
+    mixup: NonNegative = Field(0.0, description="Alpha of the Beta distribution of mixup. 0: off.")
+    cutmix: NonNegative = Field(0.0, description="Alpha of the Beta distribution of CutMix. 0: off.")
+    repetitions: Count = Field(1, description="Copies of an image in each batch (repeated augmentation).")
 
 
 class ImagesData(ImageRowsData):
     """Images with class labels."""
 
-    label_column: str = "label"
-    image_size: Count = 224  # side in pixels
-    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0  # side of the center crop / side of the resized image
-    image_mean: list[float] = [0.485, 0.456, 0.406]
-    image_std: list[Positive] = [0.229, 0.224, 0.225]
+    label_column: str = Field("label", description="Column of the labels.")
+    image_size: Count = Field(224, description="Side in pixels.")
+    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Side of the center crop, relative to the resized image, in evaluation."
+    )
+    image_mean: list[float] = Field([0.485, 0.456, 0.406], description="Mean of each channel, for normalization.")
+    image_std: list[Positive] = Field([0.229, 0.224, 0.225], description="Standard deviation of each channel.")
     augmentation: Augmentation = Augmentation()
 
 
 class Optimizer(Section):
     """AdamW; weight decay acts on the weights of linear layers and convolutions only."""
 
-    name: Literal["adamw"] = "adamw"
-    learning_rate: Positive
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = [0.9, 0.999]
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    position_bias_scale: Positive = 1.0  # factor on the learning rate of AFT's position biases
+    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    learning_rate: Positive = Field(description="Maximum learning rate.")
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
+        [0.9, 0.999], description="Decay rates of the moments of AdamW."
+    )
+    eps: Positive = Field(1e-8, description="Term of AdamW that prevents a division by 0.")
+    weight_decay: NonNegative = Field(0.0, description="Weight decay of linear layers and convolutions.")
+    position_bias_scale: Positive = Field(1.0, description="Factor on the learning rate of AFT's position biases.")
 
 
 class Schedule(Section):
     """A schedule of `transformers.get_scheduler`, such as "inverse_sqrt" of "Attention is all you need"."""
 
-    name: str = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    warmup_epochs: NonNegative | None = None
-    options: dict[str, Any] = {}  # additional arguments of the schedule
+    name: str = Field("constant", description="A schedule of transformers, such as cosine or inverse_sqrt.")
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(None, description="Length of the warm-up in steps.")
+    warmup_epochs: NonNegative | None = Field(None, description="Length of the warm-up in epochs.")
+    options: dict[str, Any] = Field({}, description="Additional arguments of the schedule.")
 
     @field_validator("name")
     @classmethod
@@ -142,47 +160,55 @@ class Schedule(Section):
 
 
 class Paper(Section):
-    """The result of the paper that a recipe reproduces."""
+    """The result of the paper that a recipe reproduces. Without it, the recipe is not from the paper."""
 
-    rows: Annotated[list[str], Field(min_length=1)]  # "Table 4: AFT-local-32, L = 24, d = 256"
-    # Score on the test data: bits per byte or per dimension, or top-1 accuracy in 0 .. 1.
-    score: Positive
+    rows: Annotated[list[str], Field(min_length=1)] = Field(description="Rows of the paper's tables.")
+    score: Positive = Field(
+        description="Score on the test data: bits per byte or per dimension, or top-1 accuracy in 0 .. 1."
+    )
 
 
 class Recipe(Section):
-    """The configuration of one training run.
+    """The configuration of one training run; `aft-hf train --explain` lists the keys.
 
     `model` holds fields of the model's config and either `architecture`, a `model_type` of transformers such as "aft",
     or `pretrained`, a directory or Hub id to start from. Fields that follow from the data (vocabulary size, lengths,
     labels) are filled in unless `model` sets them.
     """
 
-    task: Literal["bytes", "pixels", "images"]
-    notes: str = ""  # values that the paper does not give, and reasons for the choice
-    paper: Paper | None = None  # None: the recipe is not from the paper
-    model: dict[str, Any]
+    task: Literal["bytes", "tokens", "pixels", "images"] = Field(description="What is predicted.")
+    notes: str = Field("", description="Values that the paper does not give, and reasons for the choice.")
+    paper: Paper | None = None
+    model: dict[str, Any] = Field(
+        description="Either `architecture`, a model type of transformers such as aft, or `pretrained`, a directory or "
+        "Hub id; and fields of the model's config. Those that follow from the data may be left out."
+    )
     data: Data
     optimizer: Optimizer
     schedule: Schedule = Schedule()
-    epochs: Positive | None = None
-    steps: Count | None = None
-    global_batch_size: Count  # samples per optimizer step, over all processes
-    micro_batch_size: Count | None = None  # samples per forward pass of a process; None: its whole share
-    context_parallel: Count = 1  # processes that share each sequence, one shard per process
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    max_grad_norm: Positive | None = None
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # if set, the average is evaluated and saved
-    label_smoothing: Share = 0.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    log_every: Count = 10  # steps
-    evaluate_every: Count | None = None  # steps; None: once per epoch
-    save_every: Count | None = None  # steps; None: once per epoch
-    keep_checkpoints: Count = 2
-    resume: str = "auto"  # or "never", or the path of a checkpoint
-    tracker: str | None = "tensorboard"  # name of a tracker of Accelerate; None: no tracker
-    output_dir: str
+    epochs: Positive | None = Field(None, description="Length of the training in epochs.")
+    steps: Count | None = Field(None, description="Length of the training in steps, in place of epochs.")
+    global_batch_size: Count = Field(description="Samples per optimizer step, over all processes.")
+    micro_batch_size: Count | None = Field(
+        None, description="Samples per forward pass of a process. null: its whole share of a batch."
+    )
+    context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
+    mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
+    max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
+    gradient_checkpointing: bool = Field(False, description="Compute activations twice to save memory.")
+    compile: bool = Field(False, description="Compile the model by torch.compile.")
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="Decay of an average of the weights, which is evaluated and saved. null: no average."
+    )
+    label_smoothing: Share = Field(0.0, description="Label smoothing of the cross entropy.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of weights, order and augmentation.")
+    log_every: Count = Field(10, description="Steps between reports of the loss.")
+    evaluate_every: Count | None = Field(None, description="Steps between evaluations. null: an epoch.")
+    save_every: Count | None = Field(None, description="Steps between checkpoints. null: an epoch.")
+    keep_checkpoints: Count = Field(2, description="How many of the newest checkpoints to keep.")
+    resume: str = Field("auto", description="auto: from the newest checkpoint; never; or the path of a checkpoint.")
+    tracker: str | None = Field("tensorboard", description="Name of a tracker of Accelerate. null: no tracker.")
+    output_dir: str = Field(description="Directory of the run. Default: outputs/FOLDER/NAME of the recipe's file.")
 
     @field_validator("model")
     @classmethod
@@ -221,6 +247,10 @@ class BytesRecipe(Recipe):
     data: BytesData = BytesData()
 
 
+class TokensRecipe(BytesRecipe):
+    data: TokensData
+
+
 class ImageRowsRecipe(Recipe):
     """A recipe whose data may be streamed."""
 
@@ -245,7 +275,62 @@ class ImagesRecipe(ImageRowsRecipe):
     data: ImagesData = ImagesData()
 
 
-RECIPES: dict[str, type[Recipe]] = {"bytes": BytesRecipe, "pixels": PixelsRecipe, "images": ImagesRecipe}
+RECIPES: dict[str, type[Recipe]] = {
+    "bytes": BytesRecipe,
+    "tokens": TokensRecipe,
+    "pixels": PixelsRecipe,
+    "images": ImagesRecipe,
+}
+
+# Keys of a file that `load_recipe` resolves: (key, type, meaning).
+FILE_KEYS = (
+    ("base", "text, optional", "Another recipe, relative to this file, whose values this one overrides."),
+    ("smoke", "mapping, optional", "Values that replace others with --smoke, for a run of a few seconds."),
+)
+
+
+def explain_keys() -> str:
+    """Return a text with the type, default and meaning of every key: those of all tasks, then those of each task."""
+    keys = {task: _entries(kind.model_json_schema()) for task, kind in RECIPES.items()}
+    shared = {key: text for key, text in keys["bytes"].items() if all(text == each.get(key) for each in keys.values())}
+    sections = {"Keys of every recipe": {key: _entry(key, *entry) for key, *entry in FILE_KEYS} | shared}
+    for task, entries in keys.items():
+        sections[f"Other keys with task: {task}"] = {key: entries[key] for key in entries.keys() - shared.keys()}
+    return "\n\n".join(
+        f"{title}\n\n" + "\n".join(entries[key] for key in sorted(entries)) for title, entries in sections.items()
+    )
+
+
+def _entries(section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = "") -> dict[str, str]:
+    """Return the descriptions of the keys of a section by key, from its JSON schema."""
+    schema = schema or section
+    entries: dict[str, str] = {}
+    for name, field in section["properties"].items():
+        (kind,) = (each for each in field.get("anyOf", [field]) if each.get("type") != "null")
+        key = f"{prefix}{name}"
+        if "$ref" in kind:
+            entries |= _entries(schema["$defs"][kind["$ref"].rpartition("/")[2]], schema, f"{key}.")
+        else:
+            default = f"default {json.dumps(field['default'])}" if "default" in field else "required"
+            has_other = field.get("default", "") is None or "Default:" in field["description"]
+            optional = "optional" if has_other else default
+            entries[key] = _entry(key, f"{_type_of(kind)}, {optional}", field["description"])
+    return entries
+
+
+def _entry(key: str, kind: str, meaning: str) -> str:
+    lines = textwrap.wrap(meaning, 80, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([f"{key}: {kind}", *lines])
+
+
+def _type_of(kind: dict[str, Any]) -> str:
+    """Describe the JSON schema of a value, with its bounds."""
+    if "enum" in kind or "const" in kind:
+        return " or ".join(kind.get("enum", [kind.get("const")]))
+    names = {"string": "text", "boolean": "true or false", "object": "mapping", "array": "list"}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {kind[name]}" for name, sign in signs.items() if kind.get(name, 2**63) < 2**63]
+    return f"{names.get(kind['type'], kind['type'])} {' and '.join(bounds)}".rstrip()
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:

@@ -1,33 +1,25 @@
 """The records of a run: its losses and evaluations, `results.json`, and a plot of the losses."""
 
 import importlib.metadata
-import json
 import math
-import os
 import platform
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ..data.atomic_files import refuse_to_replace
+from ..data.atomic_files import move_into
+from ..data.json_files import write_json
 from .manifest import RecordState
 from .recipe import Recipe
 
 
-# Factors that convert evaluated losses to nats, the unit of the training loss.
-NATS = {"loss": 1.0, "bits_per_byte": math.log(2), "bits_per_dim": math.log(2)}
-
-UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being written
-
-PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "evaluate", "kornia", "numpy")
+PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
 
 
 class Record:
@@ -110,10 +102,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -131,7 +121,7 @@ def write_results(directory: Path, recipe: Recipe, record: Record, **more: Any) 
         "versions": versions(),
     }
     with move_into(directory) as aside:
-        (aside / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_json(aside / "results.json", results)
     return results
 
 
@@ -145,59 +135,3 @@ def portable(values: Any) -> Any:
     if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and Path(values).exists())):
         return Path(values).name
     return values
-
-
-def plot_losses(path: Path, record: Record) -> None:
-    """Plot the losses and the metrics over the steps, if matplotlib is installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        record.accelerator.print("matplotlib is not installed: losses are not plotted")
-        return
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {
-        "loss (nats)": {"training": [(step, loss) for step, loss, _ in record.curve()]}
-    }
-    for row in record.evaluations:
-        for name, value in row.items():
-            if name in NATS:
-                panels["loss (nats)"].setdefault("validation", []).append((row["step"], value * NATS[name]))
-            for kind in ("accuracy", "bits"):
-                if kind in name:
-                    curves = panels.setdefault(kind, {})
-                    curves.setdefault(name.replace("_", " "), []).append((row["step"], value))
-    figure = Figure(figsize=(7, 3 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (kind, curves) in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels.items()):
-        for name, points in curves.items():
-            axes.plot(*zip(*points), marker="." if len(points) < 50 else None, label=name)
-        axes.set(ylabel=kind if kind == "loss (nats)" else f"validation {kind}", xlabel="step")
-        axes.legend()
-        axes.grid(alpha=0.3)
-    with move_into(path.parent) as aside:
-        figure.savefig(aside / path.name, dpi=120)
-
-
-@contextmanager
-def move_into(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory, and move its files to `directory` at the end of the context.
-
-    A file appears in `directory` complete or not at all. If one cannot be written, none is moved and none is left.
-    """
-    remove_unfinished(directory)
-    aside = directory / UNFINISHED
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        moves = {file: directory / file.name for file in aside.iterdir()}
-        for target in moves.values():
-            refuse_to_replace(target)
-        for file, target in moves.items():
-            os.replace(file, target)
-    finally:
-        remove_unfinished(directory)
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Remove the temporary directory that a killed process left in `move_into`."""
-    shutil.rmtree(directory / UNFINISHED, ignore_errors=True)

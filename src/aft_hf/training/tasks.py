@@ -1,10 +1,9 @@
-"""The training tasks (bytes, pixels and images): their data, models, losses and metrics."""
+"""The training tasks (bytes, tokens, pixels and images): their data, models, losses and metrics."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import evaluate
 import torch
 from accelerate import PartialState
 from datasets import Dataset as Rows
@@ -19,23 +18,23 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
-from ..data.bytes import IGNORED, ByteWindows, split_bytes, starts_character
+from ..data.bytes import IGNORED, Windows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
 from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.streaming import StreamedEvaluation, StreamedSamples
-from ..data.text import join_texts
+from ..data.text import TOKEN_DTYPE, join_texts, tokenize_file
 from ..loading import load, read_image_processor
 from ..reading import explained
-from .code_length import CodeLength
-from .metrics import AccuracyAndLoss
-from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe
+from .metrics import accuracy_and_loss, code_length
+from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
 
 
 if TYPE_CHECKING:
@@ -45,23 +44,7 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 # Training datasets: indexed by `SampleKey`, or streamed.
-Samples: TypeAlias = "First | PixelSequences | TrainingImages | StreamedSamples"
-
-
-class First(Dataset[Any]):
-    """The first `count` windows of a file, or all; indices are passed on to the dataset of windows."""
-
-    def __init__(self, dataset: ByteWindows, count: int | None):
-        self.dataset, self.count = dataset, len(dataset) if count is None else min(count, len(dataset))
-
-    def fingerprint(self) -> str:
-        return self.dataset.fingerprint()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.dataset[key]
+Samples: TypeAlias = "Windows | PixelSequences | TrainingImages | StreamedSamples"
 
 
 class Task(ABC):
@@ -111,8 +94,8 @@ class Task(ABC):
         """Return predictions and references for the metric, one row per sample."""
 
     @abstractmethod
-    def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
-        """Return a new metric, and the arguments of its `compute`."""
+    def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
+        """Return the metrics of a split by name, from the `scores` of all its samples."""
 
 
 class SequenceTask(Task):
@@ -136,32 +119,34 @@ class SequenceTask(Task):
         """Count each unit in the labels of each row: (B, T) to (B, units)."""
         return (labels != IGNORED).sum(1, keepdim=True)
 
-    def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
-        return CodeLength(keep_in_memory=True), {"units": self.units}
+    def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
+        return code_length(predictions, references, self.units)
 
 
 class BytesTask(SequenceTask):
     """Prediction of the next byte of a file, or of the texts of a dataset."""
 
     recipe: BytesRecipe
-    units = ("byte", "character")
+    units: tuple[str, ...] = ("byte", "character")
 
     def __init__(self, recipe: BytesRecipe):
         super().__init__(recipe)
         data = recipe.data
-        files = byte_files(data, recipe.output_dir)
-        spans: dict[str, tuple[int, int]] = {}
-        if len(files) == 1:
-            spans = split_bytes(Path(files["train"]).stat().st_size)
-            files = dict.fromkeys(spans, files["train"])
-        train = ByteWindows(files.pop("train"), spans.get("train"), seq_len=data.seq_len, seed=recipe.seed)
-        self.train = First(train, data.max_train_samples)
+        files = text_files(data, recipe.output_dir)
+        parts = {split: (file, (0, Path(file).stat().st_size)) for split, file in files.items()}
+        if len(parts) == 1:
+            ((file, (_, size)),) = parts.values()
+            parts = {split: (file, span) for split, span in split_bytes(size).items()}
+        self.processor = self.build_tokenizer()
+        options: dict[str, Any] = {"seq_len": data.seq_len}
         self.evaluated = {}
-        for split, file in files.items():
-            windows = ByteWindows(file, spans.get(split), seq_len=data.seq_len, stride=data.eval_stride)
-            self.evaluated[split] = First(windows, data.max_eval_samples)
+        for split, (file, span) in parts.items():
+            if split == "train":
+                self.train = self.read(split, file, span, seed=recipe.seed, limit=data.max_train_samples, **options)
+            else:
+                options |= {"stride": data.eval_stride, "limit": data.max_eval_samples}
+                self.evaluated[split] = self.read(split, file, span, **options)
         self.units_per_sample = data.seq_len
-        self.processor = self._tokenizer()
         self.config_values = {
             "modality": "text",
             "vocab_size": len(self.processor),
@@ -170,8 +155,17 @@ class BytesTask(SequenceTask):
             "eos_token_id": self.processor.eos_token_id,
             "pad_token_id": self.processor.pad_token_id,
         }
+        if "pretrained" in recipe.model:  # embeddings that are large enough keep their size, and so their weights
+            config = load(AutoConfig, recipe.model["pretrained"])
+            for name in ("vocab_size", "max_position_embeddings"):
+                if (getattr(config, name, None) or 0) >= self.config_values[name]:
+                    del self.config_values[name]
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
+        """Return the windows of a part of a file."""
+        return Windows(file, span, **options)
+
+    def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build the byte tokenizer, with special tokens unless a pretrained model has embeddings of bytes only."""
         options: dict[str, Any] = {"model_max_length": self.recipe.data.seq_len}
         source = self.recipe.model.get("pretrained")
@@ -182,6 +176,38 @@ class BytesTask(SequenceTask):
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         counted = labels != IGNORED
         return torch.stack([counted.sum(1), (counted & starts_character(labels)).sum(1)], 1)
+
+
+class TokensTask(BytesTask):
+    """Prediction of the next token of a text, by any tokenizer.
+
+    `bits_per_byte` compares models with different tokenizers: it is `bits_per_token` x tokens / bytes of the split.
+    """
+
+    recipe: TokensRecipe
+    units = ("token",)
+
+    def __init__(self, recipe: TokensRecipe):
+        self.tokens_per_byte: dict[str, float] = {}
+        super().__init__(recipe)
+
+    def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
+        with PartialState().local_main_process_first():
+            path, num_bytes = tokenize_file(Path(file), span, self.processor)
+        windows = Windows(path, dtype=TOKEN_DTYPE, **options)
+        self.tokens_per_byte[split] = (windows.stop - windows.start) / num_bytes
+        return windows
+
+    def build_tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = load(AutoTokenizer, self.recipe.data.tokenizer)
+        tokenizer.model_max_length = self.recipe.data.seq_len
+        return tokenizer
+
+    count = SequenceTask.count
+
+    def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
+        found = super().metrics(split, predictions, references)
+        return found | {"bits_per_byte": found["bits_per_token"] * self.tokens_per_byte[split]}
 
 
 class PixelsTask(SequenceTask):
@@ -255,7 +281,7 @@ class ImagesTask(Task):
             mixup=augmentation.mixup,
             cutmix=augmentation.cutmix,
         )
-        self.repetitions, self.num_classes = augmentation.repetitions, len(names)
+        self.repetitions = augmentation.repetitions
         self.config_values = {
             "modality": "image",
             "image_size": data.image_size,
@@ -287,11 +313,16 @@ class ImagesTask(Task):
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
 
-    def metric(self) -> tuple[evaluate.Metric, dict[str, Any]]:
-        return AccuracyAndLoss(keep_in_memory=True), {"top_k": (1, 5) if self.num_classes > 5 else (1,)}
+    def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
+        return accuracy_and_loss(predictions, references)
 
 
-TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "pixels": PixelsTask, "images": ImagesTask}
+TASKS: dict[str, type[Task]] = {
+    "bytes": BytesTask,
+    "tokens": TokensTask,
+    "pixels": PixelsTask,
+    "images": ImagesTask,
+}
 
 
 def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
@@ -303,7 +334,7 @@ def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
     return config.position_bias_entropy_weight * entropy
 
 
-def byte_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
+def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
     """Return the file of each split, "train" first."""
     given = {"train": data.train, "validation": data.validation, "test": data.test}
     files: dict[str, str | Path] = {split: file for split, file in given.items() if file is not None}

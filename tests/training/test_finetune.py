@@ -1,15 +1,13 @@
-"""Tests of finetune.py, called as users call it: images and text, teachers, adapters, and resumed runs."""
+"""`aft-hf finetune`, called as users call it: images and text, teachers, adapters, and resumed runs."""
 
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
-import datasets
 import numpy as np
 import peft
 import pytest
@@ -30,30 +28,20 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
+from aft_hf.training import finetune
 from aft_hf.training.ownership import RUN
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
-_spec = importlib.util.spec_from_file_location("finetune", SCRIPT)
-finetune = importlib.util.module_from_spec(_spec)
-sys.modules["finetune"] = finetune  # its dataclasses look up the types of their fields here
-_spec.loader.exec_module(finetune)
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 IMAGE_MODEL = {"modality": "image", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
 IMAGE_MODEL |= {"kernel_size": 3, "image_size": 8, "patch_size": 4}
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no", "--use_cpu", "true"]
 BOTH = ["--do_train", "--do_eval"]
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Keep prepared data of these tests in a temporary directory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +103,16 @@ def save_language_model(directory: Path, **options) -> Path:
 
 
 def start(model: Path, out: Path, *options: object) -> dict[str, float]:
-    """Run `python finetune.py` in this process."""
-    words = ["--model_name_or_path", model, "--output_dir", out, *QUIET, *options]
-    return finetune.main([str(word) for word in words])
+    """Run `aft-hf finetune` in this process."""
+    words = ["--model_name_or_path", model, "--output-dir", out, *QUIET, *options]
+    return app(["finetune", *map(str, words)], standalone_mode=False)
+
+
+def tuner_with(monkeypatch, **methods) -> None:
+    """Replace methods of the command's FineTuner; each gets the original method as its first argument after self."""
+    kind = finetune.FineTuner
+    replaced = {name: partialmethod(method, getattr(kind, name)) for name, method in methods.items()}
+    monkeypatch.setattr(finetune, "FineTuner", type("Tuner", (kind,), replaced))
 
 
 def losses(out: Path) -> list[float]:
@@ -137,10 +132,17 @@ def parquet(path: Path, labels: list, feature=None, image=None) -> Path:
 # Images
 
 
-def test_an_aft_conv_learns_two_colours_from_a_folder(classifier, images, tmp_path):
-    options = ["--train", images, "--validation_share", 0.25, "--num_train_epochs", 5, "--learning_rate", 1e-2]
-    options += ["--augmentation", "crop", "--position_bias_scale", 20, "--eval_on_start", "true"]
-    metrics = start(classifier, tmp_path, *BOTH, *options, "--eval_strategy", "epoch")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--augmentation", "crop", "--eval_on_start", "true", "--eval_strategy", "epoch"],
+        ["--mixup", 0.8, "--cutmix", 1.0, "--ema_decay", 0.5, "--num_train_epochs", 8],
+    ],
+    ids=["augmented", "mixed and averaged"],
+)
+def test_an_aft_conv_learns_two_colours_from_a_folder(options, classifier, images, tmp_path):
+    common = ["--train", images, "--validation_share", 0.25, "--learning_rate", 1e-2, "--position_bias_scale", 20]
+    metrics = start(classifier, tmp_path, *BOTH, *common, "--num_train_epochs", 5, *options)
     assert metrics["eval_accuracy"] == 1.0
     model = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert model.config.id2label == {0: "blue", 1: "red"}
@@ -149,11 +151,12 @@ def test_an_aft_conv_learns_two_colours_from_a_folder(classifier, images, tmp_pa
     assert again["eval_accuracy"] == 1.0
 
 
-def test_a_vit_and_images_that_are_not_square_are_fine_tuned_the_same_way(vit, images, tmp_path):
+def test_a_vit_with_and_without_image_processor_and_images_that_are_not_square_are_fine_tuned(vit, images, tmp_path):
     wide = save_classifier(tmp_path / "wide", size=(8, 12), image_size=[8, 12])
-    for model in (vit, wide):
-        metrics = start(model, tmp_path / "out", *BOTH, "--train", images, "--max_steps", 2, "--augmentation", "crop")
-        assert np.isfinite(metrics["eval_loss"])
+    bare = shutil.copytree(vit, tmp_path / "bare", ignore=shutil.ignore_patterns("preprocessor_config.json"))
+    options = [*BOTH, "--train", images, "--max_steps", 2, "--augmentation", "crop"]
+    found = [start(model, tmp_path / "out", *options)["eval_loss"] for model in (vit, bare, wide)]
+    assert found[0] == found[1] and np.isfinite(found).all()
 
 
 @pytest.mark.slow
@@ -163,13 +166,6 @@ def test_options_of_trainer_work_with_both_heads(options, classifier, images, la
     assert np.isfinite(start(classifier, tmp_path / "images", *common, "--train", images)["train_loss"])
     metrics = start(language_model, tmp_path / "text", *common, "--train", text, "--block_size", 16)
     assert np.isfinite(metrics["train_loss"])
-
-
-def test_mixed_images_and_an_average_of_weights_are_trained_with(classifier, images, tmp_path):
-    options = ["--train", images, "--validation_share", 0.25, "--num_train_epochs", 8, "--learning_rate", 1e-2]
-    mixture = ["--mixup", 0.8, "--cutmix", 1.0, "--ema_decay", 0.5]
-    metrics = start(classifier, tmp_path, *BOTH, *options, *mixture, "--position_bias_scale", 20)
-    assert metrics["eval_accuracy"] == 1.0
 
 
 def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_is_not(images, tmp_path):
@@ -211,8 +207,7 @@ def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classi
 
 def test_more_than_ten_numbers_as_labels_stay_the_numbers_that_they_are(tmp_path):
     parquet(tmp_path / "train.parquet", [2, 11, 0, 10], Value("int64"))
-    model = save_classifier(tmp_path / "model", num_labels=12)
-    out = tmp_path / "out"
+    model, out = save_classifier(tmp_path / "model", num_labels=12), tmp_path / "out"
     start(model, out, "--do_train", "--train", tmp_path / "train.parquet", "--validation_share", 0.5, "--max_steps", 1)
     assert AutoModelForImageClassification.from_pretrained(out).config.id2label == {i: str(i) for i in range(12)}
 
@@ -226,12 +221,6 @@ def test_a_test_split_serves_to_validate(classifier, images, tmp_path):
                 Picture.open(images / colour / f"{i}.png").save(folder / f"{i}.png")
     metrics = start(classifier, tmp_path / "out", "--do_eval", "--dataset_name", tmp_path / "data")
     assert metrics["eval_runtime"] > 0 and metrics["eval_accuracy"] in [i / 6 for i in range(7)]
-
-
-def test_max_samples_are_the_first_rows(classifier, images, tmp_path, sizes):
-    counts = ["--max_train_samples", 7, "--max_eval_samples", 3, "--validation_share", 0.5]
-    start(classifier, tmp_path, "--do_eval", "--train", images, *counts)
-    assert sizes == [7, 3]
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -254,13 +243,20 @@ def test_a_language_model_learns_a_sentence_from_one_text_file(language_model, t
     assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == list(b"fox")
 
 
-def test_gpt2_is_fine_tuned_on_a_parquet_column(tmp_path):
-    config = GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path / "gpt2")
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("gpt2")
+    GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+        directory
+    )
+    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(directory)
+    return directory
+
+
+def test_gpt2_is_fine_tuned_on_a_parquet_column(gpt2, tmp_path):
     Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
     options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
-    metrics = start(tmp_path / "gpt2", tmp_path / "out", *BOTH, *options)  # blocks of the 16 tokens that fit
+    metrics = start(gpt2, tmp_path / "out", *BOTH, *options)  # blocks of the 16 tokens that fit
     assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
 
 
@@ -271,27 +267,24 @@ def test_label_smoothing_predicts_the_next_token(language_model, text, tmp_path)
     assert metrics["eval_bits_per_token"] < 3
 
 
-def test_images_and_text_are_trained_with_the_attention_that_was_asked_for(vit, images, text, tmp_path, monkeypatch):
-    config = GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path)
+def test_images_and_text_are_trained_with_the_attention_that_was_asked_for(
+    vit, images, gpt2, text, tmp_path, monkeypatch
+):
     used = []
 
-    class Tuner(finetune.FineTuner):
-        def __init__(self, model, **options):
-            used.append(model.config._attn_implementation)
-            super().__init__(model=model, **options)
+    def noted(self, original, model, **options):
+        used.append(model.config._attn_implementation)
+        original(self, model=model, **options)
 
-    monkeypatch.setattr(finetune, "FineTuner", Tuner)
-    for model, data in ((vit, images), (tmp_path, text)):
-        start(model, tmp_path / "out", *BOTH, "--train", data, "--max_steps", 1, "--attn_implementation", "eager")
+    tuner_with(monkeypatch, __init__=noted)
+    for model, data in ((vit, images), (gpt2, text)):
+        start(model, tmp_path / "out", *BOTH, "--train", data, "--max_steps", 1, "--attn-implementation", "eager")
     assert used == ["eager", "eager"]  # transformers' default is sdpa for both
 
 
-@pytest.mark.parametrize("content", ['text\none\n""\n', "text\none\nNA\n", "text\none\nnull\n"])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_row_without_text_is_named_with_its_split(split, content, language_model, text, tmp_path):
-    (tmp_path / "rows.csv").write_text(content)
+def test_a_row_without_text_is_named_with_its_split(split, language_model, text, tmp_path):
+    (tmp_path / "rows.csv").write_text("text\none\nNA\n")
     data = {"train": text, "validation": text, split: tmp_path / "rows.csv"}
     with pytest.raises(ValueError, match=f"^the {split} data cannot be used .row 1: column 'text' holds None"):
         start(language_model, tmp_path, *BOTH, "--train", data["train"], "--validation", data["validation"])
@@ -305,13 +298,18 @@ def sizes(monkeypatch):
     """The number of training and evaluation samples that the last Trainer was given."""
     seen = []
 
-    class Tuner(finetune.FineTuner):
-        def __init__(self, train_dataset, eval_dataset, **options):
-            seen[:] = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
-            super().__init__(train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
+    def noted(self, original, train_dataset, eval_dataset, **options):
+        seen[:] = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
+        original(self, train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
 
-    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    tuner_with(monkeypatch, __init__=noted)
     return seen
+
+
+def test_max_samples_are_the_first_rows(classifier, images, tmp_path, sizes):
+    counts = ["--max_train_samples", 7, "--max-eval-samples", 3, "--validation_share", 0.5]
+    start(classifier, tmp_path, "--do_eval", "--train", images, *counts)
+    assert sizes == [7, 3]
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
@@ -325,7 +323,7 @@ def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(kind, request, si
     with CaptureLogger(loading.logger) as log:
         start(model, tmp_path, "--do_train", *options, "--validation_share", 0)
     assert sizes == [40, None] and log.out == ""
-    with pytest.raises(ValueError, match="no validation data: give --validation, or a --validation_share above 0"):
+    with pytest.raises(ValueError, match="no validation data: give --validation, or a --validation-share above 0"):
         start(model, tmp_path, *BOTH, *options, "--validation_share", 0)
 
 
@@ -342,12 +340,6 @@ def test_tensorboard_writes_no_folder_among_the_files_of_the_model(classifier, i
     assert len(list((tmp_path / "events").iterdir())) == 1
 
 
-def test_a_vit_without_image_processor_is_fine_tuned_with_the_default_of_its_type(vit, images, tmp_path):
-    expected = start(vit, tmp_path / "out", "--do_eval", "--train", images)["eval_loss"]
-    bare = shutil.copytree(vit, tmp_path / "bare", ignore=shutil.ignore_patterns("preprocessor_config.json"))
-    assert start(bare, tmp_path / "out", "--do_eval", "--train", images)["eval_loss"] == expected
-
-
 # Resuming
 
 
@@ -360,13 +352,12 @@ def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images
     start(model, tmp_path / "whole", *options)
     whole = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
 
-    class Stop(finetune.FineTuner):
-        def _save_checkpoint(self, *arguments):
-            super()._save_checkpoint(*arguments)
-            raise KeyboardInterrupt
+    def stopped(self, original, *arguments):
+        original(self, *arguments)
+        raise RuntimeError("as if it were killed")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(finetune, "FineTuner", Stop)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        tuner_with(patch, _save_checkpoint=stopped)
         start(model, tmp_path / "parts", *options)
     unfinished = tmp_path / "parts" / "checkpoint-100"  # as of a run that was stopped while writing
     unfinished.mkdir()
@@ -391,71 +382,47 @@ def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path
 
 def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    hint = f"finetune.py: begins at step 0, although {tmp_path}/checkpoint-2 exists: --resume_from_checkpoint true"
+    hint = f"aft-hf: begins at step 0, although {tmp_path}/checkpoint-2 exists: --resume-from-checkpoint true"
     for wanted, told in ((None, False), (None, True), ("false", True), ("true", False)):
         resume = [] if wanted is None else ["--resume_from_checkpoint", wanted]
         start(classifier, tmp_path, *options, *resume)
         said = capsys.readouterr().out
         assert (hint in said) == told
-        assert said.splitlines()[-1] == f"finetune.py: the model is in {tmp_path}"
+        assert said.splitlines()[-1] == f"aft-hf: the model is in {tmp_path}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [["--do_train", "--max_steps", 8], ["--do_eval"]], ids=["training", "evaluation"])
-def test_an_unusable_image_in_a_parquet_file_is_named_by_its_row(classifier, images, tmp_path, options):
+@pytest.mark.parametrize("missing", [False, True])
+def test_an_unusable_image_in_a_parquet_file_is_named_by_its_row(classifier, images, tmp_path, missing):
     contents = [(images / name / f"{i}.png").read_bytes() for i in range(4) for name in ("blue", "red")]
-    contents[5] = contents[5][:60]
-    features = Features({"image": Image(), "label": ClassLabel(names=["blue", "red"])})
     rows = {"image": [{"bytes": content, "path": None} for content in contents], "label": [0, 1] * 4}
+    rows["image"][5] = None if missing else {"bytes": contents[5][:60], "path": None}
+    features = Features({"image": Image(), "label": ClassLabel(names=["blue", "red"])})
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     data = ["--train", tmp_path / "rows.parquet", "--validation", tmp_path / "rows.parquet"]
-    with pytest.raises(ValueError, match="row 5: an image: cannot be read as an image"):
-        start(classifier, tmp_path / "out", *data, *options)
-
-
-def test_a_row_without_an_image_is_named(classifier, images, tmp_path):
-    contents = [(images / name / f"{i}.png").read_bytes() for i in range(4) for name in ("blue", "red")]
-    features = Features({"image": Image(), "label": ClassLabel(names=["blue", "red"])})
-    rows = {"image": [{"bytes": content, "path": None} for content in contents], "label": [0, 1] * 4}
-    rows["image"][5] = None
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
-    data = ["--train", tmp_path / "rows.parquet", "--validation", tmp_path / "rows.parquet"]
-    with pytest.raises(ValueError, match="row 5: has no image"):
-        start(classifier, tmp_path / "out", *data, "--do_eval")
-
-
-@pytest.mark.parametrize("option", ["--max_train_samples", "--max_eval_samples"])
-def test_a_number_of_samples_below_1_is_refused(option, classifier, images, tmp_path):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        start(classifier, tmp_path, "--do_train", "--train", images, option, 0)
-
-
-def test_the_help_shows_the_example_as_it_is_typed(run_command):
-    done = run_command("finetune.py", "--help")
-    assert done.returncode == 0 and "outputs/quickstart/converted \\\n        --train" in done.stdout
-    assert "(default: 0.5)" in done.stdout
+    message = "row 5: has no image" if missing else "row 5: an image: cannot be read as an image"
+    for options in (["--do_eval"], ["--do_train", "--max_steps", 8]):
+        with pytest.raises(ValueError, match=message):
+            start(classifier, tmp_path / "out", *data, *options)
 
 
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    second = [sys.executable, str(SCRIPT), "--model_name_or_path", str(classifier), "--output_dir", str(tmp_path)]
+    second = [sys.executable, "-m", "aft_hf", "finetune", "--model-name-or-path", classifier, "--output-dir", tmp_path]
     refused = []
 
-    class Slow(finetune.FineTuner):
-        def _save_checkpoint(self, *arguments):
-            super()._save_checkpoint(*arguments)
-            if not refused:
-                before = sorted(tmp_path.rglob("*"))
-                command = [*second, *map(str, QUIET), *map(str, options)]
-                refused.append(subprocess.run(command, capture_output=True, text=True))
-                assert sorted(tmp_path.rglob("*")) == before
+    def slow(self, original, *arguments):
+        original(self, *arguments)
+        if not refused:
+            before = sorted(tmp_path.rglob("*"))
+            refused.append(subprocess.run([*second, *QUIET, *map(str, options)], capture_output=True, text=True))
+            assert sorted(tmp_path.rglob("*")) == before
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "FineTuner", Slow)
+        tuner_with(patch, _save_checkpoint=slow)
         start(classifier, tmp_path, *options)
     assert refused[0].returncode == 1
     line = refused[0].stderr.strip().splitlines()[-1]
-    assert line.startswith(f"finetune.py: {tmp_path} is in use by process {os.getpid()} on ")
+    assert line.startswith(f"aft-hf: {tmp_path} is in use by process {os.getpid()} on ")
     start(classifier, tmp_path, *options)  # the directory is free again
     assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
@@ -578,12 +545,11 @@ def test_adapters_of_images_are_loaded_again_and_gone_on_with(images, tmp_path):
 def test_adapters_give_the_logits_of_training_when_loaded_again(language_model, text, tmp_path, monkeypatch):
     trained = []
 
-    class Tuner(finetune.FineTuner):
-        def save_model(self, *arguments, **options):
-            trained.append(self.model)
-            super().save_model(*arguments, **options)
+    def noted(self, original, *arguments, **options):
+        trained.append(self.model)
+        original(self, *arguments, **options)
 
-    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    tuner_with(monkeypatch, save_model=noted)
     options = ["--train", text, "--block_size", 32, "--max_steps", 3, "--lora_rank", 2, "--learning_rate", 0.05]
     start(language_model, tmp_path, "--do_train", *options)
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(language_model), tmp_path).eval()
@@ -602,7 +568,7 @@ def test_options_come_from_a_json_file(classifier, images, tmp_path):
     options = {"model_name_or_path": str(classifier), "train": str(images), "output_dir": str(tmp_path / "out")}
     options |= {"do_train": True, "max_steps": 1, "disable_tqdm": True, "use_cpu": True}
     (tmp_path / "options.json").write_text(json.dumps({**options, "resume_from_checkpoint": True}))
-    assert "train_loss" in finetune.main([str(tmp_path / "options.json")])
+    assert "train_loss" in app(["finetune", str(tmp_path / "options.json")], standalone_mode=False)
 
 
 BAD_OPTIONS = {
@@ -627,27 +593,26 @@ def test_a_file_that_is_no_options_is_said_to_be_in_one_line(suffix, content, tm
     else:
         path.write_text(content)
     with pytest.raises(ValueError, match=f"^{path}: ") as stopped:
-        finetune.main([str(path)])
+        app(["finetune", str(path)], standalone_mode=False)
     assert str(stopped.value).isprintable() and len(str(stopped.value)) < 600
 
 
 def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifier, images, tmp_path, monkeypatch):
     pushed = []
 
-    class Tuner(finetune.FineTuner):
-        def __init__(self, **options):
-            super().__init__(**options)
-            self.args.push_to_hub = False  # there is no Hub here
+    def init(self, original, **options):
+        original(self, **options)
+        self.args.push_to_hub = False  # there is no Hub here
 
-        def evaluate(self, *arguments, **options):
-            self.args.push_to_hub = True
-            return super().evaluate(*arguments, **options)
+    def evaluate(self, original, *arguments, **options):
+        self.args.push_to_hub = True
+        return original(self, *arguments, **options)
 
-        def push_to_hub(self, **options):
-            self.create_model_card(**options)
-            pushed.append((options["tasks"], (Path(self.args.output_dir) / "README.md").read_text()))
+    def push(self, original, **options):
+        self.create_model_card(**options)
+        pushed.append((options["tasks"], (Path(self.args.output_dir) / "README.md").read_text()))
 
-    monkeypatch.setattr(finetune, "FineTuner", Tuner)
+    tuner_with(monkeypatch, __init__=init, evaluate=evaluate, push_to_hub=push)
     monkeypatch.setattr(finetune.FineTuner, "init_hf_repo", lambda *_, **__: None)
     start(classifier, tmp_path / "out", "--do_eval", "--train", images, "--push_to_hub", "true")
     ((task, card),) = pushed
@@ -665,6 +630,8 @@ def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifi
         (["--do_train", "--train", "{images}", "--label_column", "kind"], "no column 'kind', it has 'image', 'label'"),
         (["--do_train", "--train", "{images}", "--image_column", "label"], "holds no images"),
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
+        (["--do_train", "--train", "{images}", "--max_train_samples", "0"], "must be at least 1"),
+        (["--do_train", "--train", "{images}", "--max_eval_samples", "0"], "must be at least 1"),
         (["--do_train", "--train", "{images}", "--validation_share", "1"], "validation_share must be between"),
         (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
@@ -680,9 +647,11 @@ def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
         (["--text_column", "story"], "no column 'story', it has 'text'"),
         (["--block_size", "5000"], "shorter than one block of 5000 tokens"),
         (["--block_size", "1"], "at least 2"),
+        *(
+            ([f"--{name}", value], "for image classifiers")
+            for name, value in (("mixup", 0.8), ("teacher", "somewhere"))
+        ),
         (["--augmentation", "crop"], "for image classifiers"),
-        (["--mixup", "0.8"], "for image classifiers"),
-        (["--teacher", "somewhere"], "for image classifiers"),
     ],
 )
 def test_wrong_options_for_text_are_told(options, message, language_model, text, tmp_path):
@@ -690,9 +659,10 @@ def test_wrong_options_for_text_are_told(options, message, language_model, text,
         start(language_model, tmp_path, "--do_train", "--train", text, *options)
 
 
-def test_a_wrong_path_ends_in_one_line(tmp_path, run_command):
+def test_errors_of_options_are_short(tmp_path, run_command):
     options = ["--do_train", "--model_name_or_path", "./missing", "--train", "x.txt", "--output_dir", tmp_path]
-    done = run_command("finetune.py", *options)
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("finetune.py: ") and "./missing" in line
+    done = run_command("aft-hf", "finetune", *options)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("aft-hf: ") and "./missing" in done.stderr
+    done = run_command("aft-hf", "finetune", *options, "--weight_decay", "much")  # an option of TrainingArguments
+    assert done.returncode == 2 and done.stderr.count("\n") <= 2 and "weight_decay" in done.stderr

@@ -1,0 +1,287 @@
+"""Fine-tuning of an AFT, or of any model of transformers, on labeled images or on text: `aft-hf finetune`."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import yaml
+from datasets import DatasetDict, Image
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import default_logdir
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..conversion import read_source
+from ..conversion.source import load_image_processor
+from ..data.images import ImagePipeline, ImageRows, build_augmentation, class_names, class_numbers
+from ..data.loading import ImageColumn, hold_out, load_splits, require_column
+from ..data.text import group_into_blocks
+from ..loading import load
+from ..reading import explained, read_json, read_text
+from .evaluation import is_image_classifier
+from .fine_tuning import FineTuner, SavedState
+from .metrics import accuracy, bits_per_token, token_losses
+from .ownership import RUN, owned
+from .safe_loading import data_only
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Return the options in a JSON or YAML file."""
+    with explained(f"{path}: cannot be used as options"):
+        values = read_json(path, dict[str, Any]) if path.suffix == ".json" else yaml.safe_load(read_text(path))
+        if not isinstance(values, dict):
+            raise ValueError("must map options to values")
+    return values
+
+
+def parse_arguments(words: Sequence[str], values: Mapping[str, Any], source: Path | None) -> TrainingArguments:
+    """Parse the options of transformers' `TrainingArguments` from the command line, or from `values` of a file."""
+    parser = HfArgumentParser(cast(Any, TrainingArguments), prog="aft-hf finetune", usage="%(prog)s [OPTIONS]")
+    if source is None:
+        (arguments,) = parser.parse_args_into_dataclasses([*words])
+    else:
+        with explained(f"{source}: cannot be used as options"):
+            (arguments,) = parser.parse_dict(dict(values))
+    arguments.disable_tqdm |= not sys.stderr.isatty()  # a log gets a line per report, not a bar per step
+    arguments.remove_unused_columns = False  # images become pixel values when a row is read
+    if not (arguments.do_train or arguments.do_eval):
+        raise ValueError("nothing to do: give --do-train, --do-eval, or both")
+    if arguments.fp16 and arguments.device.type == "cpu":  # Accelerate would compute in float32
+        raise ValueError("--fp16 needs a GPU, and none is available: give --bf16 or neither")
+    return arguments
+
+
+def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str, float]:
+    """Train, evaluate, save, push if requested, and return the metrics.
+
+    Args:
+        options: the options of `finetune_command` by name.
+        arguments: the options of Trainer.
+    """
+    if any(count is not None and count < 1 for count in (options.max_train_samples, options.max_eval_samples)):
+        raise ValueError("--max-train-samples and --max-eval-samples must be at least 1")
+    with explained(f"the seed {arguments.seed} cannot be used; give a number below 2**32"):
+        set_seed(arguments.seed)
+    hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = load(AutoConfig, options.model_name_or_path, **hub)
+    build = _classification if is_image_classifier(config) else _language_modeling
+    with arguments.main_process_first():
+        splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
+        if "train" not in splits and (arguments.do_train or "validation" not in splits):
+            raise ValueError("there is no training data: give --train, or a dataset with a split named train")
+        model, parts = build(options, splits, config, hub)
+    if arguments.do_eval and parts["eval_dataset"] is None:
+        raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
+    if options.lora_rank:
+        model = _with_adapters(model, options)
+
+    trainer = FineTuner(
+        model=model,
+        args=arguments,
+        position_bias_scale=options.position_bias_scale,
+        teacher=None if options.teacher is None else read_source(options.teacher).to_transformers(),
+        distillation={
+            "kind": options.distillation,
+            "weight": options.distillation_weight,
+            "temperature": options.distillation_temperature,
+        },
+        mixup=options.mixup,
+        cutmix=options.cutmix,
+        ema_decay=options.ema_decay,
+        **parts,
+    )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            # Not among the files of the model, which `push_to_hub` uploads.
+            callback.logging_dir = str(Path(str(arguments.output_dir), RUN, default_logdir()))
+            _say(f"TensorBoard's files are in {callback.logging_dir}", arguments)
+    metrics = _train(trainer, arguments) if arguments.do_train else {}
+    if arguments.do_eval:
+        result = trainer.evaluate()
+        metrics |= result
+        trainer.log_metrics("eval", result)
+        trainer.save_metrics("eval", result)
+    if arguments.push_to_hub:
+        name = options.dataset_name
+        on_hub = [name] if name is not None and not Path(name).exists() else []
+        task = "image-classification" if build is _classification else "text-generation"
+        trainer.push_to_hub(tasks=task, dataset=on_hub, dataset_tags=on_hub)
+    if arguments.do_train:
+        _say(f"the model is in {arguments.output_dir}", arguments)
+    return metrics
+
+
+def _train(trainer: FineTuner, arguments: TrainingArguments) -> dict[str, float]:
+    """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
+    with owned(Path(str(arguments.output_dir))):
+        checkpoint = _checkpoint(arguments)
+        if checkpoint is not None:
+            read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
+            with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
+                TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+        with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
+            metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    return metrics
+
+
+def _checkpoint(arguments: TrainingArguments) -> str | None:
+    """The checkpoint to resume from: a given directory, or the newest one for `--resume_from_checkpoint true`.
+
+    Prints a line if a run begins at step 0 although there are checkpoints.
+    """
+    wanted = str(arguments.resume_from_checkpoint)  # a JSON file may have the boolean true
+    if wanted.lower() not in ("none", "false", "true"):
+        return wanted
+    # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
+    states = Path(str(arguments.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
+    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    if wanted.lower() == "true":
+        return None if newest is None else str(newest)
+    if newest is not None:
+        _say(
+            f"begins at step 0, although {newest} exists: --resume-from-checkpoint true resumes from it, another "
+            "--output-dir keeps the two runs apart",
+            arguments,
+        )
+    return None
+
+
+def _say(message: str, arguments: TrainingArguments) -> None:
+    """Print a line on the standard output, in one process only."""
+    if arguments.process_index == 0:
+        print(f"aft-hf: {message}", flush=True)
+
+
+def _classification(
+    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """An image classifier with the classes of the data, and the options of its Trainer."""
+    require_column(splits, options.image_column, "--image-column")
+    require_column(splits, options.label_column, "--label-column")
+    names = class_names(splits.get("train", splits.get("validation")), options.label_column)
+    splits = _first_rows(hold_out(_decoded(splits, options.image_column), options.validation_share), options)
+    of_model: dict[Any, str] = config.id2label or {}
+    if sorted(names) == sorted(of_model.values()):
+        names = [of_model[number] for number in range(len(names))]  # in the order of the weights
+    model = load(
+        AutoModelForImageClassification,
+        options.model_name_or_path,
+        id2label=dict(enumerate(names)),
+        label2id={name: number for number, name in enumerate(names)},
+        ignore_mismatched_sizes=True,  # another number of classes gets a new classifier
+        dtype="float32",
+        attn_implementation=options.attn_implementation,
+        **hub,
+    )
+    processor = load_image_processor(options.model_name_or_path, config, **hub)
+    datasets = {
+        split: ImageRows(
+            rows.with_transform(
+                ImagePipeline(
+                    processor,
+                    image_column=options.image_column,
+                    label_column=options.label_column,
+                    numbers=class_numbers(rows, options.label_column, names),
+                )
+            )
+        )
+        for split, rows in splits.items()
+    }
+    height, width = next(iter(datasets.values()))[0]["pixel_values"].shape[1:]
+    return model, {
+        "train_dataset": datasets.get("train"),
+        "eval_dataset": datasets.get("validation"),
+        "processing_class": processor,
+        "augment": build_augmentation(options.augmentation, (height, width)),
+        "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
+    }
+
+
+def _first_rows(splits: DatasetDict, options: SimpleNamespace) -> DatasetDict:
+    """At most `max_train_samples` and `max_eval_samples` rows of the splits."""
+    counts = {"train": options.max_train_samples, "validation": options.max_eval_samples}
+    return DatasetDict(
+        {
+            split: rows if counts.get(split) is None else rows.select(range(min(counts[split], len(rows))))
+            for split, rows in splits.items()
+        }
+    )
+
+
+def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
+    """`splits` with a column of images, which may be bytes or paths in a file."""
+    if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
+        return splits
+    try:
+        return splits.cast_column(column, ImageColumn())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(f"--image-column: {column!r} holds no images, and no bytes or paths of images") from error
+
+
+def _language_modeling(
+    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A language model, and the options of its Trainer."""
+    if options.teacher is not None or options.augmentation != "none" or options.mixup or options.cutmix:
+        raise ValueError("--teacher, --augmentation, --mixup and --cutmix are for image classifiers")
+    require_column(splits, options.text_column, "--text-column")
+    loading: dict[str, Any] = {"dtype": "float32", "attn_implementation": options.attn_implementation, **hub}
+    model = load(AutoModelForCausalLM, options.model_name_or_path, **loading)
+    tokenizer = load(AutoTokenizer, options.model_name_or_path, **hub)
+    block_size = options.block_size
+    if block_size is None:
+        limits = (1024, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+        block_size = min(limit for limit in limits if limit is not None)
+    blocks = DatasetDict()
+    for split, rows in splits.items():
+        with explained(f"the {split} data cannot be used"):
+            blocks[split] = group_into_blocks(rows, tokenizer, block_size, column=options.text_column)
+        if len(blocks[split]) == 0:
+            raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block-size")
+    blocks = _first_rows(hold_out(blocks, options.validation_share, shuffle=False), options)
+    return model, {
+        "train_dataset": blocks.get("train"),
+        "eval_dataset": blocks.get("validation"),
+        "processing_class": tokenizer,
+        "data_collator": default_data_collator,
+        "preprocess_logits_for_metrics": token_losses,
+        "compute_metrics": lambda p: bits_per_token(
+            torch.tensor(p.predictions).flatten(), torch.tensor(p.label_ids[:, 1:]).flatten()
+        ),
+    }
+
+
+def _with_adapters(model: PreTrainedModel, options: SimpleNamespace) -> PreTrainedModel:
+    """Add LoRA to the projections of the mixers; the classifier of images is trained without it."""
+    lora = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        modules_to_save=["classifier"] if hasattr(model, "classifier") else None,
+    )
+    adapted: Any = get_peft_model(model, lora)
+    adapted.print_trainable_parameters()
+    return adapted

@@ -1,0 +1,93 @@
+"""The loop over optimizer steps, for every kind of training, with a graceful stop on SIGTERM or Ctrl-C."""
+
+import signal
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Training(ABC):
+    """One training: its steps, and what happens in between. `take_steps` runs it."""
+
+    accelerator: Accelerator
+    step: int  # optimizer steps that are done
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Return whether no step is left; all processes get the same value."""
+
+    @abstractmethod
+    def progress_bar(self) -> tqdm:
+        """Return a progress bar, which only the main process shows, and only in a terminal."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Take one optimizer step, and increase `step`."""
+
+    @abstractmethod
+    def after_step(self, bar: tqdm, stops: bool) -> Path | None:
+        """Report, evaluate and save as far as it is due; return a checkpoint of this step if there is one.
+
+        Args:
+            bar: the progress bar.
+            stops: whether the process is going to stop, so that a checkpoint is due.
+        """
+
+    def close(self) -> None:  # noqa: B027  (by default there is nothing to free)
+        """Free what has to be freed before the process stops."""
+
+
+def take_steps(training: Training) -> None:
+    """Take the steps of a training until it is done.
+
+    Raises:
+        SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
+    """
+    accelerator = training.accelerator
+    with StopSignal(accelerator) as stop, training.progress_bar() as bar:
+        while not training.is_done():
+            training.update()
+            stopped = stop.agreed()
+            checkpoint = training.after_step(bar, stops=bool(stopped))
+            if stopped and not training.is_done():
+                saved = f"saved {checkpoint}; the same command resumes from it" if checkpoint else "nothing is saved"
+                accelerator.print(f"{signal.Signals(stopped).name}: stopped after {training.step} steps; {saved}")
+                training.close()
+                raise SystemExit(128 + stopped)
+
+
+class StopSignal:
+    """Context that records the first SIGTERM or SIGINT for the training loop; a second has its usual effect."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator, self.received = accelerator, 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+        self.__exit__()
+
+    def agreed(self) -> int:
+        """Return a signal that any process has received, 0 for none; in a step, all processes get the same value."""
+        if self.accelerator.num_processes == 1:
+            return self.received
+        received = torch.tensor([self.received], device=self.accelerator.device)
+        return int(self.accelerator.gather(received).max())
