@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -129,9 +128,9 @@ def draw(folder):
 def finetune(folder):
     name = "block_size" if "text" in folder.name else "max_eval_samples"
     values = {"model_name_or_path": folder, "train": data_of(folder), "validation": data_of(folder), name: 8}
-    values |= {"output_dir": folder.parent / "aft", "do_eval": True, "use_cpu": True, "report_to": "none"}
-    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "finetune.py"))
-    script["main"]([word for key, value in values.items() for word in (f"--{key}", str(value))])
+    values |= {"output_dir": folder.parent / "aft", "use_cpu": True, "report_to": "none"}
+    options = [word for key, value in values.items() for word in (f"--{key}", value)]
+    call("finetune", "--do_eval", *options)
 
 
 def publish_dry(folder):
@@ -144,7 +143,7 @@ def show(folder):
         import loading
     finally:
         sys.path.pop(0)
-    loading.load(loading.TEXT if "text" in folder.name else loading.IMAGE, str(folder))
+    loading.load(str(folder))
 
 
 COMMANDS = {

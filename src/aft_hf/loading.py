@@ -158,9 +158,17 @@ def load(
     trusted = options["trust_remote_code"]
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     optional = hub | {"_raise_exceptions_for_connection_errors": False}
-    read_config(source, error, trusted=trusted, **hub)
-    config, processor = find_file(str(source), CONFIG_NAME, error, **hub), None
-    assert config is not None  # `read_config` requires it
+    place, processor = Path(source), None
+    # A tokenizer may be saved without a model.
+    if (
+        auto_class is not AutoTokenizer
+        or (place / CONFIG_NAME).exists()
+        or not (place / TOKENIZER_CONFIG_FILE).exists()
+    ):
+        read_config(source, error, trusted=trusted, **hub)
+        config = find_file(str(source), CONFIG_NAME, error, **hub)
+        assert config is not None  # `read_config` requires it
+        place = config.parent
     if auto_class is AutoImageProcessor:
         processor = read_image_processor(source, error, **hub)
     elif auto_class is AutoTokenizer:
@@ -174,7 +182,7 @@ def load(
         if "config" not in options:
             options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
     what = f"{source}: cannot be loaded by {auto_class.__name__}"
-    with explained(what, error), no_larger_than_weights(config.parent, error):
+    with explained(what, error), no_larger_than_weights(place, error):
         if processor and str(processor.get("image_processor_type")).endswith("FeatureExtractor"):
             loaded = _load_feature_extractor(processor, options)
         else:

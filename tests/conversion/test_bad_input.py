@@ -42,23 +42,20 @@ def command(capsys, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["aft-hf", "convert", *map(str, arguments)])
     with pytest.raises(SystemExit) as exited:
         cli.main()
-    return exited.value.code, capsys.readouterr().err.strip().splitlines()[-1]
+    return exited.value.code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
 
 
 # ----------------------------------------------------------------------------------------- checkpoints of transformers
 
 
+def replaced(name, content):
+    """Return a function that replaces the content of a file by a text or bytes."""
+    return lambda path: (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
 def damage_truncated(path):
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-
-
-def damage_garbage(path):
-    (path / "model.safetensors").write_bytes(b"\xff" * 1000)
-
-
-def damage_missing_weights(path):
-    (path / "model.safetensors").unlink()
 
 
 def damage_tensor(change):
@@ -74,31 +71,20 @@ def damage_value(name, value):
     return damage_tensor(lambda tensors: tensors[name].view(-1)[:1].fill_(value))
 
 
-def damage_config(path):
-    (path / "config.json").write_text("{")
+def change_config(**values):
+    def damage(path):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | values))
+
+    return damage
 
 
-def damage_config_type(path):
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+def damage_index(content):
+    def damage(path):
+        (path / "model.safetensors").unlink()
+        (path / "model.safetensors.index.json").write_text(content)
 
-
-def damage_index(path):
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_text("[]")
-
-
-def damage_shard(path):
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
-
-
-def damage_processor(path):
-    (path / "preprocessor_config.json").write_text("{bad")
-
-
-def damage_processor_type(path):
-    (path / "preprocessor_config.json").write_text("[]")
+    return damage
 
 
 LAYER = "vit.encoder.layer"
@@ -108,25 +94,30 @@ LAYER = "vit.encoder.layer"
     ("damage", "message"),
     [
         (damage_truncated, "damaged or truncated"),
-        (damage_garbage, "damaged or truncated"),
-        (damage_missing_weights, "no model.safetensors"),
-        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "encoder.layer.1.output.dense.weight"),
-        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.attention.attention.query.bias")), "query.bias is missing"),
+        (replaced("model.safetensors", b"\xff" * 1000), "damaged or truncated"),
+        (lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
+        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "layers.1.mlp.fc2.weight .* missing"),
+        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.attention.attention.query.bias")), "q_proj.bias .* missing"),
         (damage_tensor(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
         (
             damage_tensor(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
-            r"is \(24, 41\).* \(24, 40\) is expected",
+            r"is \(24, 41\).* needs \(24, 40\)",
         ),
         (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
         (damage_value("vit.layernorm.bias", torch.nan), r"vit.layernorm.bias holds NaN .*\(1 of 24 values\)"),
         (damage_value(f"{LAYER}.1.output.dense.weight", torch.inf), "output.dense.weight holds NaN or infinity"),
         (damage_value(f"{LAYER}.0.attention.attention.query.weight", -torch.inf), "query.weight holds NaN"),
-        (damage_config, "config.json"),
-        (damage_config_type, "config.json"),
-        (damage_index, r"index\.json: \[\]: must be an object"),
-        (damage_shard, "model-00001-of-00002.safetensors is missing"),
-        (damage_processor, "preprocessor_config.json"),
-        (damage_processor_type, "preprocessor_config.json"),
+        (replaced("config.json", "{"), "config.json"),
+        (change_config(hidden_size="wide"), "config.json"),
+        (change_config(patch_size=0), r"config\.json: patch_size=0: must be one positive"),
+        (change_config(num_hidden_layers=3), "its config has 3 layers, its weights have 2"),
+        (damage_index("[]"), r"index\.json: \[\]: must be an object"),
+        (
+            damage_index('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'),
+            "model-00001-of-00002.safetensors is missing",
+        ),
+        (replaced("preprocessor_config.json", "{bad"), "preprocessor_config.json"),
+        (replaced("preprocessor_config.json", "[]"), "preprocessor_config.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(vit, tmp_path, damage, message):
@@ -165,7 +156,15 @@ class Code:
         return (os.mkdir, (str(self.path),))
 
 
-@pytest.mark.parametrize("wrap", [lambda code: code, lambda code: {"model": {"cls_token": code}}])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda code: code,
+        lambda code: {"model": {"cls_token": code}},
+        lambda code: {"model": timm_tensors(), "args": code},
+    ],
+    ids=["alone", "as a tensor", "beside the weights"],
+)
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
 def test_code_in_a_pickle_does_not_run(tmp_path, capsys, monkeypatch, wrap, save):
     save(wrap(Code(tmp_path / "it-ran")), tmp_path / "deit.pth")
@@ -182,19 +181,14 @@ def test_a_truncated_pickle_is_refused(tmp_path, zipped):
     assert_refused(tmp_path / "deit.pth", tmp_path, "damaged or truncated", **TIMM)
 
 
-@pytest.mark.parametrize("content", ["hello world\n", "", "{}"])
-def test_a_text_file_is_no_checkpoint(tmp_path, content):
-    (tmp_path / "deit.pth").write_text(content)
-    assert_refused(tmp_path / "deit.pth", tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
-
-
-def test_a_pickle_without_a_state_dict_is_refused(tmp_path):
+def test_a_file_without_a_state_dict_is_refused(tmp_path):
+    path = tmp_path / "deit.pth"
+    for content in (b"hello world\n", b"", b"{}"):
+        path.write_bytes(content)
+        assert_refused(path, tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
     for content in ([torch.zeros(2)], {"model": 3}, {"epoch": 1}):
-        torch.save(content, tmp_path / "deit.pth")
-        assert_refused(tmp_path / "deit.pth", tmp_path, "no state dict")
-
-
-def test_a_file_of_another_format_is_refused_whatever_its_suffix(tmp_path):
+        torch.save(content, path)
+        assert_refused(path, tmp_path, "no state dict")
     np.savez(tmp_path / "vit.npz", cls_token=np.zeros(3))
     assert_refused(tmp_path / "vit.npz", tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
 
@@ -207,23 +201,13 @@ def test_a_file_of_transformers_needs_its_directory(vit, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("blocks.1.mlp.fc2.weight"), "blocks.1.mlp.fc2.weight is missing"),
-        (lambda t: t.pop("blocks.1.attn.qkv.bias"), "blocks.1.attn.qkv.bias is missing"),
+        (lambda t: t.pop("blocks.1.mlp.fc2.weight"), "layers.1.mlp.fc2.weight .* missing"),
+        (lambda t: t.pop("blocks.1.attn.qkv.bias"), r"layers.1.attention.\w_proj.bias .* missing"),
         (lambda t: t.pop("patch_embed.proj.weight"), "patch_embed.proj.weight is missing"),
         (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
-        (
-            lambda t: t.update({"blocks.0.attn.q_norm.weight": torch.zeros(8)}),
-            "q_norm.weight belongs to norms of queries",
-        ),
-        (lambda t: t.update({"reg_token": torch.zeros(1, 4, 24)}), "reg_token belongs to register tokens"),
-        (
-            lambda t: t.update({"norm_pre.weight": torch.zeros(24)}),
-            "norm_pre.weight belongs to a norm before the first",
-        ),
-        (lambda t: t.update({"fc_norm.weight": t.pop("norm.weight")}), "fc_norm.weight belongs to pooling"),
         (lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}), "head_dist.weight is no tensor"),
         (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(71, 24)}), r"\(71, 24\)"),
-        (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}), "exactly once.*qkv.weight"),
+        (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}), r"qkv.weight is \(73, 24\)"),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
     ],
@@ -299,14 +283,9 @@ def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tm
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architecture": "resnet50"}, "'resnet50' cannot be converted"),
-        ({"architecture": "vit_base_patch16_rope_224"}, "rope"),
-        ({"architecture": "vit_base_patch16_clip_224"}, "clip"),
         ({"architecture": 3}, "architecture=3: must be a valid string"),
-        ({"global_pool": "avg"}, "pools by 'avg'"),
-        ({"model_args": {"act_layer": "mish"}}, "'mish' is not known"),
+        ({"model_args": {"act_layer": "mish"}}, "act_layer='mish': must be"),
         ({"model_args": {"num_heads": "many"}}, "model_args.num_heads='many': must be a valid integer"),
-        ({"pretrained_cfg": {"crop_mode": "border"}}, "border"),
         ({"pretrained_cfg": {"input_size": [3, 40, 40]}}, "do not fit"),
     ],
 )
@@ -396,7 +375,7 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
         ({"num_heads": 0}, "num_heads"),
         ({"image_size": 33}, "image_size=33"),
         ({"image_size": 0}, "image_size"),
-        ({"aft_type": "fast"}, "aft_type='fast'"),
+        ({"aft_type": "fast"}, "'aft_type'.*'fast'"),
         ({"aft_type": "alibi"}, "alibi"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
         ({"aft_type": "full", "position_bias_dim": -1}, "position_bias_dim"),
@@ -415,7 +394,7 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
         (["--init", "attention", "--images", "empty"], "no images in it"),
         (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
         (["--init", "attention", "--images", "unreadable", "--num-images", 0], "at least 1"),
-        (["--init", "attention", "--images", "bad.parquet"], "no readable parquet"),
+        (["--init", "attention", "--images", "bad.parquet"], "cannot be read as a file of type parquet"),
         (["--images", "pictures"], "--images needs --distill or --init attention"),
         (["--init", "magic"], "init must be one of"),
         (["--image-size", "large"], "--image-size 'large'"),
@@ -435,10 +414,3 @@ def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
     code, line = command(capsys, monkeypatch, *arguments)
     assert code == 1 and line.startswith("aft-hf: ") and message in line
     assert not (tmp_path / "aft").exists()
-
-
-def test_patches_of_no_size_are_one_clear_error(vit, tmp_path):
-    config = json.loads((vit / "config.json").read_text())
-    (vit / "config.json").write_text(json.dumps(config | {"patch_size": 0}))
-    with pytest.raises(ConversionError, match=r"config\.json: patch_size=0: must be one positive"):
-        convert_deit(vit)

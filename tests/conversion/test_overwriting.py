@@ -46,15 +46,24 @@ def add_files_of_the_user(directory):
     (directory / "away").symlink_to(directory.parent)
 
 
-def test_the_manifest_lists_what_was_written(converted):
-    listed = json.loads((converted / MANIFEST_NAME).read_text())["files"]
-    assert set(listed) == {path.name for path in converted.iterdir()} - {MANIFEST_NAME}
-    assert {"config.json", "model.safetensors", "modeling_aft.py", "conversion_report.json"} <= set(listed)
+def listed(directory):
+    return json.loads((directory / MANIFEST_NAME).read_text())["files"]
 
 
-def test_what_the_user_keeps_beside_a_conversion_stays(vit, converted):
+def write_manifest(directory, files):
+    (directory / MANIFEST_NAME).write_text(json.dumps({"files": files}))
+
+
+def test_what_the_user_keeps_stays_and_what_the_earlier_conversion_wrote_goes(vit, converted):
+    assert set(listed(converted)) == {path.name for path in converted.iterdir()} - {MANIFEST_NAME}
+    assert {"config.json", "model.safetensors", "modeling_aft.py", "conversion_report.json"} <= set(listed(converted))
     add_files_of_the_user(converted)
     before = contents(converted)
+    (converted / "old.json").write_text("{}")
+    of_braces = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    write_manifest(converted, listed(converted) | {"old.json": of_braces})
+    with pytest.raises(ConversionError, match="not empty"):
+        save_converted(vit, converted, **OPTIONS)
     save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 5})
     after = contents(converted)
     for name in [*KEPT, "empty", "link", "away"]:
@@ -65,91 +74,65 @@ def test_what_the_user_keeps_beside_a_conversion_stays(vit, converted):
     assert sorted(path.name for path in converted.parent.iterdir()) == ["aft", "vit"]
 
 
-def test_what_the_earlier_conversion_wrote_and_the_new_one_does_not_is_deleted(vit, converted):
-    (converted / "old.json").write_text("{}")
-    content = json.loads((converted / MANIFEST_NAME).read_text())
-    content["files"]["old.json"] = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
-    (converted / MANIFEST_NAME).write_text(json.dumps(content))
-    save_converted(vit, converted, overwrite=True, **OPTIONS)
-    assert not (converted / "old.json").exists()
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "modeling_aft.py", "conversion_report.json"])
-def test_what_was_changed_since_is_kept_and_named(vit, converted, name):
-    with (converted / name).open("ab") as file:
+def append(directory, name):
+    with (directory / name).open("ab") as file:
         file.write(b" ")
-    before = contents(converted)
-    with pytest.raises(ConversionError, match=f"{name} was changed since"):
+
+
+def unlist(directory, name):
+    write_manifest(directory, {each: sum for each, sum in listed(directory).items() if each != name})
+
+
+def plant_names_elsewhere(directory):
+    precious = directory.parent / "precious"
+    precious.write_text("mine")
+    os.link(precious, directory / "same")
+    (directory / "link").symlink_to(precious)
+    (directory / "runs").mkdir()
+    (directory / "runs" / "1").write_text("mine")
+    names = ["../precious", str(precious), "link", "runs", "runs/1"]
+    write_manifest(directory, listed(directory) | dict.fromkeys(names, "9a1b3d5ee9cd7f3ec8b3d1f5f3b0fd8e"))
+
+
+TEXTS = ["", "{", "[]", '{"files": 3}', '{"files": {"config.json": 3}}', '{"files": ["config.json"]}', "[" * 10**5]
+KINDS = ["model.safetensors", "config.json", "modeling_aft.py", "conversion_report.json"]
+REFUSED = {
+    **{f"{name} changed": (lambda out, name=name: append(out, name), f"{name} was changed since") for name in KINDS},
+    "not listed": (lambda out: unlist(out, "config.json"), "config.json, which the earlier conversion did not write"),
+    "no manifest": (lambda out: (out / MANIFEST_NAME).unlink(), f"no {MANIFEST_NAME} .*delete the directory yourself"),
+    "elsewhere": (plant_names_elsewhere, "was changed since"),
+    **{f"text {text[:9]}": (lambda out, text=text: (out / MANIFEST_NAME).write_text(text), "") for text in TEXTS},
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, converted, change, message):
+    change(converted)
+    before = contents(converted.parent)
+    with pytest.raises(ConversionError, match=message or MANIFEST_NAME) as error:
         save_converted(vit, converted, overwrite=True, **OPTIONS)
-    assert contents(converted) == before
-
-
-def test_a_file_of_the_user_with_a_name_that_the_new_one_needs_is_kept_and_named(vit, converted):
-    content = json.loads((converted / MANIFEST_NAME).read_text())
-    del content["files"]["config.json"]
-    (converted / MANIFEST_NAME).write_text(json.dumps(content))
-    before = contents(converted)
-    with pytest.raises(ConversionError, match=r"config\.json, which the earlier conversion did not write"):
-        save_converted(vit, converted, overwrite=True, **OPTIONS)
-    assert contents(converted) == before
-
-
-def test_a_conversion_without_a_manifest_is_kept(vit, converted):
-    (converted / MANIFEST_NAME).unlink()
-    before = contents(converted)
-    with pytest.raises(ConversionError, match=rf"no {MANIFEST_NAME} .*delete the directory yourself"):
-        save_converted(vit, converted, overwrite=True, **OPTIONS)
-    assert contents(converted) == before
+    assert "\n" not in str(error.value) and contents(converted.parent) == before
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"files": 3}', '{"files": {"config.json": 3}}', '{"files": ["config.json"]}', "[" * 10**5],
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"]
 )
-def test_a_damaged_manifest_deletes_nothing(vit, converted, content):
-    (converted / MANIFEST_NAME).write_text(content)
-    before = contents(converted)
-    with pytest.raises(ConversionError, match=MANIFEST_NAME) as error:
-        save_converted(vit, converted, overwrite=True, **OPTIONS)
-    assert "\n" not in str(error.value) and contents(converted) == before
-
-
-def test_a_manifest_that_names_files_elsewhere_deletes_none_of_them(vit, converted, tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    os.link(precious, converted / "same")
-    (converted / "link").symlink_to(precious)
-    (converted / "runs").mkdir()
-    (converted / "runs" / "1").write_text("mine")
-    sums = dict.fromkeys(
-        ["../precious", str(precious), "link", "runs", "runs/1"],
-        "9a1b3d5ee9cd7f3ec8b3d1f5f3b0fd8e",
-    )
-    content = json.loads((converted / MANIFEST_NAME).read_text())
-    (converted / MANIFEST_NAME).write_text(json.dumps({"files": content["files"] | sums}))
-    before = contents(converted)
-    with pytest.raises(ConversionError):
-        save_converted(vit, converted, overwrite=True, **OPTIONS)
-    assert contents(converted) == before and precious.read_text() == "mine"
-
-
-def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch):
+def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch, error):
     add_files_of_the_user(converted)
-    before = contents(converted)
+    before, rename = contents(converted.parent), os.rename
     with pytest.raises(ValueError, match="kernel_size=4"):
         save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 4})
-    rename = os.rename
 
-    def full(source, target):
+    def fail(source, target):
         if source.name == "finished":
-            raise OSError(28, "No space left on device")
+            raise error
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(ConversionError, match="No space left"):
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises((ConversionError, KeyboardInterrupt), match=r"No space left|^$"):
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     monkeypatch.undo()
-    assert contents(converted) == before
+    assert contents(converted.parent) == before
 
 
 def test_files_are_kept_where_there_are_no_hard_links(vit, converted, monkeypatch):

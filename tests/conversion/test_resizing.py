@@ -103,34 +103,17 @@ def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
         torch.testing.assert_close(mixer.kernel.std((1, 2), correction=0).detach(), pace)
 
 
-def test_a_resized_model_runs_saves_and_loads(tmp_path):
-    model = classifier()
-    adapt_to_image_size(model, (40, 64))
-    pixels = torch.randn(2, 3, 40, 64)
-    expected = model(pixel_values=pixels).logits
-    model.save_pretrained(tmp_path)
-    loaded = AFTForImageClassification.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(loaded(pixel_values=pixels).logits, expected)
-    assert loaded.config.grid_size == (10, 16)
-    loaded.train()(pixel_values=pixels, labels=torch.tensor([0, 1])).loss.backward()
-    assert loaded.aft.layers[0].mixer.kernel.grad.isfinite().all()
-
-
-def test_the_size_of_the_training_changes_nothing():
-    model = classifier()
-    before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
-    adapt_to_image_size(model, 32)
-    assert all(torch.equal(before[name], parameter) for name, parameter in model.state_dict().items())
-
-
 def test_a_kernel_without_gamma_keeps_a_shape_to_learn():
-    model = classifier()
-    mixer = model.aft.layers[0].mixer
-    torch.nn.init.zeros_(mixer.kernel_scale)
-    torch.nn.init.zeros_(mixer.kernel_shift)
-    adapt_to_image_size(model, 64)
-    assert mixer.kernel_bias().count_nonzero() == 0
-    assert (mixer.kernel.std((1, 2)) > 0).all()
+    for size in (5, 1):
+        model = classifier(kernel_size=size)
+        mixer = model.aft.layers[0].mixer
+        torch.nn.init.zeros_(mixer.kernel_scale)
+        torch.nn.init.zeros_(mixer.kernel_shift)
+        adapt_to_image_size(model, 64)
+        assert mixer.kernel_bias().count_nonzero() == 0
+        assert (mixer.kernel.std((1, 2)) > 0).all() and mixer.window == {5: 11, 1: 3}[size]
+        model(pixel_values=torch.randn(2, 3, 64, 64), labels=torch.tensor([0, 1])).loss.backward()
+        assert mixer.kernel_scale.grad.abs().sum() > 0
 
 
 def test_a_kernel_alone_stays_alone():
@@ -138,23 +121,16 @@ def test_a_kernel_alone_stays_alone():
     adapt_to_image_size(model, 64)
     assert model.aft.layers[0].mixer.kernel_bias().isfinite().all()
     assert model(pixel_values=torch.randn(1, 3, 64, 64)).logits.isfinite().all()
-    with pytest.raises(ValueError, match="same ratio"):
-        adapt_to_image_size(model, (64, 96))
 
 
-def test_a_kernel_is_no_larger_than_the_grid_has_use_for():
-    model = classifier(kernel_size=15)
-    adapt_to_image_size(model, 16)
-    assert model.config.kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == 7
-
-
-def test_a_kernel_of_one_position_gets_a_shape_to_learn():
-    model = classifier(kernel_size=1)
-    mixer = model.aft.layers[0].mixer
-    torch.nn.init.zeros_(mixer.kernel_scale)
-    adapt_to_image_size(model, 64)
-    model(pixel_values=torch.randn(2, 3, 64, 64), labels=torch.tensor([0, 1])).loss.backward()
-    assert mixer.window == 3 and mixer.kernel_scale.grad.abs().sum() > 0
+def test_a_kernel_reaches_over_the_longer_side_of_the_grid_and_no_further():
+    for old, new, kernel in ((32, 16, 7), ((16, 32), (16, 64), 31), ((16, 32), (64, 16), 31), (32, 32, 15)):
+        model = classifier(image_size=old, kernel_size=15)
+        before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
+        adapt_to_image_size(model, new)
+        assert model.config.kernel_size == model.aft.layers[0].mixer.kernel.shape[-1] == kernel
+        if new == old:  # the size of the training changes nothing
+            assert all(torch.equal(before[name], parameter) for name, parameter in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -169,36 +145,13 @@ def test_kernels_in_half_precision_are_stretched_as_in_float32(dtype):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
 
 
-def test_what_is_frozen_stays_frozen():
-    model = classifier().requires_grad_(False)
-    adapt_to_image_size(model, 48)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_nothing_is_changed_where_one_layer_cannot_be_stretched():
-    model = classifier()
-    model.aft.layers[1].mixer.selection = "gumbel"
-    with pytest.raises(ValueError, match="position_bias_selection"):
-        adapt_to_image_size(model, 48)
-    assert [layer.mixer.window for layer in model.aft.layers] == [5, 5]
-    assert model.config.image_size == 32 and model.config.kernel_size == 5
-
-
-def test_kernels_that_are_not_those_of_the_config_are_refused():
+@pytest.mark.parametrize(("kept", "told"), [("enlarge_patches", "kernel_size=9"), ("stretch_kernels", "patch_size=6")])
+def test_kernels_or_patches_that_are_not_those_of_the_config_are_refused(kept, told):
     model = classifier()
     other = AFTForImageClassification(model.config)
-    adapt_to_image_size(model, 48)
+    adapt_to_image_size(model, 48, **{kept: False})
     for size in (48, 64):  # also for the size of the shared config
-        with pytest.raises(ValueError, match="kernel_size=9"):
-            adapt_to_image_size(other, size)
-
-
-def test_patches_that_are_not_those_of_the_config_are_refused():
-    model = classifier()
-    other = AFTForImageClassification(model.config)
-    adapt_to_image_size(model, 64, stretch_kernels=False)
-    for size in (64, 128):
-        with pytest.raises(ValueError, match="patch_size=8"):
+        with pytest.raises(ValueError, match=told):
             adapt_to_image_size(other, size)
 
 
@@ -211,9 +164,26 @@ def unchanged(model, size, message, **options):
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
-def test_a_size_whose_config_would_be_invalid_is_refused():
+def test_what_cannot_be_resized_is_refused_and_nothing_is_changed():
+    model = classifier()
+    for size in (30, 0, (32, 33)):
+        unchanged(model, size, "image_size")
+    unchanged(classifier(global_connectivity=False), (64, 96), "same ratio")
     unchanged(classifier(kernel_size=15), 16, "kernel_size=15", stretch_kernels=False)
     unchanged(classifier(patch_size=1024, image_size=2048, kernel_size=3), 10240, "patch_size")
+    model.aft.layers[1].mixer.selection = "gumbel"  # one layer of two
+    unchanged(model, 48, "position_bias_selection")
+    for changes, message in (
+        ({"aft_type": "full"}, 'aft_type "conv"'),
+        ({"aft_type": ["conv", "simple"]}, 'aft_type "conv"'),
+        ({"use_position_embeddings": True}, "position embeddings"),
+        ({"position_bias_selection": "gumbel"}, "position_bias_selection"),
+    ):
+        unchanged(classifier(**changes), 48, message)
+    offloaded = classifier().to("meta")
+    with pytest.raises(ValueError, match="offloaded"):
+        adapt_to_image_size(offloaded, 48)
+    assert offloaded.config.image_size == 32
 
 
 def test_parameters_with_adapters_or_parametrizations_are_refused():
@@ -231,13 +201,14 @@ def test_parameters_with_adapters_or_parametrizations_are_refused():
     assert merged.config.patch_size == 6
 
 
-def test_adapting_does_not_depend_on_the_default_device():
-    model, other = classifier(), classifier()
+def test_adapting_does_not_depend_on_the_default_device_and_frozen_parameters_stay_frozen():
+    model, other = classifier(), classifier().requires_grad_(False)
     adapt_to_image_size(model, 48)
     with torch.device("meta"):
         adapt_to_image_size(other, 48)
     for name, parameter in model.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], parameter)
+    assert not any(parameter.requires_grad for parameter in other.parameters())
 
 
 @pytest.mark.parametrize("w", (-800.0, -3.0, 0.0, 3.0, 800.0))
@@ -259,13 +230,6 @@ def test_rounding_of_a_ratio_does_not_enlarge_a_kernel(half, new, old):
     assert size // 2 == -(-((2 * half + 1) * new - old) // (2 * old))
 
 
-@pytest.mark.parametrize("size", ((16, 64), (64, 16)))
-def test_a_kernel_reaches_over_the_longer_side_of_the_grid(size):
-    model = classifier(image_size=(16, 32), kernel_size=15)
-    adapt_to_image_size(model, size)
-    assert model.config.kernel_size == 2 * 16 - 1
-
-
 @pytest.mark.parametrize("multiplier", (1.0, 20.0))
 def test_a_constant_kernel_gets_one_that_is_learned_as_fast_as_a_new_one(multiplier):
     model = classifier(position_bias_multiplier=multiplier)
@@ -274,35 +238,6 @@ def test_a_constant_kernel_gets_one_that_is_learned_as_fast_as_a_new_one(multipl
     adapt_to_image_size(model, 64)
     kernel = model.aft.layers[0].mixer.kernel
     torch.testing.assert_close(kernel.std((1, 2), correction=0), torch.full((4,), 0.1 / multiplier))
-
-
-def test_offloaded_kernels_are_refused():
-    model = classifier().to("meta")
-    with pytest.raises(ValueError, match="offloaded"):
-        adapt_to_image_size(model, 48)
-    assert model.config.image_size == 32
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"aft_type": "full"}, 'aft_type "conv"'),
-        ({"aft_type": ["conv", "simple"]}, 'aft_type "conv"'),
-        ({"use_position_embeddings": True}, "position embeddings"),
-        ({"position_bias_selection": "gumbel"}, "position_bias_selection"),
-    ],
-)
-def test_other_models_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        adapt_to_image_size(classifier(**changes), 48)
-
-
-@pytest.mark.parametrize("size", [30, 0, (32, 33)])
-def test_sizes_that_cannot_be_are_refused(size):
-    model = classifier()
-    with pytest.raises(ValueError, match="image_size"):
-        adapt_to_image_size(model, size)
-    assert model.config.image_size == 32
 
 
 @pytest.mark.parametrize(("old", "new"), [((4, 4), (5, 5)), ((16, 16), (27, 27)), ((3, 5), (8, 5)), ((1, 2), (2, 7))])
@@ -341,12 +276,16 @@ def test_patches_grow_with_the_image_around_their_place_on_the_grid(size, patch)
         assert (seen[:, axis].min().item(), seen[:, axis].max().item()) == (max(first, 0), first + side - 1)
 
 
-def test_overlapping_patches_train_save_and_load(tmp_path):
-    model = classifier(patch_size=7, patch_stride=(4, 2))
-    pixels = torch.randn(2, 3, 32, 32)
-    model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss.backward()
-    assert model.aft.embeddings.patch_embeddings.weight.grad.isfinite().all()
-    expected = model(pixel_values=pixels).logits
+@pytest.mark.parametrize("adapted", [True, False])
+def test_overlapping_patches_train_save_and_load(tmp_path, adapted):
+    model = classifier() if adapted else classifier(patch_size=7, patch_stride=(4, 2))
+    if adapted:
+        adapt_to_image_size(model, (32, 64))
+    pixels = torch.randn(2, 3, *pair(model.config.image_size))
+    model.train()(pixel_values=pixels, labels=torch.tensor([0, 1])).loss.backward()
+    for parameter in (model.aft.embeddings.patch_embeddings.weight, model.aft.layers[0].mixer.kernel):
+        assert parameter.grad.isfinite().all()
+    expected = model.eval()(pixel_values=pixels).logits
     model.save_pretrained(tmp_path)
     loaded = AFTForImageClassification.from_pretrained(tmp_path).eval()
     assert loaded.config.grid_size == (8, 16)

@@ -64,15 +64,12 @@ def test_labels_are_read_wherever_timm_has_them(tmp_path, flat, names, key):
         path = timm(tmp_path / str(place), flat, label_descriptions={"a": "cat"}, **options)
         labels = ["cat", "b" if "b" in names or "1" in names else "LABEL_1", "c"]
         assert read_source(path).config.id2label == dict(enumerate(labels))
+    for place, others in enumerate((["a"], ["a", "b", "c", "d"], {"7": "x"})):  # names of other classes
+        source = read_source(timm(tmp_path / f"others-{place}", flat, **{key: others}))
+        assert source.config.id2label == {i: f"LABEL_{i}" for i in range(CLASSES)}
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b", "c", "d"], {"7": "x"}])
-def test_names_of_other_classes_are_not_given_to_these(tmp_path, names):
-    source = read_source(timm(tmp_path / "timm", label_names=names))
-    assert source.config.id2label == {i: f"LABEL_{i}" for i in range(CLASSES)}
-
-
-@pytest.mark.parametrize("pooling", ["avg", "avgmax", "max", "map"])
+@pytest.mark.parametrize("pooling", ["avg", "map"])
 @pytest.mark.parametrize(
     "place",
     [
@@ -106,33 +103,19 @@ def test_null_means_the_default_of_timm_everywhere(tmp_path, flat):
     assert not read_source(path).num_heads_known
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("crop_pct", "0.9"),
-        ("crop_pct", 0),
-        ("crop_pct", -1.0),
-        ("crop_pct", float("nan")),
-        ("crop_pct", 1e-9),
-        ("mean", "imagenet"),
-        ("mean", [0.5, 0.5]),
-        ("mean", [0.5] * 4),
-        ("mean", [0.5, 0.5, None]),
-        ("mean", []),
-        ("std", [0.5, 0.0, 0.5]),
-        ("std", [0.5, float("inf"), 0.5]),
-        ("std", {"0": 0.5}),
-        ("interpolation", 3),
-        ("crop_mode", ["center"]),
-        ("input_size", [224, 224]),
-        ("input_size", 224),
-        ("input_size", [3, 0, 32]),
-        ("label_names", 5),
-        ("label_names", [1, 2, 3]),
-        ("label_names", "abc"),
-        ("label_descriptions", ["a"]),
-    ],
-)
+WRONG = {
+    "crop_pct": ["0.9", 0, -1.0, float("nan"), 1e-9],
+    "mean": ["imagenet", [0.5, 0.5], [0.5] * 4, [0.5, 0.5, None], []],
+    "std": [[0.5, 0.0, 0.5], [0.5, float("inf"), 0.5], {"0": 0.5}],
+    "interpolation": [3, "cubic"],
+    "crop_mode": [["center"], "border"],
+    "input_size": [[224, 224], 224, [3, 0, 32]],
+    "label_names": [5, [1, 2, 3], "abc"],
+    "label_descriptions": [["a"]],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, key, value, flat):
     message = refusal(timm(tmp_path / "timm", flat, {key: value}, **({key: value} if flat else {})))
@@ -169,7 +152,7 @@ def test_a_source_without_a_head_needs_the_number_of_classes(tmp_path, capsys, m
     with pytest.raises(SystemExit) as exited:
         cli.main()
     out = capsys.readouterr().out
-    assert not exited.value.code and "finetune.py" in out and "--distill" not in out
+    assert not exited.value.code and "aft-hf finetune" in out and "--teacher" not in out and "--distill" not in out
 
 
 def test_the_classifier_of_a_source_determines_the_number_of_classes(vit):
@@ -177,7 +160,7 @@ def test_the_classifier_of_a_source_determines_the_number_of_classes(vit):
         convert_deit(vit, num_labels=3, **OPTIONS)
 
 
-@pytest.mark.parametrize("channels", [1, 2, 4, 13])
+@pytest.mark.parametrize("channels", [1, 4])
 def test_a_source_of_other_channels_than_rgb_is_refused_by_their_number(tmp_path, channels):
     model = ViTForImageClassification(ViTConfig(**SIZES, num_channels=channels))
     model.save_pretrained(tmp_path / "vit")
@@ -208,11 +191,11 @@ def test_the_values_of_a_feature_extractor_are_read(tmp_path, key, name):
             np.testing.assert_allclose(pixels, expected.transpose(2, 0, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["NoSuchFeatureExtractor", 5, ["ViTFeatureExtractor"]])
-def test_an_unknown_image_processor_is_one_line_with_the_name_of_the_source(tmp_path, name):
+def test_an_unknown_image_processor_is_one_line_with_the_name_of_the_source(tmp_path):
     save_vit(tmp_path / "vit")
-    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": name}))
-    assert str(tmp_path / "vit") in refusal(tmp_path / "vit")
+    for name in ("NoSuchFeatureExtractor", 5, ["ViTFeatureExtractor"]):
+        (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": name}))
+        assert str(tmp_path / "vit") in refusal(tmp_path / "vit")
 
 
 def in_processor_config(path, **changes):
@@ -244,17 +227,13 @@ def test_an_image_processor_in_processor_config_replaces_the_other_as_in_transfo
         assert list(read_source(path).image_processor.image_mean) == [0.1, 0.2, 0.3]
 
 
-@pytest.mark.parametrize(("changes", "name"), [({"image_std": "text"}, "image_std"), ({"size": 10**9}, "size")])
-def test_a_bad_image_processor_in_processor_config_is_refused_by_its_key(tmp_path, changes, name):
-    message = refusal(in_processor_config(tmp_path / "vit", **changes))
-    assert "processor_config.json: " in message and f"image_processor.{name}" in message
-
-
-@pytest.mark.parametrize("content", ["{bad", "[]", '{"image_processor": 5}', '{"image_processor": []}'])
-def test_a_damaged_processor_config_is_refused(tmp_path, content):
-    save_vit(tmp_path / "vit")
-    (tmp_path / "vit" / "processor_config.json").write_text(content)
-    assert "processor_config.json" in refusal(tmp_path / "vit")
+def test_a_bad_processor_config_is_refused_by_its_key(tmp_path):
+    for changes in ({"image_std": "text"}, {"size": 10**9}):
+        message = refusal(in_processor_config(tmp_path / "vit", **changes))
+        assert "processor_config.json: " in message and f"image_processor.{next(iter(changes))}" in message
+    for content in ("{bad", "[]", '{"image_processor": 5}', '{"image_processor": []}'):
+        (tmp_path / "vit" / "processor_config.json").write_text(content)
+        assert "processor_config.json" in refusal(tmp_path / "vit")
 
 
 # ----------------------------------------------------------------------------------------------- files beside a config
@@ -271,9 +250,8 @@ def test_a_weight_file_beside_its_config_is_not_read_without_it(tmp_path, monkey
     assert "give the directory" in refusal("model.safetensors")
 
 
-@pytest.mark.parametrize("content", ["{}", '{"lr": 0.1}', '{"architecture": null}'])
-def test_a_weight_file_beside_a_config_of_no_model_is_read(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
+def test_a_weight_file_beside_a_config_of_no_model_is_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"lr": 0.1, "architecture": null}')
     save_file(timm_tensors(), tmp_path / "deit.safetensors")
     assert read_source(tmp_path / "deit.safetensors", source_num_heads=3).heads == ("classifier",)
 
@@ -284,8 +262,3 @@ def test_a_config_that_names_another_weight_file_is_refused(tmp_path):
     for name in ("other.safetensors", "model.safetensors"):
         (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
         assert "transformers_weights" in refusal(tmp_path / "vit")
-
-
-def test_the_report_has_the_number_of_heads_that_the_model_got(vit):
-    model, report = convert_deit(vit, kernel_size=3)
-    assert report.options["num_heads"] == model.config.num_heads

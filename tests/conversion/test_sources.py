@@ -30,104 +30,124 @@ from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
 from aft_hf.conversion import read_source, save_converted, verify_conversion
-from aft_hf.conversion.image_processing import timm_image_processor
-from aft_hf.conversion.timm_config import PretrainedConfig
+from aft_hf.conversion.timm_config import PretrainedConfig, image_processor
 
 
-# ------------------------------------------------------------------------------------------------------ transformers
+HEAD = ("weight", "bias")
+
+# ------------------------------------------------------------------------------------------------------------- formats
 
 
-def test_a_vit_gives_its_values_outputs_mlps_norms_and_classifier(vit):
+def pickled_shards(path, tensors):
+    names, weight_map = sorted(tensors), {}
+    for i in (0, 1):
+        part, filename = names[i::2], f"pytorch_model-0000{i + 1}-of-00002.bin"
+        torch.save({name: tensors[name] for name in part}, path / filename)
+        weight_map |= dict.fromkeys(part, filename)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# How a ViT of transformers can be saved, given its directory, its tensors and itself.
+OF_TRANSFORMERS = {
+    "safetensors": lambda path, tensors, model: model.save_pretrained(path),
+    "shards": lambda path, tensors, model: model.save_pretrained(path, max_shard_size="10KB"),
+    "pickle": lambda path, tensors, model: torch.save(tensors, path / "pytorch_model.bin"),
+    "pickled shards": lambda path, tensors, model: pickled_shards(path, tensors),
+    "names in memory": lambda path, tensors, model: torch.save(model.state_dict(), path / "pytorch_model.bin"),
+}
+
+
+@pytest.mark.parametrize("save", OF_TRANSFORMERS.values(), ids=OF_TRANSFORMERS)
+def test_a_vit_gives_its_values_outputs_mlps_norms_and_classifier(vit, save):
+    tensors, original = load_file(vit / "model.safetensors"), ViTForImageClassification.from_pretrained(vit)
+    (vit / "model.safetensors").unlink()
+    save(vit, tensors, original)
     model, report = convert_deit(vit, **OPTIONS)
-    tensors = load_file(vit / "model.safetensors")
     expected = transformers_copies(tensors, "vit.")
-    expected |= {f"classifier.{kind}": tensors[f"classifier.{kind}"] for kind in ("weight", "bias")}
+    expected |= {f"classifier.{kind}": tensors[f"classifier.{kind}"] for kind in HEAD}
     assert_copied(model, expected)
     assert {record.target for record in report.with_status("copied")} == expected.keys()
     new = {record.target.split(".mixer.")[1] for record in report.with_status("new")}
-    projections = {f"{name}_proj.{kind}" for name in "qk" for kind in ("weight", "bias")}
+    projections = {f"{name}_proj.{kind}" for name in "qk" for kind in HEAD}
     assert new == {"kernel", "kernel_scale", "kernel_shift"} | projections
     assert model.config.id2label == {0: "cat", 1: "dog", 2: "owl"}
 
 
+# How tensors of timm can be saved.
+BESIDE = {"epoch": 3, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=1e-3)}
+OF_TIMM = {
+    "original": lambda tensors, path: torch.save({"model": tensors}, path),
+    "flat": torch.save,
+    "old": lambda tensors, path: torch.save(tensors, path, _use_new_zipfile_serialization=False),
+    "training": lambda tensors, path: torch.save({"model": tensors, **BESIDE}, path),
+    "safetensors": save_file,
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("save", OF_TIMM.values(), ids=OF_TIMM)
+def test_a_file_of_timm_or_deit_gives_what_the_paper_transfers(tmp_path, save, bias):
+    save(tensors := timm_tensors(bias=bias), tmp_path / "deit.pth")
+    model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
+    expected = timm_copies(tensors) | {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in HEAD}
+    assert_copied(model, expected)
+    assert {record.target for record in report.with_status("copied")} == expected.keys()
+    assert (model.aft.layers[0].mixer.v_proj.bias is not None) == model.config.qkv_bias == bias
+
+
+@pytest.mark.parametrize("filename", ["model.safetensors", "pytorch_model.bin"])
+def test_a_directory_of_timm_converts_with_its_classes(tmp_path, filename):
+    descriptions = {"a": "cat", "b": "dog"}
+    save_timm(tmp_path / "timm", label_names=["a", "b", "c"], label_descriptions=descriptions)
+    save = save_file if filename.endswith("safetensors") else torch.save
+    save(tensors := timm_tensors(), tmp_path / "timm" / filename)
+    model, _ = convert_deit(tmp_path / "timm", **OPTIONS)
+    assert_copied(model, timm_copies(tensors))
+    assert model.config.id2label == {0: "cat", 1: "dog", 2: "c"}
+
+
 @pytest.mark.parametrize("save", (save_vit, save_deit, save_distilled_deit, save_backbone))
-def test_a_model_in_memory_is_converted_as_its_files_are(tmp_path, save):
-    save(tmp_path)
+def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was_saved(tmp_path, save):
+    original, pixels = save(tmp_path), torch.randn(2, 3, 32, 32).double()
     model = read_source(tmp_path).to_transformers()
+    assert type(model) is type(original) and not model.training
+    ours, theirs = (each.double()(pixels)[0] for each in (model, original))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     options = OPTIONS | ({"num_labels": 3} if save is save_backbone else {})
-    torch.manual_seed(0)
-    expected, report = convert_deit(tmp_path, **options)
-    torch.manual_seed(0)
-    found, of_model = convert_deit(model, **options)
+    results = []
+    for source in (tmp_path, model.float()):
+        torch.manual_seed(0)
+        results.append(convert_deit(source, **options))
+    (expected, report), (found, of_model) = results
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert found.config.to_dict() == expected.config.to_dict()
     assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
-
-
-def test_heads_that_nobody_knows_are_asked_for_only_where_attention_matters(tmp_path):
-    save_pth(tmp_path / "deit.pth")  # its width is no multiple of 64
-    torch.manual_seed(0)
-    expected, _ = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
-    torch.manual_seed(0)
-    model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS)
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    assert report.options["source_num_heads"] is None
-    with pytest.raises(ValueError, match="give source_num_heads"):
-        read_source(tmp_path / "deit.pth").to_transformers()
 
 
 def test_a_distilled_deit_gives_the_mean_of_its_two_heads(tmp_path):
     save_distilled_deit(tmp_path)
     model, report = convert_deit(tmp_path, **OPTIONS)
     tensors, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
-    for kind in ("weight", "bias"):
+    for kind in HEAD:
         mean = (tensors[f"cls_classifier.{kind}"] + tensors[f"distillation_classifier.{kind}"]) / 2
         torch.testing.assert_close(state[f"classifier.{kind}"], mean)
     assert_copied(model, transformers_copies(tensors, "deit."))
-    dropped = {record.sources[0] for record in report.with_status("dropped")}
-    assert "deit.embeddings.distillation_token" in dropped
+    assert ("deit.embeddings.distillation_token",) in {each.sources for each in report.with_status("dropped")}
 
 
-def test_a_backbone_gets_a_new_classifier_and_loses_its_pooler(tmp_path):
-    save_backbone(tmp_path)
-    model, report = convert_deit(tmp_path, num_labels=7, **OPTIONS)
-    assert model.config.num_labels == 7
-    assert_copied(model, transformers_copies(load_file(tmp_path / "model.safetensors"), ""))
-    assert "classifier.weight" in {record.target for record in report.with_status("new")}
-    assert ("pooler.dense.weight",) in {record.sources for record in report.with_status("dropped")}
-
-
-def test_a_sharded_checkpoint_converts_like_a_whole_one(vit, tmp_path):
-    whole, _ = convert_deit(vit, **OPTIONS)
-    ViTForImageClassification.from_pretrained(vit).save_pretrained(tmp_path / "shards", max_shard_size="10KB")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    sharded, report = convert_deit(tmp_path / "shards", **OPTIONS)
-    state = whole.state_dict()
-    assert_copied(sharded, {record.target: state[record.target] for record in report.with_status("copied")})
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_pickled_weights_convert_like_safetensors(vit, sharded):
-    expected = transformers_copies(tensors := load_file(vit / "model.safetensors"), "vit.")
-    (vit / "model.safetensors").unlink()
-    if sharded:
-        names, weight_map = sorted(tensors), {}
-        for i in (0, 1):
-            part, filename = names[i::2], f"pytorch_model-0000{i + 1}-of-00002.bin"
-            torch.save({name: tensors[name] for name in part}, vit / filename)
-            weight_map |= dict.fromkeys(part, filename)
-        (vit / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+@pytest.mark.parametrize("kind", ["transformers", "timm"])
+def test_a_backbone_gets_a_new_classifier_and_loses_its_pooler(tmp_path, kind):
+    if kind == "timm":
+        source, expected = tmp_path / "deit.pth", timm_copies(save_pth(tmp_path / "deit.pth", head=False))
     else:
-        torch.save(tensors, vit / "pytorch_model.bin")
-    assert_copied(convert_deit(vit, **OPTIONS)[0], expected)
-
-
-def test_a_state_dict_that_a_user_saved_converts_under_its_names_in_memory(tmp_path):
-    model = save_vit(tmp_path)
-    expected = transformers_copies(load_file(tmp_path / "model.safetensors"), "vit.")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert_copied(convert_deit(tmp_path, **OPTIONS)[0], expected)
+        save_backbone(source := tmp_path)
+        expected = transformers_copies(load_file(tmp_path / "model.safetensors"), "")
+    model, report = convert_deit(source, num_labels=7, **OPTIONS, **(TIMM if kind == "timm" else {}))
+    assert model.config.num_labels == 7
+    assert_copied(model, expected)
+    assert "classifier.weight" in {record.target for record in report.with_status("new")}
+    dropped = {record.sources for record in report.with_status("dropped")}
+    assert (("pooler.dense.weight",) in dropped) == (kind == "transformers")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -136,110 +156,33 @@ def test_half_precision_is_copied_bit_for_bit(tmp_path, dtype):
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model, _ = convert_deit(tmp_path, **OPTIONS)
-    assert model.dtype == dtype
+    assert model.dtype == read_source(tmp_path).to_transformers().dtype == dtype
     assert_copied(model, transformers_copies(tensors, "deit."))
 
 
-def test_mixed_dtypes_become_the_smallest_that_holds_all(tmp_path):
-    tensors = {name: tensor.half() for name, tensor in timm_tensors(distilled=True, layer_scale="ls{}.gamma").items()}
-    for name in ("norm.weight", "blocks.0.attn.qkv.weight", "head.weight"):
-        tensors[name] = tensors[name].bfloat16()
-    torch.save(tensors, tmp_path / "deit.pth")
-    model, _ = save_converted(tmp_path / "deit.pth", tmp_path / "aft", **OPTIONS, **TIMM)
-    assert model.dtype == torch.float32
-    wide = {name: tensor.float() for name, tensor in tensors.items()}
-    expected = timm_copies(wide) | {"classifier.weight": (wide["head.weight"] + wide["head_dist.weight"]) / 2}
+def scaled_copies(tensors, scale):
+    """Return what is copied from timm, with layer scales folded in."""
+    expected = timm_copies(tensors)
     for i in (0, 1):
         for part, j in (("mixer.o_proj", 1), ("mlp.fc2", 2)):
-            gamma = wide[f"blocks.{i}.ls{j}.gamma"]
+            gamma = tensors[f"blocks.{i}.{scale.format(j)}"]
             expected[f"aft.layers.{i}.{part}.weight"] = expected[f"aft.layers.{i}.{part}.weight"] * gamma[:, None]
             expected[f"aft.layers.{i}.{part}.bias"] = expected[f"aft.layers.{i}.{part}.bias"] * gamma
-    assert_copied(model, expected)
-    assert verify_conversion(tmp_path / "deit.pth", tmp_path / "aft") == 30
-
-
-# --------------------------------------------------------------------------------------- timm and the original DeiT
-
-
-@pytest.mark.parametrize("wrap", [lambda tensors: {"model": tensors}, lambda tensors: tensors])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_an_original_deit_file_gives_what_the_paper_transfers(tmp_path, wrap, zipped):
-    tensors = timm_tensors()
-    torch.save(wrap(tensors), tmp_path / "deit.pth", _use_new_zipfile_serialization=zipped)
-    model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
-    expected = timm_copies(tensors)
-    expected |= {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in ("weight", "bias")}
-    assert_copied(model, expected)
-    assert {record.target for record in report.with_status("copied")} == expected.keys()
-
-
-def test_a_training_checkpoint_of_deit_is_read_with_its_options_beside_the_weights(tmp_path):
-    tensors = timm_tensors()
-    content = {"model": tensors, "epoch": 3, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=1e-3)}
-    torch.save(content, tmp_path / "checkpoint.pth")
-    assert_copied(convert_deit(tmp_path / "checkpoint.pth", **OPTIONS, **TIMM)[0], timm_copies(tensors))
-
-
-def test_the_config_of_a_file_follows_from_its_shapes(tmp_path):
-    save_pth(tmp_path / "deit.pth", grid=(3, 3), width=128)
-    config = read_source(tmp_path / "deit.pth").config
-    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("vit", 128, 2)
-    assert (config.num_attention_heads, config.intermediate_size, config.num_labels) == (2, 40, CLASSES)
-    assert (config.image_size, config.patch_size, config.layer_norm_eps) == (24, 8, 1e-6)
-    assert config.qkv_bias
-
-
-def test_the_huge_vit_has_heads_of_its_own_width(tmp_path):
-    save_pth(tmp_path / "huge.pth", width=1280)
-    assert read_source(tmp_path / "huge.pth").config.num_attention_heads == 16
-
-
-@pytest.mark.parametrize("distilled", [False, True])
-def test_a_file_of_images_that_are_not_square_needs_their_size(tmp_path, distilled):
-    save_pth(tmp_path / "deit.pth", grid=(2, 3), distilled=distilled)
-    source = read_source(tmp_path / "deit.pth", source_image_size=(16, 24), **TIMM)
-    assert source.config.image_size == (16, 24) and source.grid_size == (2, 3)
-    model, _ = convert_deit(source, kernel_size=3, num_heads=4)
-    assert model.config.grid_size == (2, 3)
-
-
-def test_values_without_biases_stay_without(tmp_path):
-    tensors = save_pth(tmp_path / "deit.pth", bias=False)
-    model, _ = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
-    assert not model.config.qkv_bias and model.aft.layers[0].mixer.v_proj.bias is None
-    assert_copied(model, timm_copies(tensors))
-
-
-@pytest.mark.parametrize("filename", ["model.safetensors", "pytorch_model.bin"])
-def test_a_directory_of_timm_converts_with_its_classes(tmp_path, filename):
-    descriptions = {"a": "cat", "b": "dog"}
-    save_timm(tmp_path / "timm", label_names=["a", "b", "c"], label_descriptions=descriptions)
-    tensors = timm_tensors()
-    save = save_file if filename.endswith("safetensors") else torch.save
-    save(tensors, tmp_path / "timm" / filename)
-    model, _ = convert_deit(tmp_path / "timm", **OPTIONS)
-    assert_copied(model, timm_copies(tensors))
-    assert model.config.id2label == {0: "cat", 1: "dog", 2: "c"}
-
-
-def test_a_bare_safetensors_file_of_timm_converts(tmp_path):
-    save_file(tensors := timm_tensors(), tmp_path / "vit.safetensors")
-    assert_copied(convert_deit(tmp_path / "vit.safetensors", **OPTIONS, **TIMM)[0], timm_copies(tensors))
+    return expected
 
 
 @pytest.mark.parametrize("names", ["ls{}.gamma", "gamma_{}"])
 def test_layer_scales_are_folded_into_the_last_module_of_their_branch(tmp_path, names):
     tensors = save_pth(tmp_path / "deit3.pth", layer_scale=names, position_of_cls=False)
     model, report = convert_deit(tmp_path / "deit3.pth", **OPTIONS, **TIMM)
-    expected = timm_copies(tensors)
-    for i in (0, 1):
-        for part, j in (("mixer.o_proj", 1), ("mlp.fc2", 2)):
-            gamma = tensors[f"blocks.{i}.{names.format(j)}"]
-            expected[f"aft.layers.{i}.{part}.weight"] = expected[f"aft.layers.{i}.{part}.weight"] * gamma[:, None]
-            expected[f"aft.layers.{i}.{part}.bias"] = expected[f"aft.layers.{i}.{part}.bias"] * gamma
-    assert_copied(model, expected)
+    assert_copied(model, scaled_copies(tensors, names))
     folded = {record.sources[0] for record in report.with_status("folded")}
     assert folded == {f"blocks.{i}.{names.format(j)}" for i in (0, 1) for j in (1, 2)}
+    # A block computes the same, up to the product of weights and scales, which is rounded once to float32.
+    teacher, x = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers().double(), torch.randn(2, 17, WIDTH)
+    for i in (0, 1):
+        expected = timm_block({name: each.double() for name, each in tensors.items()}, i, x.double())
+        torch.testing.assert_close(teacher.vit.layers[i](x.double()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_layer_scales_of_half_precision_are_multiplied_in_float32(tmp_path):
@@ -250,14 +193,52 @@ def test_layer_scales_of_half_precision_are_multiplied_in_float32(tmp_path):
     assert_copied(model, {"aft.layers.0.mixer.o_proj.weight": product.half()})
 
 
-def test_a_backbone_of_timm_gets_a_new_classifier(tmp_path):
-    tensors = save_pth(tmp_path / "deit.pth", head=False)
-    model, report = convert_deit(tmp_path / "deit.pth", num_labels=7, **OPTIONS, **TIMM)
-    assert_copied(model, timm_copies(tensors))
-    assert "classifier.weight" in {record.target for record in report.with_status("new")}
+def test_mixed_dtypes_become_the_smallest_that_holds_all(tmp_path):
+    tensors = {name: tensor.half() for name, tensor in timm_tensors(distilled=True, layer_scale="ls{}.gamma").items()}
+    for name in ("norm.weight", "blocks.0.attn.qkv.weight", "head.weight"):
+        tensors[name] = tensors[name].bfloat16()
+    torch.save(tensors, tmp_path / "deit.pth")
+    model, _ = save_converted(tmp_path / "deit.pth", tmp_path / "aft", **OPTIONS, **TIMM)
+    assert model.dtype == torch.float32
+    wide = {name: tensor.float() for name, tensor in tensors.items()}
+    expected = scaled_copies(wide, "ls{}.gamma")
+    assert_copied(model, expected | {"classifier.weight": (wide["head.weight"] + wide["head_dist.weight"]) / 2})
+    assert verify_conversion(tmp_path / "deit.pth", tmp_path / "aft") == 30
 
 
-# ---------------------------------------------------------------------------------------------- models of transformers
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+def test_the_config_of_a_file_follows_from_its_shapes(tmp_path):
+    save_pth(tmp_path / "deit.pth", grid=(3, 3), width=128)
+    config = read_source(tmp_path / "deit.pth").config
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("vit", 128, 2)
+    assert (config.num_attention_heads, config.intermediate_size, config.num_labels) == (2, 40, CLASSES)
+    assert (config.image_size, config.patch_size, config.layer_norm_eps) == (24, 8, 1e-6)
+    assert config.qkv_bias
+    save_pth(tmp_path / "huge.pth", width=1280)
+    assert read_source(tmp_path / "huge.pth").config.num_attention_heads == 16  # with a width of their own
+
+
+def test_heads_that_nobody_knows_are_asked_for_only_where_attention_matters(tmp_path):
+    save_pth(tmp_path / "deit.pth")  # its width is no multiple of 64
+    results = []
+    for options in (TIMM, {}):
+        torch.manual_seed(0)
+        results.append(convert_deit(tmp_path / "deit.pth", **OPTIONS, **options))
+    (expected, _), (model, report) = results
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert report.options["source_num_heads"] is None
+    with pytest.raises(ValueError, match="give source_num_heads"):
+        read_source(tmp_path / "deit.pth").to_transformers()
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_a_file_of_images_that_are_not_square_needs_their_size(tmp_path, distilled):
+    save_pth(tmp_path / "deit.pth", grid=(2, 3), distilled=distilled)
+    source = read_source(tmp_path / "deit.pth", source_image_size=(16, 24), **TIMM)
+    assert source.config.image_size == (16, 24) and source.grid_size == (2, 3)
+    assert convert_deit(source, kernel_size=3, num_heads=4)[0].config.grid_size == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -283,40 +264,7 @@ def test_the_model_of_transformers_computes_what_timm_computes(tmp_path, options
     assert not model.training
 
 
-def test_a_block_with_folded_layer_scales_computes_what_it_computed(tmp_path):
-    tensors = save_pth(tmp_path / "deit3.pth", layer_scale="ls{}.gamma", position_of_cls=False)
-    model = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers().double()
-    tensors = {name: tensor.double() for name, tensor in tensors.items()}
-    x = torch.randn(2, 17, WIDTH).double()
-    for i in (0, 1):
-        # The product of weights and layer scales is rounded once, to float32.
-        torch.testing.assert_close(model.vit.layers[i](x), timm_block(tensors, i, x), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("save", [save_vit, save_deit, save_distilled_deit])
-def test_the_model_of_transformers_is_the_one_that_was_saved(tmp_path, save):
-    original = save(tmp_path)
-    model = read_source(tmp_path).to_transformers()
-    assert type(model) is type(original) and not model.training
-    pixels = torch.randn(2, 3, 32, 32).double()
-    torch.testing.assert_close(model.double()(pixels).logits, original.double()(pixels).logits, atol=1e-12, rtol=1e-12)
-
-
-def test_a_backbone_gives_the_model_of_transformers_without_a_head(tmp_path):
-    original = save_backbone(tmp_path)
-    model = read_source(tmp_path).to_transformers()
-    pixels = torch.randn(2, 3, 32, 32).double()
-    ours, theirs = (each.double()(pixels).last_hidden_state for each in (model, original))
-    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
-    assert model.pooler is None
-
-
-def test_half_precision_stays_in_the_model_of_transformers(tmp_path):
-    torch.save({name: tensor.bfloat16() for name, tensor in timm_tensors().items()}, tmp_path / "deit.pth")
-    assert read_source(tmp_path / "deit.pth", **TIMM).to_transformers().dtype == torch.bfloat16
-
-
-# ------------------------------------------------------------------------------------------------------------ images
+# -------------------------------------------------------------------------------------------------------------- images
 
 
 def test_the_image_processor_of_timm_does_what_its_transform_does(tmp_path):
@@ -333,26 +281,19 @@ def test_the_image_processor_of_timm_does_what_its_transform_does(tmp_path):
     np.testing.assert_allclose(pixels, expected.transpose(2, 0, 1), atol=1e-5)
 
 
-def test_the_image_processor_of_the_original_deit_crops_224_out_of_256(tmp_path):
-    save_pth(tmp_path / "deit.pth", grid=(28, 28))
-    processor = read_source(tmp_path / "deit.pth", **TIMM).image_processor
-    assert processor.size["shortest_edge"] == 256 and processor.crop_size["height"] == 224
+@pytest.mark.parametrize("kind", ["original", "transformers"])
+def test_a_deit_without_a_processor_is_taken_to_see_what_deits_see(tmp_path, kind):
+    save_pth(tmp_path / "deit.pth") if kind == "original" else save_deit(tmp_path / "deit.pth")
+    processor = read_source(tmp_path / "deit.pth", **(TIMM if kind == "original" else {})).image_processor
+    assert dict(processor.crop_size) == {"height": 32, "width": 32} and processor.size["shortest_edge"] == 36
     assert processor.resample == Image.Resampling.BICUBIC
-    np.testing.assert_allclose(processor.image_mean, [0.485, 0.456, 0.406])
-    np.testing.assert_allclose(processor.image_std, [0.229, 0.224, 0.225])
+    assert list(processor.image_mean) == [0.485, 0.456, 0.406] and list(processor.image_std) == [0.229, 0.224, 0.225]
 
 
 @pytest.mark.parametrize("image_size", ((32, 48), (48, 32)), ids=("wide", "tall"))
 def test_a_crop_that_is_not_square_lies_within_the_resized_image(image_size):
-    processor = timm_image_processor("name", PretrainedConfig(mean=[0.0] * 3, std=[1.0] * 3), image_size)
+    processor = image_processor(PretrainedConfig(mean=[0.0] * 3, std=[1.0] * 3), image_size)
     for size in ((60, 60), (60, 90), (90, 60)):
         pixels = processor(Image.new("RGB", size, "white"), return_tensors="np")["pixel_values"][0]
         assert pixels.shape == (3, *image_size) and pixels.min() > 0.99  # no pixel of it is padding
     assert processor.size["shortest_edge"] == int(48 / 0.875)
-
-
-def test_a_deit_of_transformers_without_a_processor_is_taken_to_see_what_deits_see(tmp_path):
-    save_deit(tmp_path / "deit")
-    processor = read_source(tmp_path / "deit").image_processor
-    assert list(processor.image_mean) == [0.485, 0.456, 0.406] and list(processor.image_std) == [0.229, 0.224, 0.225]
-    assert dict(processor.crop_size) == {"height": 32, "width": 32} and processor.size["shortest_edge"] == 36

@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from aft_hf import AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
@@ -97,29 +96,40 @@ def test_a_file_that_is_missing_is_told(directory, file, told):
     assert told in only_problem(directory)
 
 
-def test_code_that_is_not_what_was_checked_is_told(directory):
-    (directory / "mixing_aft.py").write_text("import os\n")
-    assert "mixing_aft.py: differs from the installed aft_hf" in only_problem(directory)
+def change_tensors(change):
+    def damage(path):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return damage
 
 
-def test_weights_that_are_cut_off_are_told(directory):
-    content = (directory / "model.safetensors").read_bytes()
-    (directory / "model.safetensors").write_bytes(content[:-100])
-    assert "the model does not load" in only_problem(directory)
+DAMAGED = {
+    "code": ("mixing_aft.py", lambda path: path.write_text("import os\n"), "differs from the installed aft_hf"),
+    "cut": ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "the model does not load"),
+    "missing": (
+        "model.safetensors",
+        change_tensors(lambda tensors: tensors.pop("classifier.bias")),
+        "1 tensors are missing, such as classifier.bias",
+    ),
+    "NaN": (
+        "model.safetensors",
+        change_tensors(lambda tensors: tensors["classifier.bias"].fill_(torch.nan)),
+        "not finite",
+    ),
+    "a key in the metadata of weights": (
+        "model.safetensors",
+        lambda path: save_file(load_file(path), path, metadata={"format": "pt", "author": TOKEN}),
+        "model.safetensors: holds a Hugging Face token",
+    ),
+}
 
 
-def test_a_tensor_that_is_missing_is_told(directory):
-    tensors = load_file(directory / "model.safetensors")
-    del tensors["classifier.bias"]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    assert "1 tensors are missing, such as classifier.bias" in only_problem(directory)
-
-
-def test_outputs_that_are_not_finite_are_told(directory):
-    tensors = load_file(directory / "model.safetensors")
-    tensors["classifier.bias"][0] = torch.nan
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    assert "not finite" in only_problem(directory)
+@pytest.mark.parametrize(("name", "damage", "told"), DAMAGED.values(), ids=DAMAGED)
+def test_code_and_weights_that_are_not_those_that_were_checked_are_told(directory, name, damage, told):
+    damage(directory / name)
+    assert told in only_problem(directory)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(saved, tmp_path):
@@ -159,12 +169,6 @@ def test_a_key_is_told_with_its_line_but_not_repeated(directory, secret):
     (directory / "notes.md").write_text(f"one\ntwo\n{secret}\n")
     told = only_problem(directory)
     assert told.startswith("notes.md: holds a") and "line 3" in told and secret not in told
-
-
-def test_a_key_in_the_metadata_of_the_weights_is_told(directory):
-    path = directory / "model.safetensors"
-    save_file(load_file(path), path, metadata={"format": "pt", "author": TOKEN})
-    assert "model.safetensors: holds a Hugging Face token" in only_problem(directory)
 
 
 @pytest.mark.parametrize(
@@ -230,25 +234,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(directory
         publish(directory, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
 
 
-def test_adapters_are_told_to_be_merged(tmp_path):
+def test_adapters_and_missing_directories_are_told(tmp_path):
+    assert find_problems(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: no such directory"]
     (tmp_path / "adapter_config.json").write_text("{}")
     assert any("merge it into its model" in problem for problem in find_problems(tmp_path))
-
-
-def test_no_directory_is_told(tmp_path):
-    assert find_problems(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: no such directory"]
-
-
-@pytest.mark.parametrize(
-    "head, task",
-    [
-        (AFTForSequenceClassification, "text-classification"),
-        (AFTForTokenClassification, "token-classification"),
-    ],
-)
-def test_classifiers_of_texts_are_published_with_their_task(head, task, tmp_path):
-    tiny.save(head(tiny.build("text", "conv").config), tmp_path)
-    write_card(tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert f"pipeline_tag: {task}" in card and f'pipeline("{task}"' in card and head.__name__[3:] in card
-    assert find_problems(tmp_path) == []

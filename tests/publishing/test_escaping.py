@@ -69,6 +69,14 @@ def directory(saved, tmp_path):
     return tmp_path / "tiny"
 
 
+@pytest.fixture(scope="module")
+def usual(saved, tmp_path_factory):
+    """The card with plain strings."""
+    shutil.copytree(saved / "image", directory := tmp_path_factory.mktemp("usual") / "tiny")
+    write(directory, "plain")
+    return str(build_card(directory, repo_id="me/tiny"))
+
+
 def write(directory, text):
     """Put `text` into every string that results and reports may hold, including keys."""
     results = {
@@ -79,47 +87,42 @@ def write(directory, text):
         "recipe": {
             "task": text,
             "notes": text,
+            "paper": {"rows": [text], "score": 0.5},
             "data": {"dataset": text, "train": text},
             "model": {"pretrained": text},
             text: text,
         },
     }
     trainer = {f"eval_{text}_accuracy": 0.25, f"{text}cost": 3.5, text: 7}
-    tensors = [{"status": "copied", "shape": [2, 3]}, {"status": "new", "shape": [5]}]
+    tensors = [{"status": "copied", "target": "a", "shape": [2, 3]}, {"status": "new", "target": "b", "shape": [5]}]
     (directory / "results.json").write_text(json.dumps(results))
     (directory / "all_results.json").write_text(json.dumps(trainer))
     (directory / "conversion_report.json").write_text(json.dumps({"source": text, "tensors": tensors}))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_strings_of_files_are_text_on_the_card(directory, text):
-    write(directory, "plain")
-    usual = str(build_card(directory, repo_id="me/tiny"))
+def test_strings_of_files_are_text_on_the_card_and_harmless_in_its_metadata(directory, usual, text):
     write(directory, text)
-    card = str(build_card(directory, repo_id="me/tiny"))
+    path = directory / "README.md"
+    built = build_card(directory, repo_id="me/tiny")
+    built.save(path)
+    card = str(built)
     assert shape(card) == shape(usual)
     assert not [token for token in rendered(card) if token.type in ("html_block", "html_inline", "image")]
     links = [token.attrs["href"] for token in rendered(card) if token.type == "link_open"]
     assert all(LINKS.match(link) for link in links)
     assert one_line(text) in texts(card)
     assert not re.search(r"(https?://|\bwww\.|\w@)evil", without_code(card))  # these would become links
+    metadata = ModelCard.load(path).data.to_dict()
+    assert metadata_errors(metadata) == [] and card_problems(path) == []
+    assert metadata["license"] == "apache-2.0" and metadata["library_name"] == "transformers"
+    header = path.read_text().split("\n---\n")[0]
+    assert yaml.safe_load(header.removeprefix("---\n")) == metadata
+    assert not set("<>\x1b\x00\u202e\u2028") & set(header) and "](" not in header
 
 
 def without_code(card: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]+`|^---\n.*?\n---\n", "", card, flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_the_metadata_are_whole_and_harmless(directory, text):
-    write(directory, text)
-    path = directory / "README.md"
-    build_card(directory, repo_id="me/tiny").save(path)
-    metadata = ModelCard.load(path).data.to_dict()
-    assert metadata_errors(metadata) == [] and card_problems(path) == []
-    assert metadata["license"] == "apache-2.0" and metadata["library_name"] == "transformers"
-    assert yaml.safe_load(path.read_text().split("\n---\n")[0].removeprefix("---\n")) == metadata
-    header = path.read_text().split("\n---\n")[0]
-    assert not set("<>\x1b\x00\u202e\u2028") & set(header) and "](" not in header
 
 
 @pytest.mark.parametrize("name", ['x"; import os #', "# Owned", "<b>x", "x\n```\n# Owned"])

@@ -115,12 +115,6 @@ def test_publishing_the_same_again_commits_nothing_and_sends_no_weights(send, hu
     assert hub.count("PUT", "") == sent
 
 
-def test_a_dry_run_asks_the_hub_nothing(send, hub):
-    done = send(dry_run=True)
-    assert done.commit is None and "model.safetensors" in done.files
-    assert hub.requests == []
-
-
 def test_a_revision_is_a_branch_and_main_stays_as_it_was(send, hub, prepared):
     assert send(revision="v1").url == f"{hub.url}/me/tiny/tree/v1"
     repository = hub.repositories["me/tiny"]
@@ -136,17 +130,11 @@ def test_a_pull_request_is_opened_and_main_stays_as_it_was(send, hub, prepared):
     assert_untouched(hub)
 
 
-def test_a_pull_request_against_a_branch_is_refused(send):
+def test_a_new_repository_is_private_if_asked_for_and_nothing_private_goes_to_a_public_one(send, hub):
     with pytest.raises(PublishError, match="not both"):
         send(create_pr=True, revision="v1")
-
-
-def test_a_new_repository_is_private_if_asked_for(send, hub):
-    send(private=True)
-    assert hub.repositories["me/tiny"].private
-
-
-def test_nothing_private_goes_to_a_public_repository(send, hub):
+    send("me/private", private=True)
+    assert hub.repositories.pop("me/private").private
     HfApi(endpoint=hub.url, token=WRITE).create_repo("me/tiny", private=False)
     with pytest.raises(PublishError, match="exists and is public"):
         send(private=True)
@@ -213,29 +201,19 @@ def test_what_keeps_failing_ends_in_one_line_and_an_untouched_repository(send, h
     assert "\n" not in str(error.value) and "run the command again" in str(error.value)
     assert "nothing was committed" in str(error.value)
     assert_untouched(hub)
+    sent = hub.count("PUT", "/storage/")
     hub.faults.clear()
     send()
+    assert stage != COMMIT or sent == hub.count("PUT", "/storage/") == len(hub.objects)  # nothing is sent again
     assert_whole(hub, prepared)
 
 
-@pytest.mark.parametrize("stage", AFTER_COMMIT.values(), ids=AFTER_COMMIT)
-def test_what_cannot_be_verified_is_whole_and_the_next_run_verifies_it(send, hub, prepared, stage):
-    hub.fail("status", *stage, times=10**6, status=500)
+def test_what_cannot_be_verified_is_whole_and_the_next_run_verifies_it(send, hub, prepared):
+    hub.fail("status", *CHECK, times=10**6, status=500)
     with pytest.raises(PublishError, match=f"committed to {hub.url}/me/tiny, but not verified; run the command again"):
         send()
     hub.faults.clear()
     send()
-    assert_whole(hub, prepared)
-
-
-def test_an_interrupted_upload_goes_on_where_it_was(send, hub, prepared):
-    hub.fail("status", *COMMIT, times=10**6, status=500)
-    with pytest.raises(PublishError):
-        send()
-    sent = hub.count("PUT", "")
-    hub.faults.clear()
-    send()
-    assert sent == len(hub.objects) and hub.count("PUT", "") == sent
     assert_whole(hub, prepared)
 
 
@@ -338,16 +316,17 @@ def test_a_card_that_the_hub_refuses_is_told_before_anything_is_sent(send, hub, 
     assert hub.count("PUT", "") == 0
 
 
-def test_a_file_that_arrives_changed_is_noticed(send, hub, monkeypatch):
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_arrives_changed_is_noticed(send, hub, monkeypatch, name):
     keep = Repository.commit
 
     def damaged(self, ref, files, message):
-        if "config.json" in files:
-            files = files | {"config.json": Blob(files["config.json"].content + b" ", False)}
+        if name in files:
+            files = files | {name: Blob(files[name].content + b" ", files[name].lfs)}
         return keep(self, ref, files, message)
 
     monkeypatch.setattr(Repository, "commit", damaged)
-    with pytest.raises(PublishError, match=r"config\.json on the Hub is missing or differs"):
+    with pytest.raises(PublishError, match=f"{name} on the Hub is missing or differs"):
         send()
 
 
@@ -458,9 +437,9 @@ def test_the_command_publishes_and_prints_the_link(hub, online, saved, tmp_path,
 
 
 @pytest.mark.slow
-def test_the_script_ends_an_error_in_one_line(hub, tmp_path):
-    script = HERE.parents[1] / "scripts" / "publish.py"
-    done = run(script, tmp_path / "nowhere", "me/tiny", env=environment(tmp_path / "cache", hub), check=False)
+def test_the_command_ends_an_error_in_one_line(hub, tmp_path):
+    words = ("-m", "aft_hf", "publish", tmp_path / "nowhere", "me/tiny")
+    done = run(*words, env=environment(tmp_path / "cache", hub), check=False)
     assert done.returncode == 1 and hub.requests == []
     assert done.stderr.strip().splitlines()[-1].startswith("aft-hf: ") and "no such directory" in done.stderr
     assert "Traceback" not in done.stderr

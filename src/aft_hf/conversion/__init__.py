@@ -11,11 +11,10 @@ from .deit import (
 from .errors import ConversionError
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
-from .report import REPORT_NAME, ConversionReport, TensorRecord
+from .report import REPORT_NAME, ConversionReport, TensorRecord, verify_conversion
 from .resizing import adapt_to_image_size
 from .saving import save_converted
 from .source import VisionTransformerSource, read_source
-from .verification import verify_conversion
 
 
 __all__ = [

@@ -100,25 +100,19 @@ def _mean_inputs(teacher: PreTrainedModel, num_patches: int) -> Iterator[dict[in
 
 
 def mean_query_keys(source: VisionTransformerSource, layer: int, mean_input: torch.Tensor) -> torch.Tensor:
-    """Return the weight that computes mean(q) . k_t' / sqrt(d_head) for each head, up to a constant.
+    """Return the weight (heads, d) that computes mean(q) . k_t' / sqrt(d_head) for each head, up to a constant.
 
-    Args:
-        source: the teacher.
-        layer: index of the layer.
-        mean_input: mean input of its query and key projections, (d,), in float64.
-
-    Returns:
-        The weight of a projection from d to the heads of the teacher, (heads, d), in float64.
+    `mean_input` is the mean input of the query and key projections of the layer, (d,), in float64.
     """
 
     def projection(name: str) -> torch.Tensor:
-        derivation = source.derivations[f"encoder.layer.{layer}.attention.attention.{name}"]
+        derivation = source.derivations[f"layers.{layer}.attention.{name}"]
         return derivation.compute(source.tensors).double().unflatten(0, (source.config.num_attention_heads, -1))
 
-    query = projection("query.weight") @ mean_input
+    query = projection("q_proj.weight") @ mean_input
     if source.config.qkv_bias:
-        query = query + projection("query.bias")
-    return torch.einsum("hc,hcd->hd", query, projection("key.weight")) / math.sqrt(query.shape[1])
+        query = query + projection("q_proj.bias")
+    return torch.einsum("hc,hcd->hd", query, projection("k_proj.weight")) / math.sqrt(query.shape[1])
 
 
 def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Tensor:
@@ -147,15 +141,7 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
 
     M is the attention by offset, averaged over all queries. M_outside is the mean attention per position outside the
     window, where Eq. 6 has w = 0. If the window covers the grid, the constant is free, and w is centered. Offsets
-    that no two patches of the grid have get 0.
-
-    Args:
-        attention: attention maps, (h, T, T) with T = rows * columns.
-        grid_size: rows and columns of patches.
-        kernel_size: kernel size s, odd.
-
-    Returns:
-        The position biases w, (h, s, s).
+    that no two patches of the grid have get 0. `attention` is (h, T, T) with T = rows * columns, w (h, s, s).
     """
     relative, counts = relative_attention(attention, grid_size), num_offsets(grid_size)
     centre = kernel_size // 2
@@ -188,14 +174,8 @@ def band(length: int, window_size: int) -> torch.Tensor:
 def local_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     """Return w_tt' = log(A_tt' / the row's mean outside the window) for AFT-local inside the window, and 0 outside.
 
-    A row whose window covers all positions is centered.
-
-    Args:
-        attention: attention maps, (h, T, T).
-        inside: boolean mask (T, T), True inside the window of each row.
-
-    Returns:
-        The position biases w, (h, T, T).
+    A row whose window covers all positions is centered. `attention` and w are (h, T, T); `inside` is (T, T), True
+    inside the window of each row.
     """
     bias, outside = _log(attention), (~inside).sum(-1)
     mean_outside = (attention * ~inside).sum(-1) / outside.clamp_min(1)
@@ -210,12 +190,8 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 def as_reparameterized(bias: torch.Tensor, multiplier: float) -> dict[str, torch.Tensor]:
     """Return kernel, gamma and beta for which Eq. 8 times the multiplier gives w.
 
-    With kernel w / m, gamma = std(w / m) and beta = mean(w / m) undo the standardization, for which `AFTConv` adds
-    1e-12 / m^2 to the variance.
-
-    Args:
-        bias: w, (h, s, s).
-        multiplier: m, `position_bias_multiplier`.
+    With m = `multiplier`, kernel w / m, gamma = std(w / m) and beta = mean(w / m) undo the standardization, for which
+    `AFTConv` adds 1e-12 / m^2 to the variance. w is (h, s, s).
     """
     kernel = bias / multiplier
     variance, mean = torch.var_mean(kernel.flatten(1), -1, correction=0)

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from .._version import __version__
 from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
 from .attention import fit_to_attention
-from .derivation import MEAN, Derivation, drop_position, resize_positions
+from .derivation import Derivation, Step
 from .errors import ConversionError
-from .report import ConversionReport, TensorRecord
+from .names import POSITIONS, name_in_aft
+from .report import ConversionReport, Status, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
@@ -30,32 +30,18 @@ WINDOW_SIZE = 32
 POSITION_BIAS_MULTIPLIER = 2000.0
 
 INITS = ("paper", "attention")
-
-# Canonical tensors and modules of a ViT or DeiT, and their names in the AFT. {i} is the layer.
-COPIED = {
-    "embeddings.cls_token": "aft.embeddings.cls_token",
-    "embeddings.position_embeddings": "aft.embeddings.position_embeddings",
-    "embeddings.patch_embeddings.projection": "aft.embeddings.patch_embeddings",
-    "encoder.layer.{i}.layernorm_before": "aft.layers.{i}.layernorm_before",
-    "encoder.layer.{i}.attention.attention.value": "aft.layers.{i}.mixer.v_proj",
-    "encoder.layer.{i}.attention.output.dense": "aft.layers.{i}.mixer.o_proj",
-    "encoder.layer.{i}.layernorm_after": "aft.layers.{i}.layernorm_after",
-    "encoder.layer.{i}.intermediate.dense": "aft.layers.{i}.mlp.fc1",
-    "encoder.layer.{i}.output.dense": "aft.layers.{i}.mlp.fc2",
-    "layernorm": "aft.layernorm",
-    "classifier": "classifier",
-    # A distilled DeiT predicts the mean of its heads.
-    "cls_classifier": "classifier",
-    "distillation_classifier": "classifier",
-}
+# Config fields that the AFT takes over from its source, and those that it takes over with a classifier.
+KEPT_FIELDS: tuple[str, ...] = ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "intermediate_size")
+KEPT_FIELDS += ("hidden_act", "hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias")
+CLASSES = ("id2label", "label2id", "problem_type")
 
 # Tensors without a counterpart in the AFT or that the paper does not transfer, with the reason for the report.
 DROPPED = {
+    r"layers\.\d+\.attention\.[qk]_proj\.\w+": "not copied, as in the paper",
     r"embeddings\.cls_token": "AFT-conv has no class token",
     r"embeddings\.distillation_token": "AFT has no distillation token",
     r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
     r"embeddings\.mask_token|decoder\..+": "for pre-training only",
-    r"encoder\.layer\.\d+\.attention\.attention\.(query|key)\.(weight|bias)": "not copied, as in the paper",
     r"pooler\.dense\.(weight|bias)": "the classifier does not use it",
 }
 
@@ -112,7 +98,8 @@ def convert_deit(
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     _check_finite(source.name, source.tensors)
-    options = {
+    _check_num_labels(source, num_labels)
+    options: dict[str, Any] = {
         "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
         "kernel_size": kernel_size,
         "num_heads": num_heads,
@@ -120,26 +107,27 @@ def convert_deit(
         "position_bias_dim": position_bias_dim,
         "position_bias_multiplier": position_bias_multiplier,
         "image_size": source.config.image_size if image_size is None else image_size,
-        **_num_labels(source, num_labels),
+        **({} if num_labels is None else {"num_labels": num_labels}),
     }
-    config = _target_config(source, options)
+    kept = KEPT_FIELDS + (CLASSES if source.heads else ())
+    config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
     _check_init(init, images, source, config)
     model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
     target = model.state_dict()
-    counterparts = _counterparts(source.derivations, target)
-    copies = {name: _copy(source, config, canonical) for name, canonical in counterparts.items()}
+    copies = _copies(source, config, target)
     for name, copy in copies.items():
         target[name].copy_(copy.compute(source.tensors))
     fitted = {} if images is None else fit_to_attention(model, source, images)
     _check_finite(f"{source.name}, after the conversion", target)
 
-    # The report is published with the model, so it names a local source without its directory.
-    name = Path(source.name).name if Path(source.name).exists() else source.name
+    options |= {"num_heads": config.num_heads, "init": init} | _reading(source)
     report = ConversionReport(
-        name, {**options, "num_heads": config.num_heads, "init": init, **_reading(source)}, _versions()
+        # The report is published with the model, so it names a local source without its directory.
+        source=Path(source.name).name if Path(source.name).exists() else source.name,
+        options=options,
+        versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
+        tensors=[*_target_records(target, copies, fitted), *_source_records(source, target)],
     )
-    report.records += _target_records(target, copies, fitted)
-    report.records += _source_records(source, {name for names in counterparts.values() for name in names})
     report.check(source.tensors, target)
     return model.eval(), report
 
@@ -158,8 +146,8 @@ def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _num_labels(source: VisionTransformerSource, num_labels: int | None) -> dict[str, Any]:
-    """Return the number of classes as an option of the target, if no classifier of the source determines it."""
+def _check_num_labels(source: VisionTransformerSource, num_labels: int | None) -> None:
+    """Require the number of classes if no classifier of the source determines it, and only then."""
     if source.heads and num_labels is not None:
         raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
     if not source.heads and not num_labels:
@@ -167,22 +155,6 @@ def _num_labels(source: VisionTransformerSource, num_labels: int | None) -> dict
             f"{source.name}: has no classifier; give num_labels (--num-labels), the number of classes that the new "
             "one is to be fine-tuned for"
         )
-    return {} if source.heads else {"num_labels": num_labels}
-
-
-def _target_config(source: VisionTransformerSource, options: Mapping[str, Any]) -> AFTConfig:
-    names: tuple[str, ...] = (
-        "patch_size",
-        "num_channels",
-        "hidden_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "hidden_act",
-    )
-    names += ("hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias")
-    if source.heads:
-        names += ("id2label", "label2id", "problem_type")
-    return AFTConfig(modality="image", **{name: getattr(source.config, name) for name in names}, **options)
 
 
 def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransformerSource, config: AFTConfig) -> None:
@@ -207,80 +179,66 @@ def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransform
         )
 
 
-def _counterparts(canonical_names: Iterable[str], target: Collection[str]) -> dict[str, list[str]]:
-    """Return the canonical names of the source tensors that each target tensor is copied from, by its name."""
-    counterparts: dict[str, list[str]] = {}
-    for canonical in canonical_names:
-        layer = re.search(r"\.(\d+)\.", canonical)
-        name = canonical.replace(layer[0], ".{i}.") if layer else canonical
-        module, _, kind = name.rpartition(".")
-        became = COPIED.get(name) or f"{COPIED.get(module, '')}.{kind}"
-        became = became.format(i=layer[1]) if layer else became
-        if became in target:
-            counterparts.setdefault(became, []).append(canonical)
-    return counterparts
+def _copies(
+    source: VisionTransformerSource, config: AFTConfig, target: Mapping[str, torch.Tensor]
+) -> dict[str, Derivation]:
+    """Return the derivation of each copied tensor of the target by its name; that of two heads is their mean."""
+    copies: dict[str, Derivation] = {}
+    for name, derivation in source.derivations.items():
+        if (copied := name_in_aft(name)) not in target:
+            continue
+        if copied in copies:
+            derivation = Derivation((*copies[copied].sources, *derivation.sources), (*derivation.steps, ("mean",)))
+        elif name == POSITIONS:
+            derivation = derivation.then(*_position_steps(source, config))
+        copies[copied] = derivation
+    return copies
 
 
-def _copy(source: VisionTransformerSource, config: AFTConfig, canonical: Sequence[str]) -> Derivation:
-    """Return the derivation of a target tensor from its counterparts: one tensor, or the mean over two heads."""
-    first, *others = (source.derivations[name] for name in canonical)
-    derivation = first
-    if others:
-        sources = first.sources + tuple(name for other in others for name in other.sources)
-        derivation = replace(first, sources=sources).then(MEAN)
-    if canonical[0] == "embeddings.position_embeddings":
-        derivation = derivation.then(*_position_steps(source, config))
-    return derivation
-
-
-def _position_steps(source: VisionTransformerSource, config: AFTConfig) -> Iterable[str]:
+def _position_steps(source: VisionTransformerSource, config: AFTConfig) -> Iterator[Step]:
     """Yield the steps that drop the positions of tokens that the target lacks, and resize the rest to its grid."""
     if source.config.model_type == "deit":
-        yield drop_position(1)
+        yield ("drop_position", 1)
     if not config.use_cls_token:
-        yield drop_position(0)
+        yield ("drop_position", 0)
     if config.grid_size != source.grid_size:
-        yield resize_positions(source.grid_size, config.grid_size)
+        yield ("resize_positions", *source.grid_size, *config.grid_size)
 
 
 def _target_records(
     target: Mapping[str, torch.Tensor], copies: Mapping[str, Derivation], fitted: Mapping[str, str]
-) -> Iterable[TensorRecord]:
+) -> Iterator[TensorRecord]:
     for name, tensor in target.items():
         shape = tuple(tensor.shape)
         if name in copies:
-            copy = copies[name]
-            yield TensorRecord("copied", name, shape, copy.sources, copy.steps, copy.factor)
-        elif name in fitted:
-            yield TensorRecord("fitted", name, shape, note=fitted[name])
+            yield TensorRecord(
+                status="copied", target=name, shape=shape, sources=copies[name].sources, steps=copies[name].steps
+            )
         else:
-            yield TensorRecord("new", name, shape)
+            status: Status = "fitted" if name in fitted else "new"
+            yield TensorRecord(status=status, target=name, shape=shape, note=fitted.get(name, ""))
 
 
-def _source_records(source: VisionTransformerSource, copied: Collection[str]) -> Iterable[TensorRecord]:
-    """Yield the records of the dropped and folded source tensors; `copied` are the canonical names of all others."""
-    for canonical, derivation in source.derivations.items():
-        if canonical not in copied:
-            reason = next(why for pattern, why in DROPPED.items() if re.fullmatch(pattern, canonical))
-            shape = tuple(derivation.compute(source.tensors).shape)
-            yield TensorRecord("dropped", None, shape, derivation.sources, derivation.steps, note=reason)
-    factors = {derivation.factor: name for name, derivation in source.derivations.items() if derivation.factor}
-    for factor, canonical in factors.items():
-        note = f"into {source.derivations[canonical].sources[0].rpartition('.')[0]}"
-        yield TensorRecord("folded", None, tuple(source.tensors[factor].shape), (factor,), note=note)
+def _source_records(source: VisionTransformerSource, target: Mapping[str, torch.Tensor]) -> Iterator[TensorRecord]:
+    """Yield the records of the dropped and folded source tensors."""
+    folded: dict[str, str] = {}
+    for name, item in source.derivations.items():
+        folded |= dict.fromkeys(item.factors, name)
+        if name_in_aft(name) not in target:
+            reason = next(why for pattern, why in DROPPED.items() if re.fullmatch(pattern, name))
+            shape = tuple(item.compute(source.tensors).shape)
+            yield TensorRecord(status="dropped", shape=shape, sources=item.sources, steps=item.steps, note=reason)
+    for factor, name in folded.items():
+        note = f"into {source.derivations[name].sources[0].rpartition('.')[0]}"
+        shape = tuple(source.tensors[factor].shape)
+        yield TensorRecord(status="folded", shape=shape, sources=(factor,), note=note)
 
 
 def _reading(source: VisionTransformerSource) -> dict[str, Any]:
     """Return how the source was read, as given by the caller or as inferred."""
-    config = source.config
-    processor = "of the source" if source.own_image_processor else "assumed: the source has none"
     return {
-        "source_image_size": config.image_size,
-        "source_num_heads": config.num_attention_heads if source.num_heads_known else None,
-        "image_processor": processor,
+        "source_image_size": source.config.image_size,
+        "source_num_heads": source.config.num_attention_heads if source.num_heads_known else None,
+        "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",
         "source_weights": source.part or "all",
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")}

@@ -1,50 +1,46 @@
 """Distillation without labels: a converted model learns the outputs of its teacher from images alone.
 
-A run optimizes two objectives, one after the other:
-
-1. Layer by layer, for a share of the budget (default: 0). Each block gets the teacher's hidden states as input and is
-   fitted to the teacher's next hidden states. The last block is fitted together with the classifier to the teacher's
-   logits, since a ViT does not use the hidden states of the patches after its last block. The blocks are independent.
-2. End to end. The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its
-   hidden states. This objective alone measured best (docs/conversion.md).
-
+The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its hidden states.
 Teacher and student see the same images, a random subset of which is augmented. Only the hidden states of one batch are
 held in memory, so memory does not depend on the number of images.
 """
 
+import json
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
+from transformers import PreTrainedModel
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
+from ..data.fingerprint import sum_images, sum_samples
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches, SampleKey
 from ..modeling_aft import AFTForImageClassification
-from ..reading import explained
+from ..reading import Document, explain, explained, shortened
 from ..training.checkpoints import Checkpoints, is_own, remove_checkpoints
 from ..training.manifest import MANIFEST, find_changes, read_manifest
 from ..training.optimization import parameter_groups
 from ..training.ownership import RUN, owned
-from ..training.stopping import StopSignal
+from ..training.steps import Training, take_steps
 from .errors import ConversionError
-from .identity import describe, distillation_identity
 from .source import VisionTransformerSource
 
 
@@ -53,9 +49,16 @@ MAX_GRAD_NORM = 1.0
 SAVE_EVERY = 300.0  # seconds
 WINDOW = 0.95  # decay of the running means of the losses
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-@dataclass(frozen=True)
-class DistillationOptions:
+
+def _known_augmentation(name: str) -> str:
+    check_augmentation(name)
+    return name
+
+
+class DistillationOptions(Document):
     """Options of a distillation: the budget, in `steps` or in `minutes`, and the hyperparameters.
 
     Attributes:
@@ -64,48 +67,26 @@ class DistillationOptions:
         batch_size: images per update, summed over all processes.
         learning_rate: peak learning rate; it rises over the first tenth of the budget and then decays by a cosine.
         weight_decay: weight decay of AdamW.
-        layer_by_layer: share of the budget for the layer-by-layer objective, in [0, 1).
-        hidden_states: initial weight of the hidden states in the end-to-end objective, where the logits have weight
-            1. It is proportional to the square of the remaining share of the end-to-end phase, since an AFT cannot
-            reproduce all hidden states of its source, and need not.
+        hidden_states: initial weight of the hidden states in the loss, where the logits have weight 1. It is
+            proportional to the square of the remaining share of the budget, since an AFT cannot reproduce all hidden
+            states of its source, and need not.
         augmentation: name of the augmentation, as for `build_augmentation`.
         augmentation_probability: probability that an image is augmented, in [0, 1]. The other images are unchanged,
             as at inference: a teacher that was trained without this augmentation is less accurate with it.
         seed: seed of the order of the images and of their augmentation.
     """
 
-    steps: int | None = None
-    minutes: float | None = None
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    layer_by_layer: float = 0.0
-    hidden_states: float = 5.0
-    augmentation: str = "shift"
-    augmentation_probability: float = 0.5
-    seed: int = 0
+    model_config = ConfigDict(extra="forbid")
 
-    def __post_init__(self) -> None:
-        if (self.steps is None) == (self.minutes is None):
-            raise ValueError(
-                f"distillation takes steps or minutes, exactly one, got steps={self.steps} and minutes={self.minutes}"
-            )
-        for name in ("steps", "minutes", "batch_size", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} of a distillation must be greater than 0 and finite, got {value}")
-        for name in ("weight_decay", "hidden_states"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} of a distillation must be finite and not negative, got {getattr(self, name)}"
-                )
-        if not 0 <= self.layer_by_layer < 1:
-            raise ValueError(f"layer_by_layer must be in [0, 1), a share of the budget, got {self.layer_by_layer}")
-        if not 0 <= self.augmentation_probability <= 1:
-            raise ValueError(f"augmentation_probability must be in [0, 1], got {self.augmentation_probability}")
-        check_augmentation(self.augmentation)
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+    steps: Annotated[int, Field(gt=0)] | None = None
+    minutes: Positive | None = None
+    batch_size: Annotated[int, Field(gt=0)] = 32
+    learning_rate: Positive = 1e-3
+    weight_decay: NotNegative = 0.0
+    hidden_states: NotNegative = 5.0
+    augmentation: Annotated[str, AfterValidator(_known_augmentation)] = "shift"
+    augmentation_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
 
 def distill(
@@ -149,24 +130,58 @@ def distill(
         OSError: another process uses the checkpoint directory, or it cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
-    settings = DistillationOptions(**options)
-    check_distillable(source, images)
+    settings = check_distillable(source, images, **options)
     given, expected = model.config.num_labels, source.config.num_labels
     if given != expected:
         raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
     # Accelerate creates a process group on CPUs only with cpu=True.
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
-    identity = {}
-    with owned(Path(checkpoints)) if lock and checkpoints is not None else nullcontext():
-        if checkpoints is not None:
-            identity = distillation_identity(asdict(settings), model, source, images, conversion or {})
+    kept = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
+    with owned(kept.directory) if lock and kept is not None else nullcontext():
+        identity = {} if kept is None else distillation_identity(settings, model, source, images, conversion or {})
         try:
-            run = _Run(model.float().train(), source, images, settings, checkpoints, identity, accelerator, workers)
-            run.train()
+            run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
+            set_seed(settings.seed, device_specific=True)
+            run.resume()
+            run.read(_Images(images, processor_for(source.image_processor, run.size)), workers)
+            take_steps(run)
+            run.finish()
         finally:
             model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
+
+
+def check_distillable(
+    source: VisionTransformerSource, images: Sequence[Image.Image], **options: Any
+) -> DistillationOptions:
+    """Return the checked options; those of `distill` that are none of `DistillationOptions` are left out.
+
+    Raises:
+        ValueError: an option is invalid, the source has no classifier that chooses a class, or there are no images.
+    """
+    beside = ("checkpoints", "accelerator", "workers", "conversion", "lock")
+    try:
+        settings = DistillationOptions(**{name: value for name, value in options.items() if name not in beside})
+    except ValidationError as problems:
+        raise ValueError(f"distillation: {explain(problems)}") from problems
+    if (settings.steps is None) == (settings.minutes is None):
+        raise ValueError(
+            f"distillation takes steps or minutes, exactly one, got steps={settings.steps} and "
+            f"minutes={settings.minutes}"
+        )
+    if not source.heads:
+        raise ValueError(
+            f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
+        )
+    if not chooses_a_class(source.config):  # the divergence is that of a softmax
+        raise ValueError(
+            f"{source.name}: a distillation needs a classifier that chooses one of several classes; this one has "
+            f"num_labels={source.config.num_labels} and problem_type={source.config.problem_type!r}"
+        )
+    if len(images) == 0:
+        raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
+    return settings
 
 
 @contextmanager
@@ -180,12 +195,14 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
         OSError: another process uses the directory, or it cannot be written.
     """
     present = directory.iterdir() if directory.is_dir() and not directory.is_symlink() else iter([directory])
-    present = (path for path in present if os.path.lexists(path) and path.name != RUN)
-    if foreign := [path for path in present if not is_own(path) or _lacks_manifest(path)]:
-        raise ConversionError(
-            f"{foreign[0]}: is no checkpoint of a distillation, and checkpoints are saved in {directory}; move it, or "
-            "give another output directory"
-        )
+    for path in present:
+        # A directory with the name of a complete checkpoint, but without its manifest, is none.
+        incomplete = path.name.startswith("step-") and not (path / MANIFEST).is_file()
+        if os.path.lexists(path) and path.name != RUN and (incomplete or not is_own(path)):
+            raise ConversionError(
+                f"{path}: is no checkpoint of a distillation, and checkpoints are saved in {directory}; move it, or "
+                "give another output directory"
+            )
     state = PartialState(cpu=not torch.accelerator.is_available())
     with owned(directory, temporary=True):
         yield state.is_main_process
@@ -193,73 +210,33 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
             remove_checkpoints(directory)
 
 
-def _lacks_manifest(path: Path) -> bool:
-    """Whether a directory has the name of a complete checkpoint, but is none."""
-    return path.name.startswith("step-") and not (path / MANIFEST).is_file()
-
-
-def check_distillable(source: VisionTransformerSource, images: Sequence[Image.Image]) -> None:
-    """Raise a `ValueError` if the source has no classifier that chooses a class, or if there are no images."""
-    if not source.heads:
-        raise ValueError(
-            f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
-        )
-    if not chooses_a_class(source.config):  # the divergence is that of a softmax
-        raise ValueError(
-            f"{source.name}: a distillation needs a classifier that chooses one of several classes; this one has "
-            f"num_labels={source.config.num_labels} and problem_type={source.config.problem_type!r}"
-        )
-    if len(images) == 0:
-        raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
-
-
-class Objectives(nn.Module):
-    """Losses of a student: the KL divergence from the teacher's logits, and the errors of the hidden states.
+def student_losses(
+    student: nn.Module, pixels: torch.Tensor, states: Sequence[torch.Tensor], logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the losses of a student.
 
     Args:
         student: the model to train.
+        pixels: pixel values, (B, channels, height, width).
+        states: the teacher's hidden states before each block, (B, T, d) with the tokens that the student has.
+        logits: logits of the teacher, (B, classes).
+
+    Returns:
+        The divergence KL(teacher || student) of the classes in nats; the squared errors of the outputs of the
+        embeddings and of each block but the last, relative to the variance of the teacher's, (layers,); and the share
+        of images for which the student predicts the class of the teacher. The output of the last block is left to
+        the logits, since a ViT does not use the hidden states of the patches after its last block.
     """
-
-    def __init__(self, student: AFTForImageClassification):
-        super().__init__()
-        self.student = student
-
-    def forward(
-        self, pixels: torch.Tensor, states: Sequence[torch.Tensor], logits: torch.Tensor, layer_by_layer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute the losses of a batch.
-
-        Args:
-            pixels: pixel values, (B, channels, height, width).
-            states: hidden states of the teacher before each block, (B, T, d) for the tokens that the student has.
-            logits: logits of the teacher, (B, classes).
-            layer_by_layer: whether each block gets `states` as input instead of the output of the previous block.
-
-        Returns:
-            The divergence KL(teacher || student) of the classes in nats; the squared errors of the outputs of the
-            embeddings and of each block but the last, relative to the variance of the teacher's, (layers,); and the
-            share of images for which the student predicts the class of the teacher.
-        """
-        model = self.student.aft
-        hidden_states, grid_size = model.embeddings(pixels)
-        errors = [relative_error(hidden_states, states[0])]
-        for i, layer in enumerate(model.layers):
-            # The first block gets the student's own embeddings: the teacher's include position embeddings, which
-            # AFT-conv lacks.
-            hidden_states = layer(states[i] if layer_by_layer and i > 0 else hidden_states, grid_size=grid_size)
-            if i + 1 < len(model.layers):
-                errors.append(relative_error(hidden_states, states[i + 1]))
-        hidden_states = model.layernorm(hidden_states)
-        pooled = hidden_states[:, 0] if model.config.pooling == "cls" else self._patches(hidden_states).mean(1)
-        found = log_softmax(self.student.classifier(pooled).float(), -1)
-        divergence = kl_div(found, log_softmax(logits.float(), -1), reduction="batchmean", log_target=True)
-        return divergence, torch.stack(errors), (found.argmax(-1) == logits.argmax(-1)).float().mean()
-
-    def _patches(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states[:, int(bool(self.student.config.use_cls_token)) :]
+    outputs = student(pixel_values=pixels, output_hidden_states=True)
+    pairs = zip(outputs.hidden_states, states)
+    errors = [mse_loss(found.float(), x.float()) / x.float().var().clamp_min(1e-12) for found, x in pairs]
+    log_p, log_q = (log_softmax(each.float(), -1) for each in (logits, outputs.logits))
+    divergence = kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    agreement = (outputs.logits.argmax(-1) == logits.argmax(-1)).float().mean()
+    return divergence, torch.stack(errors), agreement
 
 
-class _Run:
+class _Run(Training):
     """One distillation run: its components and its progress."""
 
     def __init__(
@@ -268,189 +245,170 @@ class _Run:
         source: VisionTransformerSource,
         images: Sequence[Image.Image],
         settings: DistillationOptions,
-        checkpoints: str | Path | None,
+        checkpoints: Checkpoints | None,
         identity: dict[str, Any],
         accelerator: Accelerator,
-        workers: int,
     ):
-        self.settings, self.accelerator, self.num_images = settings, accelerator, len(images)
-        self.batch_size = min(settings.batch_size, len(images))
-        self.identity = identity
+        self.settings, self.accelerator, self.identity = settings, accelerator, identity
         self.size, self.keeps_class_token = pair(model.config.image_size), model.config.use_cls_token
         self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
         self.interpolates = self.size != pair(source.config.image_size)
         groups = parameter_groups(model, settings.learning_rate, weight_decay=settings.weight_decay)
-        self.objectives, self.optimizer = accelerator.prepare(
-            Objectives(model), torch.optim.AdamW(groups, lr=settings.learning_rate)
-        )
+        self.student, self.optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=settings.learning_rate))
         self.augment = build_augmentation(settings.augmentation, self.size)
         self.step, self.saved_at, self.seconds = 0, 0, 0.0
         self.means: torch.Tensor | None = None  # running means of divergence, agreement and errors
-        self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-        set_seed(settings.seed, device_specific=True)
-        self._resume()
-        self.loader = self._loader(_Images(images, processor_for(source.image_processor, self.size)), workers)
+        self.checkpoints = checkpoints
+        self.num_images, self.batch_size = len(images), min(settings.batch_size, len(images))
+        if self.batch_size % accelerator.num_processes:
+            raise ValueError(f"{self.batch_size=} is not a multiple of the {accelerator.num_processes} processes")
 
-    def _loader(self, dataset: "_Images", workers: int) -> DataLoader[Any]:
-        processes = self.accelerator.num_processes
-        if self.batch_size % processes:
-            raise ValueError(f"batch_size={self.batch_size} is not a multiple of the {processes} processes")
+    def read(self, dataset: "_Images", workers: int) -> None:
+        """Begin to read the images of the remaining steps."""
+        accelerator = self.accelerator
         batches = GlobalBatches(
             self.num_images,
             self.batch_size,
-            self.batch_size // processes,
+            self.batch_size // accelerator.num_processes,
             seed=self.settings.seed,
             start=self.step,
             stop=self.settings.steps or 2**31,  # a budget in minutes has no number of steps
-            process=self.accelerator.process_index,
-            processes=processes,
+            process=accelerator.process_index,
+            processes=accelerator.num_processes,
         )
-        return DataLoader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=dataset.collate,
-            num_workers=workers,
-            generator=torch.Generator(),  # otherwise, the start of the loader would advance the global generator
-        )
+        # Without a generator of its own, the start of the loader would advance the global one.
+        options: dict[str, Any] = {"num_workers": workers, "generator": torch.Generator()}
+        self.batches = iter(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collate, **options))
+        self.saved = self.since = time.monotonic()
 
-    def train(self) -> None:
-        """Train until the budget is spent."""
-        show, saved, since = self.accelerator.is_main_process, time.monotonic(), time.monotonic()
-        reported = 100 * self._progress(own=True)
-        options = {"disable": None if show else True}  # None: no bar unless in a terminal
-        bar = tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", **options)
-        with StopSignal(self.accelerator) as stop, bar:
-            batches: Iterator[torch.Tensor] = iter(self.loader)
-            while (progress := self._progress()) < 1:
-                self._update(self._next(batches), progress)
-                now = time.monotonic()
-                self.step, self.seconds, since = self.step + 1, self.seconds + now - since, now
-                done = 100 * self._progress(own=True)
-                bar.update(done - bar.n)
-                if self.step % 10 == 0:  # in all processes, since the losses are reduced over them
-                    self._check()
-                    line = self._line()
-                    bar.set_postfix_str(line)
-                    if bar.disable and done >= reported + 10:
-                        reported = done
-                        self.accelerator.print(f"Distillation: {done:.0f} %, {line}", flush=True)
-                stopped = stop.agreed()
-                if self.checkpoints is not None and (stopped or self._agreed(now - saved) > SAVE_EVERY):
-                    path, saved = self._save(), now
-                if stopped:
-                    place = "no checkpoint saved" if self.checkpoints is None else f"run again to resume from {path}"
-                    self.accelerator.print(f"stopped after {self.step} steps; {place}")
-                    raise SystemExit(128 + stopped)
-        self._check()
-        if self.checkpoints is not None and self.step > self.saved_at:
-            try:
-                self._save()
-            except OSError as failed:  # the model, which is smaller, may fit on the disk
-                if self.accelerator.num_processes > 1:  # the others wait for this process to save
-                    raise
-                self.accelerator.print(failed)
+    def is_done(self) -> bool:
+        self.progress = self._progress()
+        return self.progress >= 1
 
-    def _next(self, batches: Iterator[torch.Tensor]) -> torch.Tensor:
+    def progress_bar(self) -> tqdm:
+        self.reported = 100 * self._progress()
+        show = None if self.accelerator.is_main_process else True  # None: no bar unless in a terminal
+        return tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", disable=show)
+
+    def after_step(self, bar: tqdm, stops: bool) -> Path | None:
+        now = time.monotonic()
+        self.seconds, self.since = self.seconds + now - self.since, now
+        done = 100 * self.progress
+        bar.update(done - bar.n)
+        if self.step % 10 == 0:  # in all processes, since the losses are reduced over them
+            divergence, agreement, *errors = self._losses()
+            line = f"KL {divergence:.3f}, hidden states {mean(errors):.3f}, agreement {agreement:.1%}"
+            bar.set_postfix_str(f"step {self.step}, {line}")
+            if bar.disable and done >= self.reported + 10:
+                self.reported = done
+                self.accelerator.print(f"Distillation: {done:.0f} %, step {self.step}, {line}", flush=True)
+        if self.checkpoints is None or not (stops or self._agreed(now - self.saved) > SAVE_EVERY):
+            return None
+        self.saved = now
+        return self._save()
+
+    def finish(self) -> None:
+        """Check the losses, and save a last checkpoint."""
+        self._losses()
+        # The model may fit on a full disk, since it is smaller; in a launch, the others wait for this process to save.
+        self._try_to_save("", raises=self.accelerator.num_processes > 1)
+
+    def _next(self) -> torch.Tensor:
         """Return the next batch. If an image cannot be read, save a checkpoint: the image can then be replaced."""
         try:
-            return next(batches)
+            return next(self.batches)
         except Exception:
             # The other processes do not know of the error, and a checkpoint needs all of them.
-            if self.checkpoints is not None and self.accelerator.num_processes == 1 and self.step > self.saved_at:
-                try:
-                    self.accelerator.print(f"the next images cannot be read; run again to resume from {self._save()}")
-                except OSError as failed:
-                    self.accelerator.print(f"the next images cannot be read, and {failed}")
+            if self.accelerator.num_processes == 1:
+                self._try_to_save("the next images cannot be read; run again to resume from ")
             raise
 
-    def _update(self, pixels: torch.Tensor, progress: float) -> None:
-        settings, layer_by_layer = self.settings, progress < self.settings.layer_by_layer
+    def _try_to_save(self, announcement: str, *, raises: bool = False) -> None:
+        """Save the steps since the last checkpoint, if any; tell why if that fails."""
+        if self.checkpoints is None or self.step == self.saved_at:
+            return
+        try:
+            path = self._save()
+            if announcement:
+                self.accelerator.print(f"{announcement}{path}")
+        except OSError as failed:
+            if raises:
+                raise
+            self.accelerator.print(failed)
+
+    def update(self) -> None:
+        pixels, progress = self._next(), self.progress
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * rate(progress)
+            group["lr"] = self.settings.learning_rate * rate(progress)
         pixels = pixels.to(self.accelerator.device)
         if self.augment is not None:
-            chosen = torch.rand(len(pixels), 1, 1, 1) < settings.augmentation_probability  # the same on any device
+            # Drawn on the CPU, so that they are the same on any device.
+            chosen = torch.rand(len(pixels), 1, 1, 1) < self.settings.augmentation_probability
             pixels = torch.where(chosen.to(pixels.device), self.augment(pixels), pixels)
         with self.accelerator.autocast():
             states, logits = self._teach(pixels)
-            divergence, errors, agreement = self.objectives(pixels, states, logits, layer_by_layer)
-        # Layer by layer, each block has a loss of its own; end to end, the hidden states are an auxiliary loss.
-        of_states = errors.sum() if layer_by_layer else weight_of_hidden_states(settings, progress) * errors.mean()
-        self.accelerator.backward(divergence + of_states)
-        self.accelerator.clip_grad_norm_(self.objectives.parameters(), MAX_GRAD_NORM)
+            divergence, errors, agreement = student_losses(self.student, pixels, states, logits)
+        weight = weight_of_hidden_states(self.settings, progress)
+        self.accelerator.backward(divergence + weight * errors.mean())
+        self.accelerator.clip_grad_norm_(self.student.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         latest = torch.cat([torch.stack([divergence, agreement]), errors]).detach()
         # The plain mean over the first steps; with WINDOW alone, the first step would dominate in a short run.
-        weight = min(WINDOW, self.step / (self.step + 1))
-        self.means = latest if self.means is None else torch.lerp(latest, self.means, weight)
+        decay = min(WINDOW, self.step / (self.step + 1))
+        self.means = latest if self.means is None else torch.lerp(latest, self.means, decay)
+        self.step += 1
 
     @torch.no_grad()
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}
         outputs = self.teacher(pixel_values=pixels, output_hidden_states=True, **options)
-        patch_size = pair(self.teacher.config.patch_size)
-        num_patches = (self.size[0] // patch_size[0]) * (self.size[1] // patch_size[1])
-        states = [x[:, -num_patches:] for x in outputs.hidden_states[:-1]]
+        rows, columns = (side // patch for side, patch in zip(self.size, pair(self.teacher.config.patch_size)))
+        states = [x[:, -rows * columns :] for x in outputs.hidden_states[:-1]]
         if self.keeps_class_token:
             states = [torch.cat([x[:, :1], patches], 1) for x, patches in zip(outputs.hidden_states, states)]
         return states, outputs.logits
 
-    def _progress(self, *, own: bool = False) -> float:
-        """The share of the budget that is spent, by the time of the main process or (`own`) of this process."""
-        if self.settings.steps is not None:
-            return self.step / self.settings.steps
-        assert self.settings.minutes is not None  # `DistillationOptions` requires one of the two
-        spent = self.seconds / (60 * self.settings.minutes)
-        return min(spent if own else self._agreed(spent), 1.0)
+    def _progress(self) -> float:
+        """The share of the budget that is spent; of a budget in minutes, by the time of the main process."""
+        if self.settings.minutes is None:
+            return self.step / (self.settings.steps or 1)
+        return min(self._agreed(self.seconds / (60 * self.settings.minutes)), 1.0)
 
     def _agreed(self, number: float) -> float:
         if self.accelerator.num_processes == 1:
             return number
         return float(broadcast(torch.tensor(number, device=self.accelerator.device)))
 
-    def _mean_losses(self) -> torch.Tensor:
-        """The running means, averaged over all processes."""
+    def _losses(self) -> list[float]:
+        """Return the running means of divergence, agreement and errors over all processes, which must be finite."""
         assert self.means is not None
-        return self.accelerator.reduce(self.means, "mean")
-
-    def _check(self) -> None:
-        if self.means is not None and not self._mean_losses().isfinite().all():
+        losses = self.accelerator.reduce(self.means, "mean")
+        if not losses.isfinite().all():
             raise ValueError(
                 f"the loss of the distillation is not finite after {self.step} steps: give a smaller learning_rate "
                 f"than {self.settings.learning_rate}"
             )
-
-    def _line(self) -> str:
-        divergence, agreement, *errors = self._mean_losses().tolist()
-        error = sum(errors) / len(errors)
-        return f"step {self.step}, KL {divergence:.3f}, hidden states {error:.3f}, agreement {agreement:.1%}"
+        return losses.tolist()
 
     def record(self) -> dict[str, Any]:
         """Return the record of the distillation, serializable as JSON."""
-        divergence, agreement, *errors = (round(value, 5) for value in self._mean_losses().tolist())
-        return {
-            **asdict(self.settings),
-            "batch_size": self.batch_size,
-            "images": self.num_images,
-            "steps": self.step,
-            "minutes": round(self.seconds / 60, 2),
-            "divergence": divergence,
-            "agreement": agreement,
-            "hidden_state_errors": errors,
-        }
+        divergence, agreement, *errors = (round(value, 5) for value in self._losses())
+        done = {"images": self.num_images, "steps": self.step, "minutes": round(self.seconds / 60, 2)}
+        losses = {"divergence": divergence, "agreement": agreement, "hidden_state_errors": errors}
+        return self.settings.model_dump() | {"batch_size": self.batch_size} | done | losses
 
     def _save(self) -> Path:
         assert self.means is not None and self.checkpoints is not None
-        means = {str(i): mean for i, mean in enumerate(self.means.tolist())}
+        means = {str(i): value for i, value in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
         state = {"recipe": self.identity, "record": record, "data": "", "position": (), "rates": []}
         path = self.checkpoints.save(self.step, state)
         self.saved_at = self.step
         return path
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Resume from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             return
@@ -461,9 +419,10 @@ class _Run:
             return
         manifest = read_manifest(path)
         if changes := find_changes(manifest.recipe, self.identity):
+            told = shortened("; ".join(f"{name}: {old!r}, now {new!r}" for name, (old, new) in changes.items()))
             raise ValueError(
-                f"{self.checkpoints.directory}: another distillation was begun there ({describe(changes)}); give "
-                "the earlier values, or remove the directory"
+                f"{self.checkpoints.directory}: another distillation was begun there ({told}); give the earlier "
+                "values, or remove the directory"
             )
         self.checkpoints.load(path)
         self.checkpoints.set_aside(manifest.step)
@@ -475,6 +434,32 @@ class _Run:
             # Divergence, agreement, and the errors of the embeddings and of each block but the last.
             self.means = latest.float().reshape(2 + self.teacher.config.num_hidden_layers)
         self.accelerator.print(f"resuming from {path}")
+
+
+def distillation_identity(
+    settings: DistillationOptions,
+    model: PreTrainedModel,
+    source: VisionTransformerSource,
+    images: Sequence[Image.Image],
+    conversion: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return everything that determines the result of a distillation, as a JSON object of a checkpoint.
+
+    The initial weights of the student are not included, since a resumed run loads the weights of its checkpoint.
+    """
+    configs = {"source_config": source.config, "model": model.config}
+    tensors = [source.tensors[name].reshape(-1).view(torch.uint8) for name in sorted(source.tensors)]
+    identity = settings.model_dump() | {
+        "images": sum_images(images),
+        "image_processor": source.image_processor.to_dict(),
+        "source": source.name,
+        "source_tensors": sum_samples([{str(i): tensor for i, tensor in enumerate(tensors)}]),
+        **{name: json.loads(config.to_json_string(use_diff=False)) for name, config in configs.items()},
+        "conversion": conversion,
+    }
+    for name in configs:
+        identity[name].pop("transformers_version", None)
+    return json.loads(json.dumps(identity, default=str))
 
 
 class _Images(Dataset[Image.Image]):
@@ -491,12 +476,6 @@ class _Images(Dataset[Image.Image]):
         return pixel_values(self.processor, pictures)
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error relative to the variance of the expected values."""
-    expected = expected.float()
-    return mse_loss(found.float(), expected) / expected.var().clamp_min(1e-12)
-
-
 def rate(progress: float) -> float:
     """Return the learning rate relative to its peak: a linear warm-up, then a cosine decay to 0."""
     if progress < WARMUP:
@@ -505,8 +484,5 @@ def rate(progress: float) -> float:
 
 
 def weight_of_hidden_states(settings: DistillationOptions, progress: float) -> float:
-    """Return the weight of the mean error of the hidden states in the end-to-end objective (logits: 1)."""
-    return settings.hidden_states * ((1 - progress) / (1 - settings.layer_by_layer)) ** 2
-
-
-__all__ = ["DistillationOptions", "Objectives", "distill"]
+    """Return the weight of the mean error of the hidden states in the loss (logits: 1)."""
+    return settings.hidden_states * (1 - progress) ** 2

@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..loading import find_file
 from ..reading import WeightsIndex, described, explained, read_json, shortened
@@ -34,7 +29,6 @@ AVERAGED = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])|averag", re.IGNORECASE)
 # Names that say the opposite, such as model_no_ema and before_swa.
 NOT_AVERAGED = re.compile(r"(?<![a-z])(no|non|not|un|without|wo|before|pre|raw)[\W_]?(ema|swa|averag)", re.IGNORECASE)
 COUNTER = re.compile(r"(?:.*\.)?(n_averaged|num_batches_tracked|num_updates|steps?)")  # of a wrapper
-DEEPEST = 5  # levels of a training checkpoint that are searched for state dicts
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -97,8 +91,8 @@ def _without_prefix(source: str, tensors: Mapping[str, torch.Tensor]) -> tuple[s
 
 def _choose(source: str, names: Collection[str]) -> str:
     """Return the name of the only model, or of the only one with averaged weights."""
-    averaged = [name for name in names if _is_averaged(name)]
-    if len(choice := averaged or list(names)) != 1:
+    choice = [name for name in names if _is_averaged(name)] or list(names)
+    if len(choice) != 1:
         found = shortened(", ".join(sorted(name.rstrip(".") or "(top level)" for name in choice)))
         raise ConversionError(
             f"{source}: holds {len(choice)} models ({found}); save the state dict of one of them alone"
@@ -131,20 +125,39 @@ def _shard(source: str, filename: str) -> Path:
 
 
 def _read_weight_file(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """Read a file in the format that its content has, whatever its suffix."""
+    """Read a file in the format that its content has, whatever its suffix; return the part that is read, too."""
     with path.open("rb") as opened:
         start = opened.read(9)
-    if start[8:] != b"{":  # safetensors: 8 bytes with the length of the header, which is JSON
-        return _read_pickle(path, is_pickle=start[:2] == b"PK" or start[:1] == pickle.PROTO)
-    with (
-        explained(f"{path}: damaged or truncated safetensors file", ConversionError),
-        safe_open(path, framework="pt") as file,
-    ):
-        return "", {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if start[8:] == b"{":  # safetensors: 8 bytes with the length of the header, which is JSON
+        with (
+            explained(f"{path}: damaged or truncated safetensors file", ConversionError),
+            safe_open(path, framework="pt") as file,
+        ):
+            return "", {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    content = _read_pickle(path, is_pickle=start[:2] == b"PK" or start[:1] == pickle.PROTO)
+    containers = dict(_containers(content))
+    found = {key: each for key, each in containers.items() if _is_state_dict(each)}
+    if isinstance(content, dict) and not found and all(isinstance(value, torch.Tensor) for value in content.values()):
+        found = {"": content}  # a shard, or no ViT
+    if not found:
+        keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
+        raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
+    part = _choose(str(path), found)
+    if not _is_averaged(part):
+        for key, each in containers.items():
+            for name, value in each.items() if key not in found else ():
+                below = f"{key}.{name}".lstrip(".")
+                if isinstance(value, torch.Tensor) and value.dim() and _is_averaged(below):
+                    raise ConversionError(
+                        f"{path}: holds averaged weights ({shortened(below)}) that are no state dict of a ViT, beside "
+                        f"others ({part or 'top level'}); save the state dict of the model that is to be converted "
+                        "alone"
+                    )
+    return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
 
 
-def _read_pickle(path: Path, is_pickle: bool) -> tuple[str, dict[str, torch.Tensor]]:
-    """Read the tensors of a pickle; nothing is executed, and other objects, such as a `Namespace`, are ignored."""
+def _read_pickle(path: Path, is_pickle: bool) -> Any:
+    """Read a pickle; nothing is executed, and objects other than tensors, such as a `Namespace`, are `Ignored`."""
     # Files in the format of torch < 1.6 are not zip archives: neither can be memory-mapped nor their classes listed.
     zipped = zipfile.is_zipfile(path)
     mapped = zipped and path.suffix != ".safetensors"  # torch takes the format from this suffix
@@ -154,7 +167,7 @@ def _read_pickle(path: Path, is_pickle: bool) -> tuple[str, dict[str, torch.Tens
         ignored = torch.serialization.safe_globals([(Ignored, name) for name in others])
         with warnings.catch_warnings(), ignored, path.open("rb") as file:
             warnings.simplefilter("ignore")
-            content = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # reading an arbitrary file as a pickle can raise anything
         unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message advises to load it with its code
         if unsafe and is_pickle:
@@ -167,45 +180,24 @@ def _read_pickle(path: Path, is_pickle: bool) -> tuple[str, dict[str, torch.Tens
             f"{path}: damaged or truncated, or neither a safetensors file nor a checkpoint of PyTorch"
             + ("" if unsafe else f" ({described(error)})")
         ) from error
-    found = dict(_state_dicts(content))
-    if isinstance(content, dict) and not found and all(isinstance(value, torch.Tensor) for value in content.values()):
-        found = {"": content}  # a shard, or no ViT
-    if not found:
-        keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
-        raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
-    part = _choose(str(path), found)
-    if not _is_averaged(part) and (unread := next(_averaged_elsewhere(content, list(found.values())), None)):
-        raise ConversionError(
-            f"{path}: holds averaged weights ({shortened(unread)}) that are no state dict of a ViT, beside others "
-            f"({part or 'top level'}); save the state dict of the model that is to be converted alone"
-        )
-    return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
 
 
-def _state_dicts(content: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dictionaries with the tensors of a ViT, by their dotted keys."""
-    if not isinstance(content, dict) or depth > DEEPEST:
-        return
-    tensors = (str(name) for name, value in content.items() if isinstance(value, torch.Tensor))
-    if any(PATCH_EMBEDDING.fullmatch(WRAPPER.sub("", name)) for name in tensors):
-        yield key, content
-    for name, value in content.items():
-        yield from _state_dicts(value, f"{key}.{name}".lstrip("."), depth + 1)
-
-
-def _averaged_elsewhere(content: Any, state_dicts: list[Any]) -> Iterator[str]:
-    """Yield the dotted keys with names of averaged weights under which there are tensors outside of `state_dicts`."""
+def _containers(content: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the dictionaries, lists and objects of a pickle at any depth as dictionaries, by their dotted keys."""
     rest, seen = [("", content)], set()
-    while rest:
-        key, value = rest.pop()
+    for key, value in rest:  # which grows
         if id(value) in seen:  # pickles can be cyclic
             continue
         seen.add(id(value))
-        entries = value.__dict__ if isinstance(value, Ignored) else value
+        entries = vars(value) if isinstance(value, Ignored) else value
         entries = dict(enumerate(entries)) if isinstance(entries, (list, tuple)) else entries
-        for name, entry in entries.items() if isinstance(entries, dict) else ():
-            below = f"{key}.{name}".lstrip(".")
-            if not isinstance(entry, torch.Tensor):
-                rest.append((below, entry))
-            elif entry.dim() and _is_averaged(below) and not any(value is each for each in state_dicts):
-                yield below
+        if isinstance(entries, dict):
+            yield key, entries
+            inside = ((name, each) for name, each in entries.items() if isinstance(each, (dict, list, tuple, Ignored)))
+            rest += [(f"{key}.{name}".lstrip("."), each) for name, each in inside]
+
+
+def _is_state_dict(entries: Mapping[Any, Any]) -> bool:
+    """Whether these are the tensors of a ViT."""
+    names = (str(name) for name, value in entries.items() if isinstance(value, torch.Tensor))
+    return any(PATCH_EMBEDDING.fullmatch(WRAPPER.sub("", name)) for name in names)

@@ -1,15 +1,17 @@
 """Reading unlabeled images for a teacher from a folder of image files or from parquet files."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
-from ..data.image_files import PARQUET, ImageError, list_images, open_image
+from ..data.image_files import PARQUET, list_images, open_image
 from ..data.image_size import pixel_values
 from ..reading import first_line
 from .errors import ConversionError
@@ -47,26 +49,52 @@ class ImagesOnDisk(Sequence[Image.Image]):
     """
 
     def __init__(self, path: str | Path):
-        self._total, self._image_at = _find_images(Path(path))
+        with _one_line():
+            self.files = list_images(Path(path))
+            self.tables: list[Any] = []  # the images of each parquet file, not decoded
+            if self.files[0].suffix.lower() == PARQUET:
+                self.tables = [_undecoded_images(file) for file in self.files]
+        self.ends = list(accumulate(map(len, self.tables)))
+        if self.tables and not len(self):
+            raise ConversionError(f"{path}: no images in it")
 
     def __len__(self) -> int:
-        return self._total
+        return self.ends[-1] if self.ends else len(self.files)
 
     def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]  # a sequence without slices
-        if not 0 <= index < self._total:
-            raise IndexError(f"there are {self._total} images, got index {index}")
-        return self._image_at(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} images, got index {index}")
+        with _one_line():
+            if not self.tables:
+                return open_image(self.files[index])
+            number = bisect_right(self.ends, index)
+            row = index - self.ends[number] + len(self.tables[number])
+            name, (image,) = f"{self.files[number]}, row {row}", self.tables[number][row].values()
+            content, file = (image["bytes"], image["path"]) if image else (None, None)
+            found = content or file
+            if not found:
+                raise ConversionError(f"{name}: has no image")
+            return open_image(found, name if content else f"{name}, {file}")
 
 
-def _find_images(path: Path) -> tuple[int, Callable[[int], Image.Image]]:
-    """Return the number of images, and a function that opens the image at an index."""
+def _undecoded_images(file: Path) -> Any:
+    """Return the first column of images in a parquet file: rows of one {"bytes", "path"} each."""
+    from datasets import Image  # from the extra "train", needed only here
+
+    from ..data.loading import is_image, load_local
+
+    rows: Any = load_local(file)
+    if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
+        raise ConversionError(f"{file}: none of its columns {', '.join(rows.column_names)} holds images")
+    return rows.select_columns(columns[0]).cast_column(columns[0], Image(decode=False))
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
     try:
-        files = list_images(path)
+        yield
     except (OSError, ValueError) as error:
         raise ConversionError(first_line(error)) from error
-    if files[0].suffix.lower() == PARQUET:
-        return _parquet_images(path, files)
-    return len(files), lambda index: _opened(files[index], str(files[index]))
 
 
 def pixel_batches(
@@ -84,45 +112,3 @@ def pixel_batches(
             waiting = []
     if waiting:
         yield pixel_values(processor, waiting)
-
-
-def _parquet_images(path: Path, files: list[Path]) -> tuple[int, Callable[[int], Image.Image]]:
-    """As `_find_images`, for the first column of images in parquet files."""
-    try:
-        import datasets  # from the extra "train", needed only here
-        from pyarrow import parquet
-
-        from ..data.loading import is_image, read_files
-    except ImportError as error:
-        raise ConversionError(f"{path}: parquet files need the library datasets: pip install datasets") from error
-    try:
-        table = read_files(files)
-        ends = list(accumulate(parquet.read_metadata(file).num_rows for file in files))
-    except Exception as error:  # pyarrow and datasets raise many types
-        raise ConversionError(f"{path}: no readable parquet file ({first_line(error)})") from error
-    columns = [name for name, feature in table.features.items() if is_image(feature)]
-    if not columns:
-        raise ConversionError(f"{path}: none of its columns {', '.join(table.features)} holds images")
-    rows = table.select_columns(columns[0]).cast_column(columns[0], datasets.Image(decode=False))
-
-    def image_at(index: int) -> Image.Image:
-        number = bisect_right(ends, index)
-        image = rows[index][columns[0]] or {}
-        row = index - (ends[number - 1] if number else 0)
-        content, source = image.get("bytes"), image.get("path")
-        return _opened(
-            content or source, f"{files[number]}, row {row}" + (f", {source}" if source and not content else "")
-        )
-
-    if not len(rows):
-        raise ConversionError(f"{path}: no images in it")
-    return len(rows), image_at
-
-
-def _opened(source: Path | str | bytes | None, name: str) -> Image.Image:
-    if source is None:
-        raise ConversionError(f"{name}: has no image")
-    try:
-        return open_image(source, name)
-    except ImageError as error:
-        raise ConversionError(str(error)) from error

@@ -4,21 +4,17 @@ import os
 import shutil
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from ..data.checksums import sha256
 from ..data.json_files import write_json
-from ..reading import first_line
+from ..reading import Document, read_json
 from .errors import ConversionError
 
 
 MANIFEST_NAME = "conversion_manifest.json"
 
 
-class Manifest(BaseModel):
+class Manifest(Document):
     """SHA-256 of each file that a conversion wrote, by file name."""
-
-    model_config = ConfigDict(strict=True)
 
     files: dict[str, str]
 
@@ -41,13 +37,10 @@ def written_files(directory: Path) -> set[str]:
             f"{directory}: only an earlier conversion is overwritten, and there is no {MANIFEST_NAME} in the "
             "directory that lists its files; delete the directory yourself, or give another one"
         )
-    try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: is no readable manifest of a conversion ({first_line(error)})") from error
-    present = manifest.files.keys() & _names(directory)
+    files = read_json(path, Manifest, ConversionError).files
+    present = files.keys() & _names(directory)
     for name in sorted(present):
-        if (directory / name).is_symlink() or sha256(directory / name) != manifest.files[name]:
+        if (directory / name).is_symlink() or sha256(directory / name) != files[name]:
             raise ConversionError(
                 f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
                 "give another directory"

@@ -1,75 +1,81 @@
 """Report of a conversion: what became of every tensor."""
 
-import json
 import math
+import os
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 from rich.table import Table
 from rich.text import Text
 
-from ..reading import Document, parse_json
-from .derivation import Derivation, row_range
+from ..reading import Document, explained, read_json
+from .derivation import PARTS, Derivation, Step
 from .errors import ConversionError
+from .files import read_weights
 
 
 REPORT_NAME = "conversion_report.json"
 Status = Literal["copied", "fitted", "new", "distilled", "dropped", "folded"]
-STATUSES = get_args(Status)
 
 
-@dataclass(frozen=True)
-class TensorRecord:
+class TensorRecord(Document):
     """Record of one tensor of the target or the source, and what became of it.
 
     Attributes:
-        status: "copied" from the source to `target` by `sources`, `steps` and `factor`; "fitted" to the attention of
-            the source; "new", initialized in the target; "distilled", any of these and then trained on the outputs of
-            the source; "dropped" from the source; or "folded", multiplied into a copied tensor.
+        status: "copied" from the source to `target` by `sources` and `steps`; "fitted" to the attention of the source;
+            "new", initialized in the target; "distilled", any of these and then trained on the outputs of the source;
+            "dropped" from the source; or "folded", multiplied into a copied tensor.
         target: name of the tensor in the target; None if the target does not have it.
         shape: shape in the target, or else in the source after `steps`.
-        sources, steps, factor: as for `Derivation`.
+        sources, steps: as for `Derivation`.
         note: the reason for the status, as text.
     """
 
-    status: str
-    target: str | None
-    shape: tuple[int, ...]
+    status: Status
+    target: str | None = None
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
     sources: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
-    factor: str | None = None
+    steps: tuple[Step, ...] = ()
     note: str = ""
+
+    @model_validator(mode="after")
+    def _check_status(self) -> "TensorRecord":
+        if (self.target is None) != (self.status in ("dropped", "folded")):
+            raise ValueError(f"{self.target or self.sources} has the status {self.status!r}, which it cannot have")
+        return self
 
     @property
     def derivation(self) -> Derivation:
         """The derivation of the tensor from tensors of the source."""
-        return Derivation(self.sources, self.steps, self.factor)
+        return Derivation(self.sources, self.steps)
 
 
-@dataclass
-class ConversionReport:
-    """Report of a conversion: every row of each source tensor and every target tensor, each exactly once.
+class ConversionReport(Document):
+    """Report of a conversion: every part of each source tensor and every target tensor, each exactly once.
 
     Attributes:
         source: name of the converted checkpoint.
         options: options of `convert_deit` with defaults filled in, how the source was read, and the seed if one was
             given.
         versions: versions of the libraries.
-        records: a record for each tensor of the target, and for each dropped or folded tensor of the source.
+        tensors: a record for each tensor of the target, and for each dropped or folded tensor of the source.
     """
 
-    source: str
-    options: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    records: list[TensorRecord] = field(default_factory=list)
+    model_config = ConfigDict(frozen=False)
 
-    def with_status(self, status: str) -> list[TensorRecord]:
+    source: str
+    options: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    tensors: list[TensorRecord] = []
+
+    def with_status(self, status: Status) -> list[TensorRecord]:
         """Return the records with a given status."""
-        return [record for record in self.records if record.status == status]
+        return [record for record in self.tensors if record.status == status]
 
     def add_distillation(self, done: dict[str, Any]) -> None:
         """Mark all tensors of the target as distilled, and add the record of the distillation to the options.
@@ -78,36 +84,24 @@ class ConversionReport:
             done: the record that `distill` returns.
         """
         self.options["distillation"] = done
-        self.records = [
-            replace(record, status="distilled", note=f"first {record.status} {record.note}".strip())
-            if record.target is not None
-            else record
-            for record in self.records
-        ]
+        for i, record in enumerate(self.tensors):
+            if record.target is not None:
+                note = f"first {record.status} {record.note}".strip()
+                self.tensors[i] = record.model_copy(update={"status": "distilled", "note": note})
 
-    def check(self, source: Mapping[str, torch.Tensor], target: Collection[str]) -> None:
-        """Check that the report lists all tensors of the source and the target.
+    def check(self, source: Iterable[str], target: Collection[str]) -> None:
+        """Check that the report lists all tensors of the source and the target exactly once.
 
         Raises:
-            ConversionError: the report does not list a tensor exactly once, or a record has a wrong status.
+            ConversionError: it does not.
         """
-        rows = Counter(
-            (name, row)
-            for record in self.records
-            for name in record.sources
-            for row in row_range(record.steps, _length(source.get(name)))
+        listed = Counter(
+            (name, part) for each in self.tensors for name in each.sources for part in each.derivation.parts
         )
-        expected = {(name, row) for name, tensor in source.items() for row in range(_length(tensor))}
-        wrong = {name for name, row in rows.keys() ^ expected} | {name for (name, _), n in rows.items() if n != 1}
-        in_target = {"copied", "fitted", "new", "distilled"}
-        for record in self.records:
-            if record.status not in STATUSES or (record.target is not None) != (record.status in in_target):
-                raise ConversionError(
-                    f"{self.source}: {record.target or record.sources} has the status {record.status!r}, "
-                    "which it cannot have"
-                )
-        targets = Counter(record.target for record in self.records if record.target is not None)
-        wrong |= targets.keys() ^ set(target) | {name for name, n in targets.items() if n != 1}
+        expected = Counter((name, part) for name in source for part in range(PARTS))
+        wrong = {name for name, part in listed.keys() | expected if listed[name, part] != expected[name, part]}
+        targets = Counter(record.target for record in self.tensors if record.target is not None)
+        wrong |= {name for name in targets.keys() | set(target) if targets[name] != 1 or name not in target}
         if wrong:
             raise ConversionError(
                 f"{self.source}: the conversion does not account for these tensors exactly once: "
@@ -116,89 +110,61 @@ class ConversionReport:
 
     def summary(self) -> str:
         """Return one line with the number of tensors and parameters of each status."""
-        parts = []
-        for status in STATUSES:
-            if records := self.with_status(status):
-                parameters = sum(math.prod(record.shape) for record in records)
-                parts.append(f"{len(records)} tensors ({parameters / 1e6:.2f} M) {status}")
-        return ", ".join(parts)
+        sizes = {status: [math.prod(x.shape) for x in self.with_status(status)] for status in get_args(Status)}
+        return ", ".join(f"{len(x)} tensors ({sum(x) / 1e6:.2f} M) {status}" for status, x in sizes.items() if x)
 
     def table(self) -> Table:
         """Return a table for a terminal or a log: a row for each module and status, with all layers in one row."""
-        rows = Counter(
-            (
-                record.status,
-                _module(record.target or ""),
-                " + ".join(map(_module, record.sources)),
-                "; ".join([*record.steps, *filter(None, [record.note])]),
-            )
-            for record in self.records
-        )
-        table = Table(title=f"Conversion of {self.source}", title_justify="left", box=None)
-        table.add_column("status", no_wrap=True)
-        table.add_column("tensors", justify="right", no_wrap=True)
-        table.add_column("what", overflow="fold")
-        for (status, target, source, why), count in rows.items():
-            lines = [target or source]
-            if target and source:
-                lines.append(f"  from {source}")
-            if why:
-                lines.append(f"  {why}")
-            table.add_row(status, str(count), Text("\n".join(lines)))
+        rows = Counter((record.status, _described(record)) for record in self.tensors)
+        table = Table("status", "tensors", "what", title=f"Conversion of {self.source}", box=None)
+        for (status, what), count in rows.items():
+            table.add_row(status, str(count), Text(what, overflow="fold"))
         return table
 
-    def to_json(self) -> str:
-        """Return the whole report as JSON."""
-        head = {"source": self.source, "options": self.options, "versions": self.versions}
-        return json.dumps(head | {"tensors": [asdict(record) for record in self.records]}, indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> "ConversionReport":
-        """Read a report from the output of `to_json`.
-
-        Raises:
-            ConversionError: the text is not a valid report.
-        """
-        return cls.from_saved(parse_json(text, SavedReport, REPORT_NAME, ConversionError))
-
-    @classmethod
-    def from_saved(cls, saved: "SavedReport") -> "ConversionReport":
-        """Create a report from the validated content of its file."""
-        records = [TensorRecord(**{key: getattr(each, key) for key in RECORD_FIELDS}) for each in saved.tensors]
-        return cls(saved.source, saved.options, saved.versions, records)
+def _described(record: TensorRecord) -> str:
+    """Describe a record in a few lines that are the same for all layers, and for weight and bias."""
+    steps = [" ".join(map(str, step)) for step in record.steps]
+    lines = [record.target or " + ".join(record.sources)]
+    if record.target and record.sources:
+        lines.append(f"  from {' + '.join(record.sources)}")
+    if steps or record.note:
+        lines.append(f"  {'; '.join(filter(None, [*steps, record.note]))}")
+    return re.sub(r"\.(weight|bias)\b", "", re.sub(r"\.\d+\.", ".N.", "\n".join(lines)))
 
 
-RECORD_FIELDS = [each.name for each in fields(TensorRecord)]
+def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
+    """Verify a saved conversion against its source by the saved report.
+
+    Source and conversion are read again from their files. The report must list all tensors of both. Every copied
+    tensor is derived again from the source, as the report says, and must have the dtype, the shape and the bits of the
+    saved tensor.
+
+    Args:
+        source: the converted checkpoint: a directory, a Hub repository, or a weight file.
+        directory: the directory that `save_converted` wrote.
+
+    Returns:
+        The number of copied tensors, all of which are equal.
+
+    Raises:
+        ConversionError: a file cannot be read, the report does not list a tensor, or a copied tensor differs.
+    """
+    (tensors, _), (saved, _) = read_weights(source), read_weights(directory)
+    path = Path(directory) / REPORT_NAME
+    report = read_json(path, ConversionReport, ConversionError)
+    report.check(tensors, saved)
+    copied = report.with_status("copied")
+    for record in copied:
+        with explained(f"{path}: {record.target} cannot be derived again from the source", ConversionError):
+            expected = record.derivation.compute(tensors)
+        if not _equal_bits(expected, saved[str(record.target)]):
+            raise ConversionError(f"{directory}: {record.target} is not what {path.name} says was copied")
+    return len(copied)
 
 
-class SavedRecord(Document):
-    """Schema of a `TensorRecord` in a file."""
-
-    status: Status
-    target: str | None = None
-    shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
-    sources: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
-    factor: str | None = None
-    note: str = ""
-
-
-class SavedReport(Document):
-    """Schema of conversion_report.json, as `ConversionReport.to_json` writes it."""
-
-    source: str
-    options: dict[str, Any] = {}
-    versions: dict[str, str] = {}
-    tensors: list[SavedRecord]
-
-
-def _length(tensor: torch.Tensor | None) -> int:
-    """Return the number of rows that a report lists of a tensor: at least 1, also for a scalar or an empty tensor."""
-    return 1 if tensor is None or tensor.dim() == 0 else max(len(tensor), 1)
-
-
-def _module(name: str) -> str:
-    """Return the name of the module of a parameter, with N in place of layer numbers."""
-    return ".".join(
-        "N" if part.isdigit() else part for part in name.removesuffix(".weight").removesuffix(".bias").split(".")
-    )
+def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether tensors have the same dtype, shape and bits: -0.0 differs from 0.0, and NaN equals itself."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, second)))

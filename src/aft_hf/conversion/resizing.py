@@ -14,14 +14,13 @@ The stride of the patches is unchanged, so enlarged patches overlap.
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from ..configuration_aft import one_or_pair, pair
+from ..configuration_aft import pair
 from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTImageEmbeddings
 from ..position_biases_aft import widen
@@ -83,98 +82,46 @@ def adapt_to_image_size(
     ratios = rows / config.grid_size[0], columns / config.grid_size[1]
     if ratios == (1.0, 1.0):
         return
-    patch_size = new_patch_size(embeddings, ratios) if enlarge_patches else embeddings.patch_size
-    if patch_size != embeddings.patch_size:
-        target.patch_size, target.patch_stride = one_or_pair(patch_size), one_or_pair(config.grid_stride)
-        target.validate_image()  # before the weights of patches that are too large take much time and memory
+    patch_size = embeddings.patch_size
+    if enlarge_patches:  # at least as large as the stride of the grid, so that no pixels are left out
+        sizes = zip(patch_size, embeddings.grid_stride, ratios)
+        patch_size = tuple(max(stride, math.floor(size * ratio + 0.5)) for size, stride, ratio in sizes)
+        if patch_size != embeddings.patch_size:
+            target.patch_size, target.patch_stride = one_or_pair(patch_size), one_or_pair(config.grid_stride)
+            target.validate_image()  # before the weights of patches that are too large take much time and memory
     # Nothing is written before everything is computed and the new config is valid.
-    kernels = [resized_kernels(mixer, ratios, max(rows, columns)) for mixer in mixers] if stretch_kernels else []
-    target.kernel_size = kernels[0].kernel.shape[-1] if kernels else config.kernel_size
+    kernels = [_resized_kernel(mixer, ratios, max(rows, columns)) for mixer in mixers] if stretch_kernels else []
+    target.kernel_size = kernels[0][0].shape[-1] if kernels else config.kernel_size
     target.validate_image()
-    patches = None if patch_size == embeddings.patch_size else resized_patches(embeddings, patch_size)
-    for mixer, resized in zip(mixers, kernels):
-        resized.put_into(mixer)
-    if patches is not None:
-        patches.put_into(embeddings)
+    if patch_size != embeddings.patch_size:
+        weight = _plain_parameter(embeddings.patch_embeddings, "weight")
+        embeddings.patch_embeddings.weight = nn.Parameter(resampled(weight, patch_size), weight.requires_grad)
+        embeddings.patch_embeddings.kernel_size = embeddings.patch_size = patch_size
+    for mixer, (kernel, scale, shift) in zip(mixers, kernels):
+        mixer.kernel = nn.Parameter(kernel.to(mixer.kernel), mixer.kernel.requires_grad)
+        mixer.window = kernel.shape[-1]
+        if mixer.kernel_scale is not None:
+            mixer.kernel_scale.copy_(scale)
+            mixer.kernel_shift.copy_(shift)
     for name in ("image_size", "kernel_size", "patch_size", "patch_stride"):
         setattr(config, name, getattr(target, name))
 
 
-@dataclass(frozen=True)
-class ResizedPatches:
-    """The resized weight of the patch embedding of an `AFTImageEmbeddings`; `put_into` writes it."""
-
-    weight: torch.Tensor  # (d, channels, *patch size)
-
-    @property
-    def patch_size(self) -> tuple[int, int]:
-        return self.weight.shape[2], self.weight.shape[3]
-
-    def put_into(self, embeddings: AFTImageEmbeddings) -> None:
-        conv = embeddings.patch_embeddings
-        conv.weight = nn.Parameter(self.weight, requires_grad=conv.weight.requires_grad)
-        conv.kernel_size = embeddings.patch_size = self.patch_size
-
-
-@dataclass(frozen=True)
-class ResizedKernels:
-    """The resized parameters of a mixer; `put_into` writes them into the mixer."""
-
-    kernel: torch.Tensor  # (h, s', s')
-    scale: torch.Tensor | None  # gamma, (h,)
-    shift: torch.Tensor | None  # beta, (h,)
-
-    @torch.no_grad()
-    def put_into(self, mixer: AFTConv) -> None:
-        mixer.kernel = nn.Parameter(self.kernel.to(mixer.kernel), requires_grad=mixer.kernel.requires_grad)
-        mixer.window = self.kernel.shape[-1]
-        for old, new in ((mixer.kernel_scale, self.scale), (mixer.kernel_shift, self.shift)):
-            if old is not None and new is not None:
-                old.copy_(new)
-
-
-def _require_plain(module: nn.Module, name: str) -> None:
-    """Raise a `ValueError` if a parameter is computed from others, belongs to an adapter, or is offloaded."""
+def _plain_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """Return a parameter that is not computed from others, of an adapter, or offloaded; else raise a `ValueError`."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
     if parameter is None:
         raise ValueError(f"{name} of {type(module).__name__} is not a parameter: merge or remove adapters first")
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: adapt the model before it is dispatched or offloaded")
-
-
-def new_patch_size(embeddings: AFTImageEmbeddings, ratios: tuple[float, float]) -> tuple[int, int]:
-    """Return the patch size for images that are larger by `ratios` (rows, columns).
-
-    A patch is at least as large as the stride of the grid, so that no pixels are left out.
-    """
-    sizes = zip(embeddings.patch_size, embeddings.grid_stride, ratios)
-    rows, columns = (max(stride, math.floor(size * ratio + 0.5)) for size, stride, ratio in sizes)
-    return rows, columns
-
-
-@torch.no_grad()
-def resized_patches(embeddings: AFTImageEmbeddings, patch_size: tuple[int, int]) -> ResizedPatches:
-    """Compute the weight of the patch embedding for another patch size; the stride is unchanged.
-
-    Raises:
-        ValueError: the patch embedding has adapters, or is offloaded.
-    """
-    _require_plain(embeddings.patch_embeddings, "weight")
-    return ResizedPatches(resampled(embeddings.patch_embeddings.weight, patch_size))
+    return parameter
 
 
 def resampled(weight: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Resample the weight of a patch embedding to another patch size.
+    """Resample the weight of a patch embedding, (d, channels, rows, columns), to another patch size.
 
     For larger patches, the embedding of a bilinearly enlarged patch is equal to that of the original patch. For
     smaller patches, it has the least squared error.
-
-    Args:
-        weight: weight of the convolution, (d, channels, rows, columns).
-        patch_size: new patch size in pixels, (rows, columns).
-
-    Returns:
-        The new weight, (d, channels, *patch_size).
     """
     wide = weight.double() if weight.is_cpu else weight.cpu().double()  # not all devices have float64
     rows, columns = (_inverse_interpolation(*sizes) for sizes in zip(weight.shape[2:], patch_size))
@@ -187,14 +134,10 @@ def _inverse_interpolation(old: int, new: int) -> torch.Tensor:
     return torch.linalg.pinv(nn.functional.interpolate(pixels, new, mode="linear", align_corners=False).squeeze(1))
 
 
-@torch.no_grad()
-def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> ResizedKernels:
-    """Compute the parameters of a mixer for another grid size.
-
-    Args:
-        mixer: a mixer on a grid, without `selection`.
-        ratios: the ratios of the new to the old number of patches, for rows and columns.
-        longest: the larger of the new numbers of rows and columns; the new kernel is at most 2 longest - 1 wide.
+def _resized_kernel(
+    mixer: AFTConv, ratios: tuple[float, float], longest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the kernel (h, s', s'), gamma (h,) and beta (h,) of a mixer for another grid size; see `stretched`.
 
     Raises:
         ValueError: the mixer selects one position per head, which cannot be resized; or it has no global connectivity
@@ -204,19 +147,19 @@ def resized_kernels(mixer: AFTConv, ratios: tuple[float, float], longest: int) -
         raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
     if not mixer.global_connectivity and ratios[0] != ratios[1]:
         raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
-    _require_plain(mixer, "kernel")
+    _plain_parameter(mixer, "kernel")
     bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
     bias = bias / mixer.position_bias_multiplier
-    if mixer.kernel_scale is None or mixer.kernel_shift is None:
-        return ResizedKernels(bias, None, None)
-    # The inverse of Eq. 8.
     deviation, mean = torch.std_mean(bias, (1, 2), correction=0, keepdim=True)
+    if mixer.kernel_scale is None:
+        return bias, deviation, mean
+    # The inverse of Eq. 8.
     flat = deviation == 0
     standard = torch.where(flat, _shape(mixer, bias), (bias - mean) / deviation.masked_fill(flat, 1.0))
     # The kernel keeps its standard deviation, so that an optimizer changes it at the same rate as before.
     size = widen(mixer.kernel).std((1, 2), correction=0, keepdim=True)
     kernel = standard * torch.where(size == 0, mixer.position_bias_init_std / mixer.position_bias_multiplier, size)
-    return ResizedKernels(kernel, deviation.flatten(), mean.flatten())
+    return kernel, deviation.flatten(), mean.flatten()
 
 
 def _shape(mixer: AFTConv, like: torch.Tensor) -> torch.Tensor:
@@ -263,13 +206,6 @@ def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
     return ratio * (end - start).clamp_min(0.0)
 
 
-__all__ = [
-    "ResizedKernels",
-    "ResizedPatches",
-    "adapt_to_image_size",
-    "new_patch_size",
-    "resampled",
-    "resized_kernels",
-    "resized_patches",
-    "stretched",
-]
+def one_or_pair(size: tuple[int, int]) -> int | tuple[int, int]:
+    """Return (rows, columns) as one integer if they are equal: the inverse of `pair`."""
+    return size[0] if size[0] == size[1] else size

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from ..reading import first_line
 from .deit import convert_deit
 from .errors import ConversionError
 from .manifest import keep_other_files, write_manifest, written_files
-from .report import REPORT_NAME, ConversionReport
+from .report import REPORT_NAME, ConversionReport, verify_conversion
 from .source import VisionTransformerSource, read_source
-from .verification import verify_conversion
 
 
 def save_converted(
@@ -70,17 +68,16 @@ def save_converted(
         )
     directory = Path(os.path.realpath(directory))
     _check_target(directory, source, overwrite)
-    reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
-    if seed is None and distillation is not None:
-        seed = distillation.get("seed", 0)
     lock: AbstractContextManager[bool] = nullcontext(True)
     advice = ""
     if distillation is not None:
         from .distillation import locked_checkpoints  # needs the libraries of training
 
+        seed = distillation.get("seed", 0) if seed is None else seed
         checkpoints = Path(distillation.get("checkpoints") or directory.with_name(f".{directory.name}-distillation"))
         distillation = {**distillation, "checkpoints": checkpoints, "lock": False}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
+    reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
         model, processor, report = _convert(source, reading, seed, options, distillation)
         if writes:
@@ -88,6 +85,44 @@ def save_converted(
                 _write(directory, source, overwrite, model, processor, report)
             except ConversionError as error:
                 raise ConversionError(f"{error}{advice}") from error
+    return model, report
+
+
+def _convert(
+    source: str | os.PathLike[str],
+    reading: Mapping[str, Any],
+    seed: int | None,
+    options: Mapping[str, Any],
+    distillation: Mapping[str, Any] | None,
+) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
+    """Return the model, its image processor and the report. The source is freed before anything is written."""
+    checkpoint = read_source(source, **reading)
+    if distillation is None:
+        model, report = _seeded_conversion(checkpoint, seed, options)
+    else:
+        from .distillation import check_distillable, distill
+
+        check_distillable(checkpoint, **distillation)  # before the fit to the attention, which may take minutes
+        model, report = _seeded_conversion(checkpoint, seed, options)
+        fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
+        conversion = {**report.options, "fitted": fitted}
+        report.add_distillation(distill(model, checkpoint, conversion=conversion, **distillation))
+    processor, size = checkpoint.image_processor, pair(model.config.image_size)
+    if size != pair(checkpoint.config.image_size):
+        processor = resized_processor(processor, size)
+    return model, processor, report
+
+
+def _seeded_conversion(
+    source: VisionTransformerSource, seed: int | None, options: Mapping[str, Any]
+) -> tuple[AFTForImageClassification, ConversionReport]:
+    """Convert a source, with new weights from this seed, or from PyTorch's global generator if it is None."""
+    if seed is None:
+        return convert_deit(source, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model, report = convert_deit(source, **options)
+    report.options["seed"] = seed
     return model, report
 
 
@@ -110,7 +145,7 @@ def _write(
             finished = Path(aside) / "finished"
             model.save_pretrained(finished)
             processor.save_pretrained(finished)
-            (finished / REPORT_NAME).write_text(report.to_json() + "\n")
+            (finished / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
             verify_conversion(source, finished)
             write_manifest(finished)
             _check_target(directory, source, overwrite)  # again, since another process may have written there
@@ -119,55 +154,6 @@ def _write(
             _put_in_place(finished, directory)
     except (OSError, SafetensorError) as error:
         raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
-
-
-def _convert(
-    source: str | os.PathLike[str],
-    reading: Mapping[str, Any],
-    seed: int | None,
-    options: Mapping[str, Any],
-    distillation: Mapping[str, Any] | None,
-) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
-    """Return the model, its image processor and the report. The source is freed before anything is written."""
-    checkpoint = read_source(source, **reading)
-    if distillation is None:
-        model, report = _seeded_conversion(checkpoint, seed, options)
-    else:
-        model, report = _distilled(checkpoint, seed, options, distillation)
-    processor, size = checkpoint.image_processor, pair(model.config.image_size)
-    if size != pair(checkpoint.config.image_size):
-        processor = resized_processor(processor, size)
-    return model, processor, report
-
-
-def _seeded_conversion(
-    source: VisionTransformerSource, seed: int | None, options: Mapping[str, Any]
-) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert a source, with new weights from this seed, or from PyTorch's global generator if it is None."""
-    if seed is None:
-        return convert_deit(source, **options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model, report = convert_deit(source, **options)
-    report.options["seed"] = seed
-    return model, report
-
-
-def _distilled(
-    source: VisionTransformerSource, seed: int | None, options: Mapping[str, Any], distillation: Mapping[str, Any]
-) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert a source, and train the model on the outputs of the source."""
-    from .distillation import DistillationOptions, check_distillable, distill  # needs the libraries of training
-
-    # `distill` checks this too, but only after the conversion, which may fit to the attention for minutes.
-    names = {field.name for field in fields(DistillationOptions)}
-    DistillationOptions(**{name: value for name, value in distillation.items() if name in names})
-    check_distillable(source, distillation["images"])
-    model, report = _seeded_conversion(source, seed, options)
-    fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
-    conversion = {**report.options, "fitted": fitted}
-    report.add_distillation(distill(model, source, conversion=conversion, **distillation))
-    return model, report
 
 
 def _put_in_place(finished: Path, directory: Path) -> None:

@@ -1,9 +1,10 @@
 """Reading a trained vision transformer in any supported format: its config, tensors and image processor."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,24 @@ from transformers import (
     ViTModel,
 )
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_aft import pair
 from ..loading import OWN_KERNELS, load, named_checkpoints, read_config, read_image_processor
 from ..reading import Document, explained, read_json, shown
-from .canonical import DISTILLED_HEADS, HEAD, canonical_shapes, grid_of, is_optional
-from .checkpoint_formats import timm_derivations, transformers_derivations
-from .derivation import Derivation, cast
+from .derivation import Derivation
 from .errors import ConversionError
 from .files import read_weights
-from .image_processing import timm_image_processor, vit_image_processor
+from .names import DISTILLED_HEADS, HEAD, POSITIONS, derivations, is_optional
 from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config, check_tensors
-from .timm_config import PretrainedConfig, TimmConfig, infer_config, read_timm_config, usual_heads
+from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config, usual_heads
 
 
 logger = logging.get_logger(__name__)
 
 # Model classes of transformers, by model type and heads.
-MODEL_CLASSES = {
+MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
     ("vit", ()): ViTModel,
     ("vit", HEAD): ViTForImageClassification,
     ("deit", ()): DeiTModel,
@@ -56,7 +56,7 @@ class VisionTransformerSource:
         name: path, Hub id or model name that the checkpoint was read from.
         config: config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
         tensors: the tensors of the checkpoint, by their names in its files without those of wrappers.
-        derivations: how each tensor of the network is derived from `tensors`, by canonical name.
+        derivations: how each tensor of the network is derived from `tensors`, by its name in transformers.
         image_processor: the image processor of the checkpoint, or the default of its format.
         own_image_processor: whether the checkpoint has an image processor of its own.
         part: the part of its files that the weights were read from, such as "state_dict_ema"; empty for all of them.
@@ -81,12 +81,22 @@ class VisionTransformerSource:
     @property
     def grid_size(self) -> tuple[int, int]:
         """Rows and columns of patches."""
-        return grid_of(self.config)
+        sides = zip(pair(self.config.image_size), pair(self.config.patch_size))
+        rows, columns = (side // patch for side, patch in sides)
+        return rows, columns
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The canonical names of the classifier heads: none, one, or the two of a distilled DeiT."""
-        return tuple(head for head in (*HEAD, *DISTILLED_HEADS) if f"{head}.weight" in self.derivations)
+        """The names of the classifier heads: none, one, or the two of a distilled DeiT."""
+        present = (heads for heads in (HEAD, DISTILLED_HEADS) if f"{heads[-1]}.weight" in self.derivations)
+        return next((heads for heads in present if (self.config.model_type, heads) in MODEL_CLASSES), ())
+
+    @cached_property
+    def empty_model(self) -> PreTrainedModel:
+        """The model of transformers for this checkpoint, on the meta device."""
+        options = {} if self.heads else {"add_pooling_layer": False}
+        with torch.device("meta"):
+            return MODEL_CLASSES[self.config.model_type, self.heads](self.config, **options)
 
     def to_transformers(self) -> PreTrainedModel:
         """Return the model of transformers that is equivalent to this checkpoint, in evaluation mode.
@@ -103,17 +113,61 @@ class VisionTransformerSource:
                 f"{self.name}: the number of attention heads cannot be inferred from the width of "
                 f"{self.config.hidden_size}; give source_num_heads (--source-num-heads)"
             )
-        model_class: type[Any] = MODEL_CLASSES[self.config.model_type, self.heads]
-        prefix = f"{model_class.base_model_prefix}." if self.heads else ""
-        state = {
-            name if name.startswith(self.heads) else prefix + name: derivation.compute(self.tensors)
-            for name, derivation in self.derivations.items()
-            if not is_optional(name)
-        }
+        names = self.empty_model.state_dict()
+        state = {name: self.derivations[self._without_prefix(name)].compute(self.tensors) for name in names}
         options = {} if self.heads else {"add_pooling_layer": False}
+        model_class: Any = type(self.empty_model)
         return model_class.from_pretrained(
             None, config=self.config, state_dict=state, dtype=self.dtype, **options
         ).eval()
+
+    def _without_prefix(self, name: str) -> str:
+        return name.removeprefix(f"{self.empty_model.base_model_prefix}.")
+
+    def check(self) -> None:
+        """Check that the checkpoint reads RGB, and has all tensors, with the right shapes, and no others.
+
+        Raises:
+            ConversionError: it does not; the message names the tensor.
+        """
+        kind, channels = self.config.model_type, self.config.num_channels
+        if channels != 3:
+            raise ConversionError(
+                f"{self.name}: takes images of {channels} channels; image processors give 3 (RGB), so only models of "
+                "3 channels are converted"
+            )
+        layers = {name.split(".")[1] for name in self.derivations if name.startswith("layers.")}
+        if len(layers) != self.config.num_hidden_layers:
+            raise ConversionError(
+                f"{self.name}: its config has {self.config.num_hidden_layers} layers, its weights have {len(layers)}"
+            )
+        with explained(f"{self.name}: no {kind} can have its config", ConversionError):
+            expected = {self._without_prefix(name): x.shape for name, x in self.empty_model.state_dict().items()}
+        if missing := sorted(expected.keys() - self.derivations.keys()):
+            raise ConversionError(
+                f"{self.name}: {missing[0]} (by its name in transformers) is missing from the checkpoint"
+            )
+        known = [item for name, item in self.derivations.items() if name in expected or is_optional(name)]
+        used = {name for item in known for name in (*item.sources, *item.factors)}
+        if unknown := sorted(self.tensors.keys() - used):
+            raise ConversionError(
+                f"{self.name}: {unknown[0]} is no tensor of a {kind}; only plain ViTs and DeiTs are converted"
+            )
+        without_data = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
+        for name, shape in expected.items():
+            derivation = self.derivations[name]
+            try:
+                fits = derivation.compute(without_data).shape == shape
+            except (RuntimeError, IndexError):
+                fits = False
+            if not fits:
+                given = " and ".join(
+                    f"{each} is {tuple(self.tensors[each].shape)}"
+                    for each in (*derivation.sources, *derivation.factors)
+                )
+                raise ConversionError(
+                    f"{self.name}: {given}, which does not fit the rest: {name} needs {tuple(shape)}"
+                )
 
 
 def read_source(
@@ -140,46 +194,82 @@ def read_source(
             its config determines.
         TypeError: `source` is neither a path nor a model.
     """
-    if isinstance(source, PreTrainedModel):
-        _refuse_known(type(source).__name__, source_image_size, source_num_heads)
-        return _checked(_in_one_dtype(_of_model(source)))
-    if not isinstance(source, (str, os.PathLike)):
+    if not isinstance(source, (str, os.PathLike, PreTrainedModel)):
         raise TypeError(
             "source must be a directory, a weight file, a Hub id, or a ViT or DeiT of transformers in "
             f"memory, got {type(source).__name__}"
         )
-    name = str(source)
-    config = _without_config(name) if Path(name).is_file() else _read_config(name)
-    if config.get("model_type") is not None:
-        _refuse_known(name, source_image_size, source_num_heads)
-        return _checked(_in_one_dtype(_read_transformers(name, config)))
-    return _checked(_in_one_dtype(_read_timm(name, config, source_image_size, source_num_heads)))
-
-
-def _refuse_known(name: str, image_size: int | tuple[int, int] | None, num_heads: int | None) -> None:
-    """Refuse an image size and a number of heads for a source whose config has them."""
-    if image_size is not None or num_heads is not None:
-        raise ConversionError(
-            f"{name}: its config has the image size and the heads; leave out source_image_size and source_num_heads "
-            "(--source-image-size, --source-num-heads)"
-        )
+    in_memory = isinstance(source, PreTrainedModel)
+    name, config = type(source).__name__ if in_memory else str(source), {}
+    if not in_memory:
+        config = _without_config(name) if Path(name).is_file() else _read_config(name)
+    if in_memory or config.get("model_type") is not None:
+        if source_image_size is not None or source_num_heads is not None:
+            raise ConversionError(
+                f"{name}: its config has the image size and the heads; leave out source_image_size and "
+                "source_num_heads (--source-image-size, --source-num-heads)"
+            )
+        found = _of_model(source) if isinstance(source, PreTrainedModel) else _read_transformers(name, config)
+    else:
+        found = _read_timm(name, config, source_image_size, source_num_heads)
+    if any(tensor.dtype != found.dtype for tensor in found.tensors.values()):
+        cast = ("cast", str(found.dtype).removeprefix("torch."))
+        in_one_dtype = {name: Derivation(x.sources, (cast, *x.steps)) for name, x in found.derivations.items()}
+        found = replace(found, derivations=in_one_dtype)
+    found.check()
+    return found
 
 
 def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
     """Read a model in memory; it has no image processor, so that the default of its type is used."""
-    model_type, name = model.config.model_type, model.name_or_path or type(model).__name__
+    name = model.name_or_path or type(model).__name__
     check_config(name, model.config.to_dict())
-    config = as_vit_config(model.config)
     tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
+    return _of_transformers(name, model.config, tensors, None)
+
+
+def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransformerSource:
+    check_config(name, values)
+    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
+        config_class: type[PreTrainedConfig] = CONFIG_CLASSES[values["model_type"]]
+        config = config_class.from_dict(dict(values), **OWN_KERNELS)
+    tensors, part = read_weights(name)
+    # A damaged image processor is an error: its means and sizes matter.
+    own = load(AutoImageProcessor, name, ConversionError) if read_image_processor(name, ConversionError) else None
+    return replace(_of_transformers(name, config, tensors, own), part=part)
+
+
+def _of_transformers(
+    name: str,
+    config: PreTrainedConfig,
+    tensors: dict[str, torch.Tensor],
+    processor: BaseImageProcessor | None,
+) -> VisionTransformerSource:
     check_tensors(name, tensors)
-    usual = _usual_image_processor(name, model_type, pair(config.image_size))
-    return VisionTransformerSource(name, config, tensors, transformers_derivations(config, tensors), usual, False)
+    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
+        vit = as_vit_config(config)
+        used = processor or _usual_image_processor(config)
+    return VisionTransformerSource(name, vit, tensors, derivations(name, tensors), used, processor is not None)
 
 
-def _usual_image_processor(name: str, model_type: str, size: tuple[int, int]) -> BaseImageProcessor:
-    """Return the default image processor for a checkpoint of this type without one."""
-    normalized = model_type in IMAGENET_NORMALIZED
-    return timm_image_processor(name, PretrainedConfig(), size) if normalized else vit_image_processor(size)
+def _usual_image_processor(config: PreTrainedConfig) -> BaseImageProcessor:
+    """Return the default image processor of a model type: ImageNet's mean and standard deviation, or 0.5 for a ViT."""
+    height, width = pair(config.image_size)
+    if config.model_type in IMAGENET_NORMALIZED:
+        return image_processor(PretrainedConfig(), (height, width))
+    return ViTImageProcessorPil(size={"height": height, "width": width})
+
+
+def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str = "main", **options: Any) -> Any:
+    """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
+    if config.model_type not in CONFIG_CLASSES or read_image_processor(source, revision=revision):
+        return load(AutoImageProcessor, source, revision=revision, **options)
+    usual: Any = _usual_image_processor(config)
+    logger.warning(
+        f"{source}: has no image processor, so the default of its type is used, with mean {usual.image_mean} and std "
+        f"{usual.image_std}; if it was trained with others, save its image processor beside it"
+    )
+    return usual
 
 
 def _without_config(name: str) -> dict[str, Any]:
@@ -206,33 +296,6 @@ def _read_config(name: str) -> dict[str, Any]:
     return config
 
 
-def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str = "main", **options: Any) -> Any:
-    """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
-    if config.model_type not in CONFIG_CLASSES or read_image_processor(source, revision=revision):
-        return load(AutoImageProcessor, source, revision=revision, **options)
-    usual: Any = _usual_image_processor(source, config.model_type, pair(config.image_size))
-    logger.warning(
-        f"{source}: has no image processor, so the default of its type is used, with mean {usual.image_mean} and std "
-        f"{usual.image_std}; if it was trained with others, save its image processor beside it"
-    )
-    return usual
-
-
-def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransformerSource:
-    model_type = values["model_type"]
-    check_config(name, values)
-    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        config_class: type[PreTrainedConfig] = CONFIG_CLASSES[model_type]
-        config = as_vit_config(config_class.from_dict(dict(values), **OWN_KERNELS))
-        size = pair(config.image_size)
-        grid_of(config)  # raises if the image or patch size is invalid
-    (tensors, part), own = read_weights(name), _read_image_processor(name)
-    check_tensors(name, tensors)
-    usual = _usual_image_processor(name, model_type, size)
-    derivations = transformers_derivations(config, tensors)
-    return VisionTransformerSource(name, config, tensors, derivations, own or usual, own is not None, part)
-
-
 def _read_timm(
     name: str, values: Mapping[str, Any], image_size: int | tuple[int, int] | None, num_heads: int | None
 ) -> VisionTransformerSource:
@@ -241,56 +304,11 @@ def _read_timm(
         tensors, part = read_weights(name)
         check_tensors(name, tensors)
         config = infer_config(name, tensors, timm_config, image_size=image_size, num_heads=num_heads)
-        processor = timm_image_processor(name, timm_config.pretrained_cfg, pair(config.image_size))
-    derivations = timm_derivations(config, tensors)
+        processor = image_processor(timm_config.pretrained_cfg, pair(config.image_size))
     known = bool(num_heads or timm_config.model_args.num_heads or usual_heads(config.hidden_size))
     own = bool(timm_config.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
-    return VisionTransformerSource(name, config, tensors, derivations, processor, own, part, known)
-
-
-def _read_image_processor(name: str) -> BaseImageProcessor | None:
-    """Return the image processor of a checkpoint, or None. A damaged one is an error: its means and sizes matter."""
-    if not read_image_processor(name, ConversionError):
-        return None
-    return load(AutoImageProcessor, name, ConversionError)
-
-
-def _in_one_dtype(source: VisionTransformerSource) -> VisionTransformerSource:
-    """Return the source with derivations that first cast to the dtype of the source, if dtypes differ."""
-    if all(tensor.dtype == source.dtype for tensor in source.tensors.values()):
-        return source
-    to_dtype = cast(source.dtype)
-    derivations = {name: replace(item, steps=(to_dtype, *item.steps)) for name, item in source.derivations.items()}
-    return replace(source, derivations=derivations)
-
-
-def _checked(source: VisionTransformerSource) -> VisionTransformerSource:
-    """Return the source if it reads RGB, and has all tensors, with the right shapes, and no others."""
-    if source.config.num_channels != 3:
-        raise ConversionError(
-            f"{source.name}: takes images of {source.config.num_channels} channels; image processors give 3 (RGB), so "
-            "only models of 3 channels are converted"
-        )
-    used = [name for item in source.derivations.values() for name in (*item.sources, item.factor) if name is not None]
-    if missing := [name for name in used if name not in source.tensors]:
-        raise ConversionError(f"{source.name}: {missing[0]} is missing from the checkpoint")
-    if unknown := sorted(source.tensors.keys() - set(used)):
-        raise ConversionError(
-            f"{source.name}: {unknown[0]} is no tensor of a {source.config.model_type}; only plain ViT and DeiT "
-            "classifiers are converted"
-        )
-    without_data = {name: tensor.to("meta") for name, tensor in source.tensors.items()}
-    for name, expected in canonical_shapes(source.config, source.heads).items():
-        derivation = source.derivations[name]
-        try:
-            fits = tuple(derivation.compute(without_data).shape) == expected
-        except (RuntimeError, IndexError):
-            fits = False
-        if not fits:
-            steps = f" (after: {', '.join(derivation.steps)})" if derivation.steps else ""
-            made_of = [*derivation.sources, *filter(None, [derivation.factor])]
-            given = " and ".join(f"{name} is {tuple(source.tensors[name].shape)}" for name in made_of)
-            raise ConversionError(
-                f"{source.name}: {given}, which does not fit the rest: {expected} is expected{steps}"
-            )
+    items = derivations(name, tensors)
+    source = VisionTransformerSource(name, config, tensors, items, processor, own, part, known)
+    if tensors["pos_embed"].shape[1] == math.prod(source.grid_size):  # that of the class token is left out in DeiT-III
+        items[POSITIONS] = items[POSITIONS].then(("prepend_position",))
     return source

@@ -32,16 +32,6 @@ UNSUPPORTED_TENSORS = {
     r"_?flat_param\w*": "FSDP; save a full state dict",
     r"parametrizations|weight_[gv]|weight_orig": "a parametrization of torch; remove it from the model and save that",
 }
-# Fields that all these configs share.
-SHARED_FIELDS: tuple[str, ...] = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "hidden_dropout_prob",
-)
-SHARED_FIELDS += ("attention_probs_dropout_prob", "initializer_range", "layer_norm_eps", "image_size", "patch_size")
-SHARED_FIELDS += ("num_channels", "qkv_bias")
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
@@ -78,6 +68,7 @@ def as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
     """Return the config as that of a ViT or DeiT, for weights into which the layer scales are folded."""
     if isinstance(config, (ViTConfig, DeiTConfig)):
         return config
-    width = config.hidden_size
-    intermediate = width * config.mlp_ratio if config.model_type == "dinov2" else config.intermediate_size
-    return ViTConfig(**{field: getattr(config, field) for field in SHARED_FIELDS}, intermediate_size=int(intermediate))
+    shared = {name: value for name, value in config.to_dict().items() if name in ViTConfig.__annotations__}
+    if config.model_type == "dinov2":
+        shared["intermediate_size"] = int(config.hidden_size * config.mlp_ratio)
+    return ViTConfig(**shared)

@@ -1,33 +1,30 @@
-"""Config of a checkpoint of timm or the original DeiT, inferred mostly from the shapes of its tensors."""
+"""Config and image processor of a checkpoint of timm or the original DeiT, mostly from the shapes of its tensors."""
 
 import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field, FiniteFloat
 from transformers import DeiTConfig, ViTConfig
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.image_utils import PILImageResampling
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.utils import CONFIG_NAME
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from ..configuration_aft import one_or_pair, pair
+from ..configuration_aft import pair
 from ..reading import Document, parse_json
 from .errors import ConversionError
+from .resizing import one_or_pair
 
 
 # timm's names of plain ViTs and DeiTs: vit_base_patch16_224, deit_tiny_distilled_patch16_224, deit3_base_patch16_384.
 ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_(\d+(_in21k|_in21ft1k)?|dinov2)"
-# Activations by their names in timm, and their names in transformers.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+# Activations whose names in timm are not those in transformers.
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"}
 LAYER_NORM_EPS = 1e-6
 HEAD_WIDTH = 64
 # The widths of the huge, giant and gigantic ViT, which have 16 heads of more than `HEAD_WIDTH` features.
@@ -42,6 +39,8 @@ def _for_three_channels(values: list[float]) -> list[float]:
 
 Positive = Annotated[int, Field(gt=0, le=2**20)]
 Labels = list[str] | dict[str, str]
+Mean = Annotated[list[FiniteFloat], AfterValidator(_for_three_channels)]
+Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], AfterValidator(_for_three_channels)]
 BESIDE = {"labels", "label_names", "label_descriptions", "global_pool"}
 
 
@@ -50,12 +49,10 @@ class PretrainedConfig(Document):
 
     input_size: tuple[Positive, Positive, Positive] | None = None
     crop_pct: Annotated[float, Field(ge=0.1, le=10)] = 0.875
-    crop_mode: str = "center"
-    interpolation: str = "bicubic"
-    mean: Annotated[list[FiniteFloat], AfterValidator(_for_three_channels)] = list(IMAGENET_DEFAULT_MEAN)
-    std: Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], AfterValidator(_for_three_channels)] = list(
-        IMAGENET_DEFAULT_STD
-    )
+    crop_mode: Literal["center"] = "center"
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
+    mean: Mean = list(IMAGENET_DEFAULT_MEAN)
+    std: Std = list(IMAGENET_DEFAULT_STD)
     global_pool: str | None = None
     labels: Labels = {}
     label_names: Labels = {}
@@ -67,7 +64,7 @@ class ModelArgs(Document):
 
     img_size: Positive | tuple[Positive, Positive] | None = None
     num_heads: Positive | None = None
-    act_layer: str = "gelu"
+    act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swish"] = "gelu"
     global_pool: str | None = None
 
 
@@ -86,7 +83,7 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     and entries beside `pretrained_cfg` replace those in it.
 
     Raises:
-        ConversionError: a value is not of its type; or the architecture, pooling or activation is not supported.
+        ConversionError: a value is not of its type; or the architecture or the pooling is not supported.
     """
     stated = json.loads(json.dumps(config), object_hook=lambda each: {k: v for k, v in each.items() if v is not None})
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
@@ -102,10 +99,6 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
         raise ConversionError(
             f"{name}: pools by {pooling!r}; only models that pool by their class token are converted"
         )
-    activation = checked.model_args.act_layer
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ConversionError(f"{name}: the activation {activation!r} is not known; only {known} are converted")
     return checked
 
 
@@ -131,11 +124,12 @@ def infer_config(
     Raises:
         ConversionError: a required tensor is missing, or sizes are inconsistent.
     """
-    patches, blocks = _tensor(name, tensors, "patch_embed.proj.weight", 4), _num_blocks(name, tensors)
+    patches = _tensor(name, tensors, "patch_embed.proj.weight", 4)
     positions = _tensor(name, tensors, "pos_embed", 3)
+    mlp = _tensor(name, tensors, "blocks.0.mlp.fc1.weight", 2)
     distilled = "dist_token" in tensors
     width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
-    model_args = timm_config.model_args
+    model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
         # 1 is a placeholder for an unknown number; the copied tensors do not depend on it.
         num_heads = model_args.num_heads or usual_heads(width) or 1
@@ -144,21 +138,19 @@ def infer_config(
             f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads (--source-num-heads)"
         )
     if image_size is None:
-        input_size = timm_config.pretrained_cfg.input_size
-        image_size = model_args.img_size or (input_size and input_size[1:])
-    config_class = DeiTConfig if distilled else ViTConfig
-    return config_class(
+        image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
+    return (DeiTConfig if distilled else ViTConfig)(
         hidden_size=width,
-        num_hidden_layers=blocks,
+        num_hidden_layers=len({key.split(".")[1] for key in tensors if key.startswith("blocks.")}),
         num_attention_heads=num_heads,
-        intermediate_size=_tensor(name, tensors, "blocks.0.mlp.fc1.weight", 2).shape[0],
-        hidden_act=ACTIVATIONS[model_args.act_layer],
+        intermediate_size=mlp.shape[0],
+        hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
         layer_norm_eps=LAYER_NORM_EPS,
         image_size=_image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size),
         patch_size=one_or_pair(patch_size),
         num_channels=patches.shape[1],
         qkv_bias="blocks.0.attn.qkv.bias" in tensors,
-        **_labels(timm_config.pretrained_cfg, tensors),
+        **_labels(pretrained_cfg, tensors),
     )
 
 
@@ -172,13 +164,6 @@ def _tensor(name: str, tensors: Mapping[str, torch.Tensor], tensor_name: str, di
     return tensors[tensor_name]
 
 
-def _num_blocks(name: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    numbers = {int(match[1]) for match in map(re.compile(r"blocks\.(\d+)\.").match, tensors) if match}
-    if not numbers:
-        raise ConversionError(f"{name}: blocks.0 is missing from the checkpoint; it is no ViT or DeiT")
-    return max(numbers) + 1
-
-
 def usual_heads(width: int) -> int | None:
     """Return the number of heads that ViT and DeiT have at a width, or None if it is unknown."""
     return None if width % HEAD_WIDTH else HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
@@ -188,22 +173,22 @@ def _image_size(
     name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
 ) -> int | tuple[int, int]:
     """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
+    rows, columns = patch_size
     if image_size is None:
         for patches in (length - prefix, length):
-            if patches > 0 and math.isqrt(patches) ** 2 == patches:
-                return one_or_pair((math.isqrt(patches) * patch_size[0], math.isqrt(patches) * patch_size[1]))
+            if patches > 0 and (side := math.isqrt(patches)) ** 2 == patches:
+                return one_or_pair((side * rows, side * columns))
         raise ConversionError(
             f"{name}: {length} positions are no square of patches; give source_image_size, its height and width in "
             "pixels"
         )
-    size = pair(image_size)
-    patches = (size[0] // patch_size[0]) * (size[1] // patch_size[1])
-    if patches not in (length - prefix, length) or size[0] % patch_size[0] or size[1] % patch_size[1]:
+    height, width = pair(image_size)
+    if (height // rows) * (width // columns) not in (length - prefix, length) or height % rows or width % columns:
         raise ConversionError(
-            f"{name}: images of {size[0]} x {size[1]} pixels do not fit its {length} positions and patches of "
-            f"{patch_size[0]} x {patch_size[1]}; give the source_image_size it was trained at"
+            f"{name}: images of {height} x {width} pixels do not fit its {length} positions and patches of "
+            f"{rows} x {columns}; give the source_image_size it was trained at"
         )
-    return one_or_pair(size)
+    return one_or_pair((height, width))
 
 
 def _labels(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -217,3 +202,19 @@ def _labels(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> di
     names = [numbered.get(i, f"LABEL_{i}") for i in range(num_labels)]
     id2label = {i: config.label_descriptions.get(label, label) for i, label in enumerate(names)}
     return {"id2label": id2label, "label2id": {label: i for i, label in id2label.items()}}
+
+
+def image_processor(config: PretrainedConfig, image_size: tuple[int, int]) -> BaseImageProcessor:
+    """Return timm's evaluation transform: resize the shorter side to floor(size / crop_pct), center crop, normalize.
+
+    The defaults of `PretrainedConfig` are also the transform of the original DeiT: bicubic, a crop of 224 from 256,
+    ImageNet's mean and standard deviation. If a margin is odd, the crop may be one pixel off torchvision's.
+    """
+    return DeiTImageProcessorPil(
+        do_convert_rgb=True,
+        size={"shortest_edge": math.floor(max(image_size) / config.crop_pct)},
+        crop_size={"height": image_size[0], "width": image_size[1]},
+        resample=getattr(PILImageResampling, config.interpolation.upper()),
+        image_mean=config.mean,
+        image_std=config.std,
+    )

@@ -14,23 +14,22 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, metadata_save
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from transformers import PreTrainedConfig
 
 from ..analysis import plot_position_biases
 from ..configuration_aft import AFTConfig, pair
 from ..data.atomic_files import write_atomic
 from ..loading import load
 from ..modeling_aft import HEADS, AFTModel
-from ..reading import first_line
+from ..reading import explained, first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
 from .facts import CONVERSION, MODEL_ID, RESULTS, Fact, Facts, format_metric, is_hub_id, read_facts
 from .folder import refuse_misplaced_files
-from .licenses import DEFAULT, known_license
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
 README, PICTURE = "README.md", "position_biases.png"
+DEFAULT_LICENSE = "apache-2.0"
 PICTURES = {
     PICTURE: "Position biases w of layers and heads: red where a position counts more, blue where it counts less.",
     "losses.png": "The loss over the training steps, and the results of evaluations during training.",
@@ -38,42 +37,28 @@ PICTURES = {
 MAX_POSITIONS_DRAWN = 1100  # above it, the T x T biases of all layers and heads take too much memory
 # A card with this line is regenerated whenever the model is published.
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
+UNTRAINED = "No training is recorded in this repository: take the weights as untrained, for tests and for fine-tuning."
 SOFTWARE = "aft-hf"  # PNG metadata that marks generated pictures
+LICENSE_KEYS = ("license", "license_name", "license_link")
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
-TASKS = {
-    ("AFTForCausalLM", "text"): "text-generation",
-    ("AFTForImageClassification", "image"): "image-classification",
-    ("AFTForSequenceClassification", "text"): "text-classification",
-    ("AFTForTokenClassification", "text"): "token-classification",
-    ("AFTModel", "text"): "feature-extraction",
-    ("AFTModel", "image"): "image-feature-extraction",
-}
-# Names of baselines on cards, by model_type or, for `aft_hf.baselines`, by mixer.
-KINDS = {
-    "beit": "DeiT",
-    "gpt2": "GPT-2",
-    "lambda": "lambda layers",
-    "linear": "Linear Transformer",
-    "performer": "Performer",
-    "reformer": "Reformer",
-    "resnet": "ResNet",
-    "synthesizer": "Synthesizer",
-    "vit": "ViT",
-}
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
-AUTO_CLASSES = {
-    "text-generation": "AutoModelForCausalLM",
-    PIXELS: "AutoModelForCausalLM",
-    "image-classification": "AutoModelForImageClassification",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
+# Tasks on the Hub, and the classes of transformers for them, by architecture and modality.
+TASKS = {
+    ("AFTForCausalLM", "text"): ("text-generation", "AutoModelForCausalLM"),
+    ("AFTForImageClassification", "image"): ("image-classification", "AutoModelForImageClassification"),
+    ("AFTForSequenceClassification", "text"): ("text-classification", "AutoModelForSequenceClassification"),
+    ("AFTForTokenClassification", "text"): ("token-classification", "AutoModelForTokenClassification"),
+    ("AFTModel", "text"): ("feature-extraction", "AutoModel"),
+    ("AFTModel", "image"): ("image-feature-extraction", "AutoModel"),
 }
+AUTO_CLASSES = dict(TASKS.values()) | {PIXELS: "AutoModelForCausalLM"}
 
 # Config fields that a card shows if they differ from the default: the paper's ablations, and options beyond the paper.
 # The first two apply to all types, the others only to types with position biases.
 SWITCHES: tuple[str, ...] = ("use_query", "query_activation", "position_bias_reparameterized", "global_connectivity")
 SWITCHES += ("position_bias_entropy_weight", "position_bias_selection", "position_bias_multiplier")
+IMAGE_SIZES = ("image_size", "patch_size", "patch_stride")
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
@@ -85,11 +70,12 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
     Args:
         directory: the directory that `save_pretrained` wrote, with the files of training and conversion.
         repo_id: "name/model" on the Hub. Default: the name of the directory.
-        license: license of the weights by its name on the Hub. Default: the license in README.md, or else Apache 2.0.
+        license: license of the weights by its name on the Hub, which checks it. Default: the license in README.md, or
+            else Apache 2.0.
 
     Raises:
-        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
-            results cannot be read, or the Hub does not know the license.
+        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, or a file with
+            results cannot be read.
     """
     directory = Path(directory)
     with made_card(directory, repo_id=repo_id, license=license) as made:
@@ -109,8 +95,11 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
             _draw_position_biases(directory, facts, made)
             _card(directory, facts, made, repo_id=repo_id, license=license).save(made / README)
         elif license is not None:
+            with explained(f"{README}: the metadata cannot be read", PublishError):
+                metadata = metadata_load(path) or {}
             shutil.copyfile(path, made / README)
-            _set_license(made / README, terms)
+            kept = {name: value for name, value in metadata.items() if name not in LICENSE_KEYS[1:]}
+            metadata_save(made / README, kept | terms)
         yield made
 
 
@@ -135,67 +124,29 @@ def build_card(
 
 
 def _card(directory: Path, facts: Facts, made: Path, *, repo_id: str | None, license: str | None) -> ModelCard:
-    name = repo_id or directory.resolve().name
-    status = (
-        "No training is recorded in this repository: take the weights as untrained, for tests and for fine-tuning."
-    )
-    return fill_card(
-        facts,
-        name.split("/")[-1],
-        source=name,
-        marker=MARKER,
-        pictures={
-            file: text for file, text in PICTURES.items() if (directory / file).is_file() or (made / file).is_file()
-        },
-        status="" if facts.was_trained else status,
-        license=_license(directory, license),
-    )
-
-
-def fill_card(
-    facts: Facts,
-    name: str,
-    *,
-    source: str,
-    marker: str,
-    pictures: dict[str, str],
-    license: dict[str, str],
-    status: str = "",
-    recipe: dict[str, str] | None = None,
-) -> ModelCard:
-    """Fill the template of the card.
-
-    Args:
-        facts: the facts about the model.
-        name: name of the model.
-        source: the id on the Hub or the directory from which the code on the card loads the model.
-        marker: a comment that says how the card was generated.
-        pictures: captions of the pictures by their path, relative to the card.
-        license: the metadata `license` and, if it is "other", `license_name` and `license_link`.
-        status: a sentence at the top of the card that every reader has to know.
-        recipe: the values that the template shows about a recipe, if the card is that of a recipe.
-    """
-    task = _task(facts)
+    source = repo_id or directory.resolve().name
+    name, task = source.split("/")[-1], _task(facts)
+    distilled = facts.conversion is not None and facts.conversion["distillation"]
+    pictures = [file for file in PICTURES if (directory / file).is_file() or (made / file).is_file()]
     return ModelCard.from_template(
-        _metadata(facts, name, license),
+        _metadata(facts, name, _license(directory, license)),
         template_path=str(TEMPLATE),
-        marker=marker,
+        marker=MARKER,
         name=name,
         source=source,
-        status=status,
-        recipe=recipe,
+        status="" if facts.was_trained or distilled else UNTRAINED,
         facts=facts,
         config=facts.config,
-        kind=_kind(facts),
+        kind=f"AFT-{'/'.join(sorted(_types(facts)))}",
         task=task,
-        auto=AUTO_CLASSES.get(task, "AutoModel"),
+        auto=AUTO_CLASSES[task],
         architecture=_architecture(facts),
         longest=_longest(facts.config) if facts.is_text else None,
-        any_size=_takes_any_size(facts),
+        any_size=not facts.config.use_position_embeddings and _types(facts) == {"conv"},
         side=_side(facts) if facts.is_pixels else None,
-        size=None if facts.is_text else _size(getattr(facts.config, "image_size", None)),
+        size=None if facts.is_text else _size(facts.config.image_size),
         conversion_file=CONVERSION,
-        pictures=[{"file": file, "name": _label(Path(file).stem), "text": text} for file, text in pictures.items()],
+        pictures=[{"file": file, "name": _label(Path(file).stem), "text": PICTURES[file]} for file in pictures],
         hub_link=_hub_link,
         data_of=lambda fact: _data(facts, fact),
         label=_label,
@@ -250,35 +201,21 @@ def _license(directory: Path, license: str | None) -> dict[str, str]:
             written = metadata_load(directory / README) or {}
         except Exception:  # there is no card yet, or the checks report what is wrong with it
             written = {}
-        kept = {name: written[name] for name in ("license", "license_name", "license_link") if written.get(name)}
-        return kept if "license" in kept else {"license": DEFAULT}
-    license = known_license(license)
-    if license != "other":
+        kept = {name: written[name] for name in LICENSE_KEYS if written.get(name)}
+        return kept if "license" in kept else {"license": DEFAULT_LICENSE}
+    if (license := license.strip().lower()) != "other":
         return {"license": license}
     if not (directory / "LICENSE").is_file():
         raise PublishError(f"license other: put the text of the license into {directory / 'LICENSE'}")
     return {"license": license, "license_name": "other", "license_link": "LICENSE"}
 
 
-def _set_license(path: Path, terms: dict[str, str]) -> None:
-    """Change only the license in the metadata of a card."""
-    try:
-        metadata = metadata_load(path) or {}
-    except Exception as error:  # the YAML parser can raise any exception
-        raise PublishError(f"{README}: the metadata cannot be read ({first_line(error)})") from error
-    kept = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
-    metadata_save(path, kept | terms)
-
-
 def _task(facts: Facts) -> str:
     if facts.is_pixels:
         return PIXELS
-    if not facts.is_aft:
-        return "text-generation" if facts.is_text else "image-classification"
-    task = TASKS.get((facts.architecture, facts.config.modality))
-    if task is None:
-        raise PublishError(f"config.json: no {facts.architecture} exists for the modality {facts.config.modality}")
-    return task
+    if (kind := (facts.architecture, facts.config.modality)) not in TASKS:
+        raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
+    return TASKS[kind][0]
 
 
 def _metadata(facts: Facts, name: str, license: dict[str, str]) -> ModelCardData:
@@ -289,14 +226,14 @@ def _metadata(facts: Facts, name: str, license: dict[str, str]) -> ModelCardData
             EvalResult(
                 task_type=task,
                 dataset_type=plain(facts.dataset),
-                dataset_name=plain(facts.dataset_name or facts.dataset.split("/")[-1]),
+                dataset_name=plain(facts.dataset.split("/")[-1]),
                 dataset_split=fact.split,
                 metric_type=plain(fact.name),
                 metric_name=plain(fact.name.replace("_", " ")),
                 metric_value=fact.value,
             )
             for fact in facts.results
-            if Path(fact.file).name == RESULTS
+            if fact.file == RESULTS
         ]
     more: dict[str, Any] = dict(license)
     if facts.base_model is not None:
@@ -315,8 +252,6 @@ def _metadata(facts: Facts, name: str, license: dict[str, str]) -> ModelCardData
 
 
 def _tags(facts: Facts) -> list[str]:
-    if not facts.is_aft:
-        return [facts.config.model_type, "baseline"]
     types = sorted(f"aft-{each}" for each in set(facts.config.layer_aft_types))
     return ["aft", "attention-free-transformer", *types]
 
@@ -325,64 +260,38 @@ def _tags(facts: Facts) -> list[str]:
 
 
 def _types(facts: Facts) -> set[str]:
-    return set(facts.config.layer_aft_types) if facts.is_aft else set()
-
-
-def _kind(facts: Facts) -> str:
-    """Return the kind of the model on the card, such as "AFT-conv" or the name of a baseline."""
-    if facts.is_aft:
-        return f"AFT-{'/'.join(sorted(_types(facts)))}"
-    return KINDS.get(getattr(facts.config, "mixer", facts.config.model_type), facts.config.model_type.upper())
+    return set(facts.config.layer_aft_types)
 
 
 def _architecture(facts: Facts) -> dict[str, Any]:
     """Return the rows of the card's table of the architecture. The value is None if a row does not apply."""
-    config, types, usual = facts.config, _types(facts), AFTConfig()
-    layers = getattr(config, "num_hidden_layers", None) or sum(getattr(config, "depths", ()))
-    common = {"parameters": facts.parameters, "layers": layers, "width": getattr(config, "hidden_size", None)}
-    if facts.is_aft:
-        rank = "not factorized" if config.position_bias_dim is None else config.position_bias_dim
-        rows = {
-            "parameters": facts.parameters,
-            "type": config.aft_type if isinstance(config.aft_type, str) else ", ".join(config.aft_type),
-            **common,
-            "width of the MLPs": config.intermediate_size,
-            "position-bias heads": config.num_heads,
-            "kernel size": config.kernel_size if "conv" in types else None,
-            "window": config.window_size if "local" in types else None,
-            "rank of the position biases": rank if types & {"full", "local"} else None,
-        }
-        for name in SWITCHES if types - {"simple"} else SWITCHES[:2]:  # "simple" has no position biases
-            if getattr(config, name) != getattr(usual, name):
-                rows[name.replace("_", " ")] = getattr(config, name)
-    else:
-        rows = {"parameters": facts.parameters, "type": config.model_type, **common}
-        rows["heads"] = getattr(config, "num_attention_heads", getattr(config, "num_heads", None))
+    config, types, task = facts.config, _types(facts), _task(facts)
+    rows = {
+        "parameters": facts.parameters,
+        "type": config.aft_type if isinstance(config.aft_type, str) else ", ".join(config.aft_type),
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "width of the MLPs": config.intermediate_size,
+        "position-bias heads": config.num_heads,
+        "kernel size": config.kernel_size if "conv" in types else None,
+        "window": config.window_size if "local" in types else None,
+    }
+    if types & {"full", "local"}:
+        rows["rank of the position biases"] = config.position_bias_dim or "not factorized"
+    for name in SWITCHES if types - {"simple"} else SWITCHES[:2]:  # "simple" has no position biases
+        if getattr(config, name) != getattr(AFTConfig(), name):
+            rows[name.replace("_", " ")] = getattr(config, name)
     if facts.is_text:
         return rows | {"vocabulary": config.vocab_size, "longest sequence": _longest(config)}
-    classes = config.num_labels if _task(facts) == "image-classification" else None
-    return rows | {
-        "image size": _size(getattr(config, "image_size", None)),
-        "patch size": _size(getattr(config, "patch_size", None)),
-        "patch stride": _size(getattr(config, "patch_stride", None)),
-        "classes": classes,
-    }
+    sizes = {name.replace("_", " "): _size(getattr(config, name)) for name in IMAGE_SIZES}
+    return rows | sizes | {"classes": config.num_labels if task == "image-classification" else None}
 
 
-def _takes_any_size(facts: Facts) -> bool:
-    """Return whether no parameter of the model depends on the image size."""
-    if facts.is_aft:
-        return not facts.config.use_position_embeddings and _types(facts) == {"conv"}
-    return not hasattr(facts.config, "image_size")  # such as a ResNet
-
-
-def _size(sides: int | tuple[int, int] | None) -> str | None:
+def _size(sides: int | list[int] | tuple[int, ...] | None) -> str | None:
     return None if sides is None else " x ".join(map(str, pair(sides)))
 
 
-def _longest(config: PreTrainedConfig) -> int | str:
-    if not isinstance(config, AFTConfig):
-        return config.max_position_embeddings
+def _longest(config: AFTConfig) -> int | str:
     limited = config.use_position_embeddings or set(config.layer_aft_types) & {"full", "local"}
     return config.max_position_embeddings if limited else "no limit"
 
@@ -399,7 +308,7 @@ def _label(name: str) -> str:
 
 def _data(facts: Facts, fact: Fact) -> str:
     """Return the dataset and the split of a result, as far as its file records them."""
-    dataset = (facts.dataset_name or facts.dataset) if Path(fact.file).name == RESULTS else None
+    dataset = facts.dataset if fact.file == RESULTS else None
     return escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
 
 

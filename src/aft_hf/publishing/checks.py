@@ -82,7 +82,7 @@ def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -
     for name, path in files.items():
         with explained(f"{name}: cannot be read", PublishError):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
-    problems += _model_problems(directory)
+    problems += _model_problems(directory, files)
     problems += [f"{README}: {problem}" for problem in card_problems(files.get(README, directory / README), files)]
     return problems
 
@@ -135,7 +135,7 @@ def _line(content: str | bytes, match: re.Match[Any]) -> int:
 # ------------------------------------------------------------------------------------------------------------- model
 
 
-def _model_problems(directory: Path) -> Iterator[str]:
+def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
     config_file = directory / CONFIG
     if not config_file.is_file():
         adapter = (directory / "adapter_config.json").is_file()
@@ -153,7 +153,7 @@ def _model_problems(directory: Path) -> Iterator[str]:
     except PublishError as error:
         yield str(error)
         return
-    yield from _code_problems(directory, config)
+    yield from _code_problems(files, config)
     names = config.architectures or []
     if not names or names[0] not in ARCHITECTURES:
         yield f"{CONFIG}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
@@ -165,7 +165,7 @@ def _model_problems(directory: Path) -> Iterator[str]:
     yield from _loading_problems(directory, ARCHITECTURES[names[0]])
 
 
-def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
+def _code_problems(files: dict[str, Path], config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
     if not config.auto_map:
         yield f"{CONFIG}: has no auto_map, so the model does not load without aft_hf; {again}"
@@ -174,9 +174,9 @@ def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
         if "--" in str(place):
             yield f"{CONFIG}: auto_map loads {name} from another repository, {place}; {again}"
     for name in CODE:
-        if not (directory / name).is_file():
+        if name not in files:
             yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
-        elif not filecmp.cmp(directory / name, PACKAGE / name, shallow=False):
+        elif not filecmp.cmp(files[name], PACKAGE / name, shallow=False):
             yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
 
 

@@ -2,17 +2,15 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator
-from transformers import PreTrainedConfig
+from pydantic import BeforeValidator, ValidationError
 
 from ..configuration_aft import AFTConfig
-from ..conversion.report import SavedReport
+from ..conversion.report import ConversionReport
 from ..loading import load
 from ..reading import Document, UnreadableError, read_safetensors_header
 from ..reading import read_json as read_document
@@ -26,23 +24,13 @@ CONVERSION = "conversion_report.json"
 # Endings of the names of results; all other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
-# Keys that a card does not list under training: the config describes the model, paths mean nothing to others, losses
-# are drawn as a picture, and some keys have no influence on the model.
-NOT_LISTED: tuple[str, ...] = (
-    "metrics",
-    "losses",
-    "evaluations",
-    "parameters",
-    "versions",
-    "recipe.model",
-    "recipe.notes",
-    "recipe.paper",
+# Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
+# nothing to others, losses are drawn as a picture, and some keys have no influence on the model.
+NOT_LISTED = re.compile(
+    r"(metrics|losses|evaluations|parameters|versions|recipe\.(model|notes|paper|output_dir|resume|tracker|\w+_every"
+    r"|keep_checkpoints)|recipe\.data\.(workers|\w+_column|text_separator|shuffle_buffer|train|validation|test))(\..*)?",
+    re.DOTALL,  # keys may have line breaks
 )
-NOT_LISTED += ("recipe.output_dir", "recipe.resume", "recipe.tracker", "recipe.log_every", "recipe.evaluate_every")
-NOT_LISTED += ("recipe.save_every", "recipe.keep_checkpoints", "recipe.data.workers")
-NOT_LISTED += ("recipe.data.image_column", "recipe.data.label_column", "recipe.data.text_column")
-NOT_LISTED += ("recipe.data.text_separator", "recipe.data.shuffle_buffer")
-NOT_LISTED += ("recipe.data.train", "recipe.data.validation", "recipe.data.test")
 COST = re.compile(r"carbon|co2|emission|energy|kwh|cost|price|watt", re.IGNORECASE)
 Content = TypeVar("Content")
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -67,32 +55,24 @@ class Fact:
 class Facts:
     """All facts about a saved model."""
 
-    config: PreTrainedConfig
+    config: AFTConfig
     architecture: str
     parameters: int | None = None
     results: list[Fact] = field(default_factory=list)
     training: list[Fact] = field(default_factory=list)
     cost: list[Fact] = field(default_factory=list)
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
-    dataset_name: str | None = None  # the name to show
     dataset_on_hub: bool = False
     base_model: str | None = None  # an id on the Hub
     conversion: dict[str, Any] | None = None
     task: str | None = None  # of the recipe
-    paper: dict[str, Any] | None = None  # the rows of the paper that the recipe reproduces, and their score
+    paper: "Paper | None" = None
     versions: str | None = None  # of the software of the training
-    config_file: str = "config.json"
-
-    @property
-    def is_aft(self) -> bool:
-        return self.config.model_type == AFTConfig.model_type
 
     @property
     def is_text(self) -> bool:
         """Whether the model reads tokens; otherwise it reads images."""
-        if isinstance(self.config, AFTConfig):
-            return self.config.modality == "text"
-        return not hasattr(self.config, "image_size") and hasattr(self.config, "vocab_size")
+        return self.config.modality == "text"
 
     @property
     def is_pixels(self) -> bool:
@@ -139,18 +119,36 @@ def read_facts(directory: Path) -> Facts:
     return facts
 
 
-Section = Annotated[dict[str, Any], BeforeValidator(lambda value: value if isinstance(value, dict) else {})]
+def _else(kind: type, default: Any) -> BeforeValidator:
+    """Return a validator that replaces values of other types by the default."""
+    return BeforeValidator(lambda value: value if isinstance(value, kind) else default)
+
+
+Section = Annotated[dict[str, Any], _else(dict, {})]
+
+
+class Paper(Document):
+    """The rows of the paper's tables that a recipe reproduces, and their score."""
+
+    rows: list[str]
+    score: float
+
+
+def _paper(value: Any) -> Any:
+    """Return a valid section, else None: other programs write sections of this name, too."""
+    try:
+        return Paper.model_validate(value)
+    except ValidationError:
+        return None
 
 
 class RecipeFacts(Document):
     """The sections of the recipe in results.json that a card uses."""
 
-    task: Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)] = None
+    task: Annotated[str | None, _else(str, None)] = None
     model: Section = {}
     data: Section = {}
-    paper: Annotated[
-        dict[str, Any] | None, BeforeValidator(lambda value: value if isinstance(value, dict) else None)
-    ] = None
+    paper: Annotated[Paper | None, BeforeValidator(_paper)] = None
 
 
 class Results(Document):
@@ -160,9 +158,7 @@ class Results(Document):
     """
 
     metrics: Section = {}
-    recipe: Annotated[RecipeFacts, BeforeValidator(lambda value: value if isinstance(value, dict) else {})] = (
-        RecipeFacts()
-    )
+    recipe: Annotated[RecipeFacts, _else(dict, {})] = RecipeFacts()
     versions: Section = {}
 
 
@@ -216,22 +212,12 @@ def _is_result(name: str) -> bool:
 def _read_results(directory: Path, facts: Facts) -> None:
     results = read_json(directory / RESULTS, Results)
     # A file with neither section is not from a training: `aft-hf evaluate --out` may have written it.
-    if results is not None and {"metrics", "recipe"} & results.model_fields_set:
-        add_results(facts, results, RESULTS)
-
-
-def add_results(facts: Facts, results: Results, file: str) -> None:
-    """Add the content of results.json of `aft_hf.training`: metrics, recipe, versions and all other values.
-
-    Args:
-        facts: the facts to add to.
-        results: the content of the file.
-        file: the name of the file on the card.
-    """
+    if results is None or not {"metrics", "recipe"} & results.model_fields_set:
+        return
     for name, value in _flat(results.metrics):
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric):
-            facts.results.append(Fact(metric, value, file, split))
+            facts.results.append(Fact(metric, value, RESULTS, split))
     facts.task, facts.paper = results.recipe.task, results.recipe.paper
     data, model = results.recipe.data, results.recipe.model
     if data.get("dataset"):
@@ -242,11 +228,9 @@ def add_results(facts: Facts, results: Results, file: str) -> None:
         facts.base_model = str(model["pretrained"])
     taken: set[str] = set()
     for name, value in _flat(results.model_dump(exclude_unset=True)):
-        if value is False or any(name == each or name.startswith(f"{each}.") for each in NOT_LISTED):
+        if value is False or NOT_LISTED.fullmatch(name) or (isinstance(value, float) and not math.isfinite(value)):
             continue
-        if isinstance(value, float) and not math.isfinite(value):
-            continue
-        fact = Fact(name.removeprefix("recipe."), value, file)
+        fact = Fact(name.removeprefix("recipe."), value, RESULTS)
         if fact.name not in taken:
             (facts.cost if COST.search(name) else facts.training).append(fact)
         taken.add(fact.name)
@@ -261,14 +245,10 @@ def _read_trainer(directory: Path, facts: Facts) -> None:
     """Read the files of transformers' Trainer: all_results.json and trainer_state.json."""
     for name, value in _flat(read_json(directory / TRAINER_RESULTS, dict[str, Any])):
         split, metric = _split_of(name)
-        if not _is_number(value):
-            continue
-        if _is_result(metric) and split is not None:
-            facts.results.append(Fact(metric, value, TRAINER_RESULTS, split))
-        elif COST.search(name):
-            facts.cost.append(Fact(name, value, TRAINER_RESULTS))
-        else:
-            facts.training.append(Fact(name, value, TRAINER_RESULTS))
+        if _is_number(value):
+            is_result = _is_result(metric) and split is not None
+            kind = facts.results if is_result else facts.cost if COST.search(name) else facts.training
+            kind.append(Fact(metric if is_result else name, value, TRAINER_RESULTS, split if is_result else None))
     state = read_json(directory / TRAINER_STATE, dict[str, Any]) or {}
     for name in ("global_step", "train_batch_size", "best_metric"):
         if _is_number(state.get(name)):
@@ -279,20 +259,17 @@ def _read_trainer(directory: Path, facts: Facts) -> None:
 
 
 def _read_conversion(directory: Path, facts: Facts) -> None:
-    report = read_json(directory / CONVERSION, SavedReport)
+    report = read_json(directory / CONVERSION, ConversionReport)
     if report is None:
         return
-    source = report.source
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
+    sizes: dict[str, list[int]] = {}
     for each in report.tensors:
-        counts[each.status] += 1
-        sizes[each.status] += math.prod(each.shape)
-    facts.base_model = facts.base_model or (source if is_hub_id(source) else None)
+        sizes.setdefault(each.status, []).append(math.prod(each.shape))
+    facts.base_model = facts.base_model or (report.source if is_hub_id(report.source) else None)
     facts.conversion = {
-        "source": source,
-        "counts": [(each, counts[each], sizes[each]) for each in counts],
-        "has_new": "new" in counts,
+        "source": report.source,
+        "counts": [(status, len(each), sum(each)) for status, each in sizes.items()],
+        "has_new": "new" in sizes,
         "distillation": _distillation(report.options.get("distillation")),
     }
 

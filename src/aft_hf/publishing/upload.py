@@ -4,36 +4,30 @@
 of the model in the repository.
 """
 
-import itertools
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx2  # the HTTP client of huggingface_hub, which lets its errors pass
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_session
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.sha import git_hash
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..data.checksums import sha256
+from ..progress import plain_console
 from ..reading import described, first_line
 from .card import README, card_license, copy_into, made_card
-from .checks import CODE, CONFIG, find_problems
+from .checks import CODE, CONFIG, PACKAGE, find_problems
 from .errors import PublishError
 from .folder import files_by_name, files_to_upload
 
@@ -84,7 +78,7 @@ def publish(
         revision: the branch to commit to, created from main if it does not exist. Default: main.
         create_pr: open a pull request instead of committing.
         license: license of the weights, as for `write_card`.
-        dry_run: only check and show; nothing is written or uploaded, and no network is needed.
+        dry_run: only check, and show the card and the files; nothing is written or uploaded, and no network is needed.
         token: token of the Hub. Default: the token of `hf auth login` or HF_TOKEN.
         endpoint: URL of the Hub. Default: the environment variable HF_ENDPOINT.
         console: the rich console to print to. Default: the standard output.
@@ -93,7 +87,7 @@ def publish(
         PublishError: the directory has problems, the Hub refuses the upload or cannot be reached, or the uploaded
             files differ from the local files. The message says what to do.
     """
-    directory, console = Path(directory), console or Console()
+    directory, console = Path(directory), console or plain_console()
     if create_pr and revision is not None:
         raise PublishError(
             "give a revision or ask for a pull request, not both: a pull request is always against main"
@@ -102,8 +96,13 @@ def publish(
         _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
     with made_card(directory, repo_id=repo_id, license=license) as made:
+        for name in CODE:  # a model may be kept without its code, which the installed package has
+            if not (directory / name).exists():
+                shutil.copyfile(PACKAGE / name, made / name)
         _refuse_unfit(directory, made)
         files = files_by_name(directory, made)
+        if dry_run:
+            console.print(files[README].read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
         _show(console, directory, repo_id, files)
         if dry_run:
             console.print("nothing was uploaded")
@@ -127,17 +126,13 @@ def _refuse_unfit(directory: Path, made: Path | None = None) -> None:
 
 
 def _show(console: Console, directory: Path, repo_id: str, files: dict[str, Path]) -> None:
-    """Print which files are uploaded or left out. Their names are escaped, since rich reads brackets as markup."""
-    sizes = {name: path.stat().st_size for name, path in files.items()}
+    """Print which files are uploaded or left out."""
     kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {card_license(files[README])}"}
-    table = Table(title=escape(f"{directory} to {repo_id}"))
-    table.caption = f"{len(files)} files, {decimal(sum(sizes.values()))}"
-    table.add_column("file", overflow="fold")
-    table.add_column("kind")
-    table.add_column("size", justify="right")
-    for name, size in sizes.items():
+    table = Table("file", "kind", "size", title=Text(f"{directory} to {repo_id}"))
+    for name, path in files.items():
         kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
-        table.add_row(escape(name), kind, decimal(size))
+        table.add_row(Text(name, overflow="fold"), kind, decimal(path.stat().st_size))
+    table.caption = f"{len(files)} files, {decimal(sum(path.stat().st_size for path in files.values()))}"
     console.print(table)
     if left_out := [path.relative_to(directory).as_posix() for path in files_to_upload(directory)[1]]:
         console.print(f"left out: {', '.join(left_out)}", markup=False)
@@ -158,9 +153,9 @@ def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision
     return _retried(lambda: _repository_info(api, repo_id, revision))
 
 
-def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, **options: Any) -> ModelInfo:
+def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, *, blobs: bool = False) -> ModelInfo:
     # Without an explicit timeout, `model_info` overrides the session's timeout and waits forever.
-    return api.model_info(repo_id, revision=revision, timeout=TIMEOUT, **options)
+    return api.model_info(repo_id, revision=revision, timeout=TIMEOUT, files_metadata=blobs)
 
 
 def _commit(
@@ -178,10 +173,9 @@ def _commit(
     a retry finds nothing left to commit. A pull request could be opened twice, so it is retried only after too many
     requests (429).
     """
-    heads = itertools.chain([before], iter(lambda: _repository_info(api, repo_id, revision), None))
 
     def attempt() -> CommitInfo:
-        there = {file.rfilename for file in next(heads).siblings or ()}
+        there = {file.rfilename for file in _repository_info(api, repo_id, revision).siblings or ()}
         # The new files do not replace these old weights, and an old single file would be loaded instead of new shards.
         stale = sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
         # Operations keep the state of their upload, so each attempt needs new ones.
@@ -224,7 +218,7 @@ def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit:
     Raises:
         PublishError: a file is missing or differs.
     """
-    info = _retried(lambda: _repository_info(api, repo_id, commit.oid, files_metadata=True))
+    info = _retried(lambda: _repository_info(api, repo_id, commit.oid, blobs=True))
     there = {file.rfilename: file for file in info.siblings or ()}
     for name in names:
         file, path = there.get(name), directory / name
@@ -281,7 +275,11 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _status(error: Exception) -> int | None:
-    return next((each.response.status_code for each in _causes(error) if isinstance(each, HfHubHTTPError)), None)
+    """Return the HTTP status of an error of the Hub. A repository that does not exist may be hidden: 401."""
+    for each in _causes(error):
+        if isinstance(each, HfHubHTTPError):
+            return 401 if isinstance(each, RepositoryNotFoundError) else each.response.status_code
+    return None
 
 
 @contextmanager
@@ -290,29 +288,23 @@ def _explained(context: Callable[[Exception], str]) -> Iterator[None]:
     repository, which `context` describes."""
     try:
         yield
-    except PublishError as error:
-        raise PublishError(f"{error} ({context(error)})") from error
     except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
         raise PublishError(f"{_reason(error)} ({context(error)})") from error
 
 
 def _reason(error: Exception) -> str:
+    """Describe an error in one line: what the Hub answered, or why it could not be asked, and what to do."""
+    status = _status(error) or 0
+    hint = HINTS.get(status, "run the command again" if _is_transient(error) else "")
     for each in _causes(error):
         match each:
-            case HFValidationError() | OfflineModeIsEnabled() | LocalTokenNotFoundError():
-                return first_line(each)
-            case RevisionNotFoundError():
-                return "the revision does not exist on the Hub"
             case HfHubHTTPError():
-                status = 401 if isinstance(each, RepositoryNotFoundError) else each.response.status_code
                 said = each.server_message or each.response.headers.get("X-Error-Message")
-                said = first_line(ValueError(said or each.response.reason_phrase))
-                hint = HINTS.get(status, "run the command again" if status >= 500 else "")
-                return f"the Hub answered {each.response.status_code} {said}" + (f"; {hint}" if hint else "")
-            case httpx2.TimeoutException():
-                return "the Hub did not answer in time; run the command again"
+                told = f"the Hub answered {each.response.status_code}"
+                told += f" {first_line(ValueError(said or each.response.reason_phrase))}"
+                return f"{told}; {hint}" if hint else told
             case httpx2.TransportError():
-                return f"the connection to the Hub failed ({first_line(each)}); run the command again"
+                return f"the connection to the Hub failed ({described(each)}); {hint}"
             case httpx2.HTTPError() | httpx2.InvalidURL():
                 return f"the Hub redirects in a loop or to no valid address ({first_line(each)}); check HF_ENDPOINT"
     return described(error)

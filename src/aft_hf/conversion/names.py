@@ -1,0 +1,102 @@
+"""Names of the tensors of ViT and DeiT checkpoints of every format, and their names in transformers and in an AFT."""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+from .derivation import PARTS, Derivation
+from .errors import ConversionError
+
+
+HEAD = ("classifier",)
+# The two heads of a distilled DeiT, for its class token and its distillation token. The model predicts their mean.
+DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
+POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
+
+# Names of timm, the original DeiT and DINOv2, and those of transformers in memory.
+TIMM = {
+    r"^cls_token": "embeddings.cls_token",
+    r"^dist_token": DISTILLATION_TOKEN,
+    r"^pos_embed": POSITIONS,
+    r"^patch_embed\.proj\.": "embeddings.patch_embeddings.projection.",
+    r"^blocks\.": "layers.",
+    r"\.norm1\.": ".layernorm_before.",
+    r"\.norm2\.": ".layernorm_after.",
+    r"\.attn\.qkv\.": ".attention.qkv.",
+    r"\.attn\.proj\.": ".attention.o_proj.",
+    r"^norm\.": "layernorm.",
+    r"^head\.": "classifier.",
+    r"^head_dist\.": "distillation_classifier.",
+}
+# The layer scales of timm, DeiT-III and DINOv2, and the modules that they are folded into: gamma in
+# x + gamma * branch(x) is folded into the last module of the branch.
+LAYER_SCALE = r"\.(?:ls([12])\.gamma|gamma_([12])|layer_scale([12])\.lambda1)$"
+SCALED = {"1": "attention.o_proj", "2": "mlp.fc2"}
+# Tensors that a file may hold in addition to the classifier network.
+OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
+
+# Parts of names of transformers, and those of an AFT. The heads of a distilled DeiT become one.
+AFT = {
+    r"^(cls_|distillation_)?classifier\.": "classifier.",
+    r"^(embeddings|layers|layernorm)\.": r"aft.\1.",
+    r"\.patch_embeddings\.projection\.": ".patch_embeddings.",
+    r"\.attention\.([vo]_proj)\.": r".mixer.\1.",
+}
+
+
+@cache
+def _renamings() -> list[WeightRenaming]:
+    """Return the renamings to the names of transformers in memory: those of its own files, and `TIMM`."""
+    own = get_checkpoint_conversion_mapping("ViTModel")
+    more = [WeightRenaming(old, new) for old, new in TIMM.items()]
+    return [WeightRenaming(r"^(?:vit|deit|dinov2)\.", ""), *own, *more]
+
+
+def derivations(source: str, names: Iterable[str]) -> dict[str, Derivation]:
+    """Return the derivation of each tensor of a ViT from the tensors of a checkpoint, by its name in transformers.
+
+    Fused projections are split, and layer scales folded in.
+
+    Args:
+        source: name of the checkpoint, for error messages.
+        names: names of its tensors.
+
+    Raises:
+        ConversionError: two tensors of the checkpoint are the same tensor of a ViT.
+    """
+    found: dict[str, Derivation] = {}
+    scales: dict[str, str] = {}
+    for name in names:
+        known = apply_renamings(name, _renamings())
+        if match := re.search(LAYER_SCALE, known):
+            scales[f"{known[: match.start()]}.{SCALED[match[match.lastindex or 0]]}"] = name
+            continue
+        parts = [known.replace(".qkv.", f".{part}_proj.") for part in "qkv"] if ".attention.qkv." in known else [known]
+        for i, part in enumerate(parts):
+            if part in found:
+                raise ConversionError(f"{source}: {name} and {found[part].sources[0]} are the same tensor of a ViT")
+            found[part] = Derivation((name,), (("part", i),) if len(parts) == PARTS else ())
+    for module, scale in scales.items():
+        for name in (f"{module}.weight", f"{module}.bias"):
+            if name in found:
+                found[name] = found[name].then(("scale", scale))
+    if DISTILLATION_TOKEN in found and "distillation_classifier.weight" in found:
+        for kind in ("weight", "bias"):  # timm calls the first head of two as the only head of others
+            if f"classifier.{kind}" in found:
+                found[f"cls_classifier.{kind}"] = found.pop(f"classifier.{kind}")
+    return found
+
+
+def is_optional(name: str) -> bool:
+    """Whether a tensor of this name is allowed in a checkpoint but not needed."""
+    return re.fullmatch(OPTIONAL, name) is not None
+
+
+def name_in_aft(name: str) -> str:
+    """Return the name in an AFT of a tensor of a ViT that is copied."""
+    for old, new in AFT.items():
+        name = re.sub(old, new, name)
+    return name
