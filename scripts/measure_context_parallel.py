@@ -4,14 +4,11 @@
     torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side 4096
 
 Each process has a shard of the row or image. Prints the loss and the norm of the gradient (for an image the logits,
-without gradients), and for each process the bytes and calls of its collectives in all layers, the seconds within them,
-and its peak memory. Within a collective, a process also waits for slower processes; therefore the same calls are
-repeated alone and timed. With `--nproc-per-node 1` everything is in one process.
+without gradients), and for each process the bytes and calls of its collectives in all layers, the seconds, and its
+peak memory. With `--nproc-per-node 1` everything is in one process.
 """
 
-import os
 import resource
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +23,6 @@ from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, context
 
 
 COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce")
-REPETITIONS = 20
 PATCH = 16
 
 
@@ -34,9 +30,7 @@ class Record:
     """Context manager that records the calls of collectives and their bytes."""
 
     def __init__(self):
-        self.bytes: Counter[str] = Counter()
-        self.calls: list[Callable[[], Any]] = []
-        self.seconds = 0.0
+        self.bytes, self.calls = Counter(), Counter()
         self._collectives = {name: getattr(distributed, name) for name in COLLECTIVES}
 
     def __enter__(self) -> "Record":
@@ -49,28 +43,9 @@ class Record:
             setattr(distributed, name, collective)
 
     def _call(self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        call = partial(collective, *arguments, **options)
         self.bytes[name] += arguments[name != "all_reduce"].nbytes
-        self.calls.append(call)
-        start = time.perf_counter()
-        result = call()
-        self.seconds += time.perf_counter() - start
-        return result
-
-    def summary(self) -> str:
-        return f"{sum(self.bytes.values()):,} bytes in {len(self.calls)} calls {dict(self.bytes)}"
-
-
-def seconds_alone(calls: list[Callable[[], Any]]) -> float:
-    """Median seconds of the same calls one after the other, when all processes begin together."""
-    taken = []
-    for _ in range(REPETITIONS):
-        distributed.barrier()
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        self.calls[name] += 1
+        return collective(*arguments, **options)
 
 
 def main(
@@ -95,8 +70,8 @@ def main(
         result = run()
         seconds = time.perf_counter() - start
     memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-    report = f"{record.summary()}, {record.seconds:.2f} of {seconds:.1f} s, peak memory {memory:,.0f} MiB"
-    alone = seconds_alone(record.calls)
+    report = f"{sum(record.bytes.values()):,} bytes in {sum(record.calls.values())} calls {dict(record.bytes)}, "
+    report += f"{seconds:.1f} s, peak memory {memory:,.0f} MiB"
     reports = [None] * group.size()
     distributed.all_gather_object(reports, report)
     found = result()
@@ -104,9 +79,6 @@ def main(
         print(f"{group.size()} processes, {what}, {layers} layers with d = {hidden_size}: {found}")
         for process, line in enumerate(reports):
             print(f"process {process}: {line}")
-        print(f"the same calls alone: {alone * 1e3:.1f} ms, {alone / len(record.calls) * 1e3:.2f} ms per call")
-        load, cores = os.getloadavg()[0], os.cpu_count()
-        print(f"on {cores} cores, with a load average of {load:.1f} in the last minute, including these processes")
     distributed.barrier()  # no process exits while another still receives
     distributed.destroy_process_group()
 

@@ -8,10 +8,9 @@ distillation without labels for 2, 5 and 15 minutes; an AFT-conv with random wei
 Distillations and random weights also differ by seed. With seed 0, models are also evaluated at other image sizes.
 
 Trainings and conversions are separate commands, which are printed before they run. Finished ones are not repeated, so
-the command resumes after an interruption. tables.md and results.json contain all results so far, and are rewritten
-after each measurement. With `--source` and `--earlier results.json`, another machine continues; it needs only the ViT.
-Once the first seed has begun, others can run in parallel (`--seed`). Minutes of distillation are comparable only if
-nothing else runs on the machine.
+the command resumes after an interruption. tables.md and results.json contain all results so far. With `--source` and a
+copy of results.json in OUT, another machine continues. Minutes of distillation are comparable only if nothing else
+runs on the machine.
 """
 
 import hashlib
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from filelock import FileLock
 from rich.console import Console
 from transformers import (
     AutoImageProcessor,
@@ -42,7 +40,6 @@ from aft_hf.reading import read_json, reported
 from aft_hf.training.evaluation import evaluate_classifier, usable_device
 
 
-SCRIPTS = Path(__file__).parent
 SIZES = ["--kernel-size", 7, "--num-heads", 32]  # of the AFT-convs
 CLI = ["-m", "aft_hf.cli"]
 VIT, RANDOM, PAPER, ATTENTION = "the ViT", "random weights", "`--init paper`", "`--init attention`"
@@ -65,14 +62,14 @@ def run(*command: object) -> None:
 
 
 def fine_tune(model: Path, out: Path, *options: object) -> None:
-    """Run finetune.py, which resumes after an interruption."""
+    """Run `aft-hf finetune`, which resumes after an interruption."""
     if (out / "all_results.json").exists():
         return
     common = ["--do_train", "--do_eval", "--augmentation", "crop", "--report_to", "none", "--disable_tqdm", "true"]
     common += ["--per_device_train_batch_size", 128, "--per_device_eval_batch_size", 250, "--logging_steps", 50]
     common += ["--lr_scheduler_type", "cosine", "--warmup_steps", 0.05, "--weight_decay", 0.05]
     common += ["--save_strategy", "epoch", "--save_total_limit", 1, "--resume_from_checkpoint", "true"]
-    run(SCRIPTS / "finetune.py", "--model_name_or_path", model, "--output_dir", out, *common, *options)
+    run("-m", "aft_hf", "finetune", "--model_name_or_path", model, "--output_dir", out, *common, *options)
 
 
 def new_vit(out: Path) -> None:
@@ -112,27 +109,6 @@ def convert(vit: Path, out: Path, *options: object, bf16: bool = False) -> bool:
     return True
 
 
-def keep_to_options(path: Path, options: dict[str, Any]) -> None:
-    """Raise a ValueError if the directory was begun with other options."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, options)
-    elif (begun := read_json(path, dict[str, Any])) != options:
-        raise ValueError(f"{path.parent} was begun with {json.dumps(begun)}; give another --out")
-
-
-def checksum(vit: Path) -> str:
-    """SHA-256 of the weights of a ViT.
-
-    Raises:
-        ValueError: the directory has no model.safetensors.
-    """
-    weights = vit / "model.safetensors"
-    if not weights.is_file():
-        raise ValueError(f"--source {vit}: contains no model.safetensors")
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
-
-
 def distilled_name(minutes: float) -> str:
     """Return the name of the model that is distilled for this time."""
     return f"distilled for {minutes:g} minutes"
@@ -148,45 +124,28 @@ def table_order(record: Record) -> tuple[bool, float, int]:
 
 
 class Records:
-    """The scores that have been measured. Each record is a JSON file in `out/records`, which several processes can
-    share. Records of an earlier results.json with the same options are copied there.
+    """The scores that have been measured, in `out`/results.json, and their tables in `out`/tables.md.
+
+    Raises:
+        ValueError: the results are those of other options or of another ViT.
     """
 
-    def __init__(self, out: Path, options: dict[str, Any], earlier: Path | None = None):
-        self.out, self.options = out, options
-        (out / "records").mkdir(exist_ok=True)
-        if earlier is not None:
-            content = read_json(earlier, dict[str, Any])
-            if content.get("options") != options:
-                before, now = json.dumps(content.get("options")), json.dumps(options)
-                raise ValueError(f"--earlier {earlier} was measured with the options {before}, but this run has {now}")
-            for record in content["records"]:
-                if not self.has(record["model"], record["seed"], record["fine-tuned"]):
-                    write_json(self._path(record["model"], record["seed"], record["fine-tuned"]), record)
-
-    def _path(self, model: str, seed: int, fine_tuned: bool) -> Path:
-        words = model.replace("`", "").replace("--", "").split() + [str(seed)] + ["fine-tuned"] * fine_tuned
-        return self.out / "records" / f"{'-'.join(words)}.json"
+    def __init__(self, out: Path, options: dict[str, Any]):
+        self.out, self.options, path = out, options, out / "results.json"
+        content = read_json(path, dict[str, Any]) if path.exists() else {"options": options, "records": []}
+        if content["options"] != options:
+            raise ValueError(f"{path} has results of {json.dumps(content['options'])}; give another --out")
+        self.all: list[Record] = content["records"]
 
     def has(self, model: str, seed: int, fine_tuned: bool) -> bool:
-        return self._path(model, seed, fine_tuned).exists()
-
-    def all(self) -> list[Record]:
-        """Return all records in the order of the tables."""
-        paths = (self.out / "records").glob("*.json")
-        return sorted((json.loads(path.read_text()) for path in paths), key=table_order)
+        """Whether there is such a record."""
+        return any((x["model"], x["seed"], x["fine-tuned"]) == (model, seed, fine_tuned) for x in self.all)
 
     def add(self, record: Record) -> None:
-        """Write a record, or replace that of the same model and seed, and rewrite results.json and tables.md."""
-        write_json(self._path(record["model"], record["seed"], record["fine-tuned"]), record)
-        self.write_all()
-
-    def write_all(self) -> None:
-        """Write results.json and tables.md, with the records of all processes."""
-        with FileLock(self.out / "results.lock"):
-            records = self.all()
-            write_json(self.out / "results.json", {"options": self.options, "records": records})
-            (self.out / "tables.md").write_text(tables(records) + "\n")
+        """Add a record, or replace that of the same model and seed, and rewrite the files."""
+        self.all = sorted([x for x in self.all if table_order(x) != table_order(record)] + [record], key=table_order)
+        write_json(self.out / "results.json", {"options": self.options, "records": self.all})
+        (self.out / "tables.md").write_text(tables(self.all) + "\n")
 
 
 def by_epoch(out: Path) -> dict[str, float]:
@@ -258,13 +217,8 @@ def main(
     minutes: Annotated[list[float], typer.Option(help="Minutes of distillation; may be repeated.")] = (2, 5, 15),
     seed: Annotated[list[int], typer.Option(help="Seeds of the students; may be repeated.")] = (0, 1, 2),
     bf16: Annotated[bool, typer.Option(help="Train in bfloat16, on machines that are fast at it.")] = False,
-    earlier: Annotated[Path | None, typer.Option(help="results.json whose measurements are not repeated.")] = None,
 ) -> None:
     """Train a ViT, convert it in every way, fine-tune, and write OUT/tables.md and OUT/results.json."""
-    begun = {"data": [train.name, validation.name], "images": images, "bf16": bf16}
-    keep_to_options(
-        out / "options.json", begun | {"ViT": f"{source_epochs} epochs" if source is None else str(source)}
-    )
     data = ["--train", train, "--validation", validation]
     data += ["--max_train_samples", images] if images else []
     # In bfloat16 on a CPU, eager attention trains this ViT 1.6 times as fast as scaled_dot_product_attention.
@@ -274,7 +228,9 @@ def main(
         new_vit(out / "vit-new")
         recipe = ["--num_train_epochs", source_epochs, "--learning_rate", 1e-3, "--label_smoothing_factor", 0.1]
         fine_tune(out / "vit-new", vit, *data, *recipe)
-    records = Records(out, begun | {"ViT": checksum(vit)}, earlier)
+    digest = hashlib.sha256((vit / "model.safetensors").read_bytes()).hexdigest()
+    options = {"data": [train.name, validation.name], "images": images, "bf16": bf16, "ViT": digest}
+    records = Records(out, options)
     if not records.has(VIT, 0, False):
         scores = by_image_size(vit, validation)
         records.add({"model": VIT, "seed": 0, "fine-tuned": False, "by image size": scores})
@@ -309,8 +265,7 @@ def main(
             if number == 0:
                 record["by image size"] = by_image_size(tuned, validation)
             records.add(record)
-    records.write_all()
-    console.print(tables(records.all()), markup=False, highlight=False, soft_wrap=True)
+    console.print(tables(records.all), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

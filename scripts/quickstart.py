@@ -61,7 +61,18 @@ IMAGE_SIZE, LARGER_SIZE, PATCH_SIZE = 32, 40, 4
 CONFIGS = Path(__file__).parents[1] / "configs"
 DIGIT_SIZE = 8  # pixels of a side, as in scikit-learn
 DISTILLATION_STEPS, DISTILLATION_RATE = 672, 2e-3  # 16 epochs
+Short = Annotated[bool, typer.Option("--short", help="Only check that every step runs: the models learn nothing.")]
 LABELS = {"id2label": {i: str(i) for i in range(10)}, "label2id": {str(i): i for i in range(10)}}
+
+
+def _done(started: float, short: bool, closing: str = "") -> None:
+    """Print how long the command took, and after `--short` that its numbers mean nothing."""
+    if short:
+        console.print(
+            "[bold]--short only checks that every step runs: the models have hardly been trained, and the numbers "
+            "above say nothing about AFT.[/] The same command without --short trains them."
+        )
+    console.print(f"Done in {time.perf_counter() - started:.0f} s.{closing}")
 
 
 @app.callback()
@@ -77,7 +88,7 @@ def log_without_bars() -> None:
 def image(
     source: Annotated[str | None, typer.Option(help="A ViT or DeiT to convert instead of training one.")] = None,
     out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/quickstart"),
-    short: Annotated[bool, typer.Option("--short", help="Few epochs: runs every step, with low accuracy.")] = False,
+    short: Short = False,
 ) -> None:
     """Convert a ViT to AFT-conv on scikit-learn's 1,797 handwritten digits, with labels and by distillation."""
     started = time.perf_counter()
@@ -150,7 +161,7 @@ def image(
     console.rule("6. Loading the model in a new process")
     check = [sys.executable, __file__, "check-image", str(tuned_path), str(expected[tuned_path])]
     subprocess.run(check, check=True)
-    console.print(f"Done in {time.perf_counter() - started:.0f} s.")
+    _done(started, short)
 
 
 def _within(path: Path, directory: Path) -> str:
@@ -263,7 +274,7 @@ def _evaluate(model: PreTrainedModel, data: list, batch_size: int = 50) -> tuple
 @app.command()
 def text(
     out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/quickstart-text"),
-    short: Annotated[bool, typer.Option("--short", help="Few steps: runs everything, but the text is noise.")] = False,
+    short: Short = False,
 ) -> None:
     """Train a byte-level AFT-local on the documentation that comes with Python (465 kB)."""
     started = time.perf_counter()
@@ -312,7 +323,7 @@ def text(
 
     console.rule("3. Loading the model in a new process")
     subprocess.run([sys.executable, __file__, "check-text", str(out), str(bits)], check=True)
-    console.print(f"Done in {time.perf_counter() - started:.0f} s.")
+    _done(started, short)
 
 
 @app.command(hidden=True)
@@ -367,7 +378,7 @@ def _bits_per_byte(model: PreTrainedModel, tokens: torch.Tensor, length: int) ->
 @app.command()
 def pixels(
     out: Annotated[Path, typer.Option(help="Output directory.")] = Path("outputs/quickstart-pixels"),
-    short: Annotated[bool, typer.Option("--short", help="Few steps: runs everything, but digits are noise.")] = False,
+    short: Short = False,
 ) -> None:
     """Train AFT-local from a recipe on handwritten digits as sequences of 192 sub-pixels."""
     started = time.perf_counter()
@@ -395,7 +406,7 @@ def pixels(
     bits = results["metrics"]["validation"]["bits_per_dim"]
     table.add_row("AFT-local-48", f"{results['parameters'] / 1e6:.2f} M", f"{bits:.3f}", str(out))
     console.print(table)
-    console.print(f"Done in {time.perf_counter() - started:.0f} s. Next: `make demo`, tab Draw.")
+    _done(started, short, f" To see it: make demo ARGS='--model {out}'")
 
 
 if __name__ == "__main__":

@@ -1,109 +1,130 @@
-"""Tests of runs of arms: small runs of each kind, their records, and repeated and resumed runs."""
+"""Tests of runs: what identifies them, small runs of each kind, and repeated, resumed and failed runs."""
 
-import json
-from dataclasses import replace
+import time
 
+import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, Features, Image
 
-from aft_hf.reproduction import running
-from aft_hf.reproduction.command import arms_of, run_all
-from aft_hf.reproduction.records import Records, digest, without_settings
-from aft_hf.reproduction.running import Settings, identify, run_arm, runs_left
+from scripts.reproduction import running
+from scripts.reproduction.__main__ import arms_of, run_all
+from scripts.reproduction.running import SEARCH_SEED, Run, Runner
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
-
-
-def made_up(arm, seed, **values):
-    """A record with the keys that a page reads."""
-    return {"arm": arm, "seed": seed, "scale": 1, "smoke": False, "metrics": {}} | values
+NEVER = float("inf")
 
 
 @pytest.fixture
-def settings(tmp_path):
-    return Settings(tmp_path, text="generated", images="generated", smoke=True)
+def runner(tmp_path):
+    return Runner(tmp_path, text="generated", images="generated", smoke=True)
 
 
-def test_a_finished_run_is_not_repeated(settings, monkeypatch):
-    first = run_arm("characters-alibi", 0, settings)
-    assert {"test", "train", "parameters", "test_at_1x", "test_at_8x"} <= first["metrics"].keys()
-    assert first["metrics"]["test_at_1x"] == pytest.approx(first["metrics"]["test"])
+def record(runner, run, **values):
+    return {"arm": run.name, "seed": run.seed, "identity": runner.digest(run), "metrics": {"train": 1.0}} | values
+
+
+def test_the_identity_is_the_content_of_the_data_and_not_its_name(tmp_path):
+    """A text of 16 bytes once counted as the text of earlier runs, as only its name entered."""
+    digests = {}
+    for number, text in enumerate(("To be, or not to be. " * 100, "16 bytes of text", "To be, or not to be. " * 100)):
+        path = tmp_path / str(number) / "text.txt"
+        path.parent.mkdir()
+        path.write_text(text)
+        digests[number] = Runner(tmp_path, text=str(path)).digest(Run("characters"))
+    assert digests[0] == digests[2] != digests[1]
+    images = tmp_path / "images"
+    images.mkdir()
+    for empty in (True, False):
+        for split in ("train", "validation"):
+            count = 0 if empty else 2
+            features = Features({"image": Image(), "label": ClassLabel(num_classes=2)})
+            rows = {"image": [np.zeros((8, 8, 3), np.uint8)] * count, "label": [0] * count}
+            Dataset.from_dict(rows, features).to_parquet(str(images / f"{split}.parquet"))
+        digests[f"images {empty}"] = Runner(tmp_path, images=str(images)).digest(Run("conv"))
+    assert digests["images True"] != digests["images False"]
+
+
+def test_defaults_of_models_and_conversions_are_part_of_the_identity(runner, monkeypatch):
+    converted, conv = (runner.digest(Run(name)) for name in ("conv-of-vit", "conv"))
+    values = runner.identity(Run("conv-of-vit"))
+    assert values["convert"]["init"] == "paper" and values["start"] == runner.digest(Run("vit"))
+    assert runner.identity(Run("conv"))["model"]["position_bias_init_std"] == 0.1  # not in the recipe
+    before = running.convert_deit
+    monkeypatch.setattr(running, "convert_deit", lambda source, init="attention": before(source, init=init))
+    assert runner.digest(Run("conv-of-vit")) != converted and runner.digest(Run("conv")) == conv
+
+
+def test_the_learning_rate_of_an_arm_is_the_best_of_short_runs_and_then_its_seeds_are_left(runner, monkeypatch):
+    done = []
+
+    def run(self, each):
+        done.append((each.name, each.seed, each.rate))
+        self.records.append(record(self, each, metrics={"train": abs(each.rate - 2e-3)}))
+
+    monkeypatch.setattr(Runner, "run", run)
+    assert run_all(runner, ["characters"], 2, NEVER) == []
+    short = [(f"characters@{rate:g}", SEARCH_SEED, rate) for rate in (1e-3, 2e-3, 4e-3)]
+    assert done == [*short, ("characters", 0, 2e-3), ("characters", 1, 2e-3)]
+    assert list(runner.left(["characters"], 2)) == []
+    assert [each.seed for each in runner.left(["characters"], 3)] == [2]
+
+
+def test_a_finished_run_is_not_repeated_and_has_all_metrics(runner, tmp_path):
+    run = Run("characters-alibi", 0, 1e-3)
+    first = runner.run(run)
+    assert {"test", "train", "test_error", "parameters", "test_at_1x", "test_at_8x"} <= first["metrics"].keys()
+    assert first["metrics"]["test_at_1x"] == pytest.approx(first["metrics"]["test"], rel=1e-4)
+    assert 0 < first["metrics"]["test_error"] < 0.1 * first["metrics"]["test"]
     assert [step for step, _ in first["losses"]] == [1, 2, 3, 4]
-    monkeypatch.setattr(running, "_train", lambda *_: pytest.fail("a second run"))
-    assert run_arm("characters-alibi", 0, settings) == first
-    assert json.loads(settings.record_path("characters-alibi", 0).read_text()) == first
+    assert not runner.path(run).exists()  # no model is kept but those that others start from
+    again = Runner(tmp_path, text="generated", images="generated", smoke=True)
+    assert again.find(run) == first
 
 
-def test_a_run_that_was_stopped_resumes_from_its_checkpoint(settings, monkeypatch, capsys):
+def test_a_run_that_was_stopped_resumes_from_its_checkpoint(runner, monkeypatch, capsys):
+    run = Run("characters-simple", 0, 1e-3)
     with monkeypatch.context() as patch:
-        patch.setattr("aft_hf.training.loop.finish", lambda run: 1 / 0)
+        patch.setattr("aft_hf.training.loop.Run.write_outcome", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run_arm("characters-simple", 0, settings)
-    assert not settings.record_path("characters-simple", 0).exists()
-    run_arm("characters-simple", 0, settings)
+            runner.run(run)
+    assert runner.find(run) is None
+    runner.run(run)
     assert "resuming from" in capsys.readouterr().out
 
 
-def test_a_record_of_other_settings_is_refused(settings):
-    path = settings.record_path("conv", 0)
-    path.parent.mkdir()
-    path.write_text(json.dumps({"settings": {"steps": 1}}))
-    with pytest.raises(ValueError, match=r"conv-0\.json was made with other settings"):
-        run_arm("conv", 0, settings)
+def test_a_converted_vit_is_trained_from_the_run_of_the_same_seed(runner):
+    assert arms_of(["13"]).index("vit") < arms_of(["13"]).index("conv-of-vit")
+    found = runner.run(Run("conv-of-vit", 1, 1e-3))  # trains the ViT, whose model is not there
+    assert 0 <= found["metrics"]["test"] <= 1 and found["metrics"]["test_error"] >= 0
+    assert (runner.path(runner.start_of(Run("conv-of-vit", 1))) / "config.json").exists()
 
 
-def test_runs_of_a_page_are_left_out_if_they_have_the_same_settings(settings, tmp_path):
-    runs = [("vit", 0), ("conv", 0), ("conv-from-vit", 0)]
-    records = [
-        made_up(arm, seed, smoke=True, settings_sha256=digest(identify(arm, seed, settings))) for arm, seed in runs
-    ]
-    assert runs_left(runs, settings, Records([])) == runs
-    assert runs_left(runs, settings, Records(records)) == []
-    assert runs_left([("conv", 1)], settings, Records(records)) == [("conv", 1)]
-    other_data = replace(settings, images=str(tmp_path))
-    assert runs_left([("conv", 0)], other_data, Records(records)) == [("conv", 0)]
-    # The model of `vit` is trained again for the run that starts from it.
-    assert runs_left(runs, settings, Records(records[:2])) == [("vit", 0), ("conv-from-vit", 0)]
-    # A record in the output directory counts, too, and its model is there.
-    settings.record_path("vit", 0).parent.mkdir()
-    settings.record_path("vit", 0).write_text("{}")
-    assert runs_left(runs, settings, Records(records[:2])) == [("conv-from-vit", 0)]
+@pytest.mark.slow
+def test_a_speed_is_measured_once(runner):
+    found = runner.run(Run("speed-characters"))["metrics"]
+    assert found["speed_ratio_low"] <= found["speed_ratio"] <= found["speed_ratio_high"]
+    assert found["memory_ratio"] == found["bytes_ours"] / found["bytes_peer"]
+    assert list(runner.left(["speed-characters"], 5)) == []
 
 
-def test_a_page_keeps_the_digest_of_the_settings():
-    record = {"arm": "conv", "seed": 0, "settings": {"steps": 1, "b": [2]}}
-    kept = without_settings(record)
-    assert kept == {"arm": "conv", "seed": 0, "settings_sha256": digest({"b": [2], "steps": 1})}
-    assert without_settings(kept) == kept
-
-
-def test_a_converted_vit_is_fine_tuned_from_the_run_of_the_same_seed(settings):
-    assert arms_of(["13"]).index("vit") < arms_of(["13"]).index("conv-from-vit")
-    for arm in ("vit", "conv-from-vit"):
-        record = run_arm(arm, 1, settings)
-        assert 0 <= record["metrics"]["test"] <= 1
-    report = settings.run_path("conv-from-vit", 1) / "start" / "conversion_report.json"
-    assert json.loads(report.read_text())["options"]["kernel_size"] == 9
-
-
-def test_one_failure_does_not_stop_the_others(settings, monkeypatch):
-    monkeypatch.setattr(running, "run_arm", lambda arm, seed, _: 1 / 0 if seed else None)
-    monkeypatch.setattr(running, "identify", lambda *_: None)
-    with pytest.raises(ZeroDivisionError):  # a defect of the code is not treated as a failed run
-        run_all([("conv", 0), ("conv", 1)], settings)
-
-    def fail(arm, seed, _):
-        if arm == "vit":
+def test_one_failure_does_not_stop_the_others_and_no_run_begins_after_the_hours(runner, monkeypatch):
+    def run(self, each):
+        if each.rate == 1e-3:
             raise ValueError("the loss is nan")
+        self.records.append(record(self, each))
 
-    monkeypatch.setattr(running, "run_arm", fail)
-    assert run_all([("vit", 0), ("conv", 0), ("vit", 1)], settings) == [
-        "vit with seed 0 (the loss is nan)",
-        "vit with seed 1 (the loss is nan)",
+    monkeypatch.setattr(Runner, "run", run)
+    failed = run_all(runner, ["characters"], 1, NEVER)
+    assert failed == [
+        "characters@0.001 with seed 1000 (the loss is nan)",
+        "characters with seed 0 (no learning rate was chosen)",
     ]
+    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a run after the time"))
+    assert run_all(runner, ["conv"], 1, time.monotonic() - 1) == []
 
 
-@pytest.mark.parametrize("what", [["19"], ["x"], ["1", "report"], ["all", "1"]])
+@pytest.mark.parametrize("what", [["99"], ["x"], ["1", "report"], ["all", "1"]])
 def test_what_is_no_claim_is_refused(what):
     with pytest.raises(ValueError, match="is not a claim"):
         arms_of(what)

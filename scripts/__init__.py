@@ -1,0 +1,1 @@
+"""What is run from a clone: the quickstart, the benchmark, the reproduction, and maintenance of the repository."""

@@ -1,0 +1,152 @@
+"""Cases of the benchmark: what is measured, and the record of a measurement."""
+
+import hashlib
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import aft_hf
+from aft_hf.benchmarking import ON_GPU, Call, in_new_process, keep_freed_memory, machine, model_call, peak_bytes
+from aft_hf.benchmarking import seconds_in_turns as take_turns
+from aft_hf.kernels.library import runnable_variants
+
+from .models import Images, Text, without_mixing
+
+
+TASKS = ("inference", "training")
+# The rows of the table, with the batch size on a CPU.
+TABLE: list[tuple[Images | Text, int]] = [
+    (Images("tiny", "conv", 11, 32), 8),
+    (Images("small", "conv", 11, 16), 8),
+    (Images("small", "conv", 11, 384), 8),
+    (Images("tiny", "full"), 8),
+    (Images("small", "full"), 8),
+    (Images("base", "conv", 25, 32, 384), 2),
+    (Images("base", "conv", 25, 32, 1024), 1),
+    (Text("local", 1024), 4),
+    (Text("local", 4096), 1),
+    (Text("alibi", 4096), 1),
+    (Text("local", 16_384), 1),
+]
+DECODING = Text("local", 4096)  # tokens in the cache
+# The points of the pictures: two blocks of a model.
+GROWTH: list[Images | Text] = [
+    *(Text(name, 1024 * 2**i, 2) for name in ("local", "alibi") for i in range(5)),
+    *(Images("base", "conv", 25, 32, pixels, 2) for pixels in (224, 384, 512, 768, 1024)),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measurement: a model, its peer of the same size, and (in the table) the model without mixing.
+
+    Attributes:
+        part: "table" or "growth".
+        model: the models.
+        task: "inference", "training" or "decoding".
+        bf16: whether to compute in bfloat16 (autocast in training); else in float32.
+        batch: images or texts of a call.
+    """
+
+    part: str
+    model: Images | Text
+    task: str
+    bf16: bool
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """The name for `--only`, unique."""
+        return f"{self.part}: {self.model.name}, {self.task}, {'bf16' if self.bf16 else 'fp32'}"
+
+    @property
+    def candidates(self) -> list[str]:
+        """The names of the models that take turns."""
+        limit = ["limit"] if self.part == "table" and self.task != "decoding" else []
+        return ["ours", "peer", *limit, *(["portable"] if ON_GPU else [])]
+
+    def call(self, candidate: str) -> Call:
+        """Build a model and a call of it."""
+        torch.manual_seed(0)
+        decodes = self.task == "decoding"
+        sizes = replace(self.model, length=self.model.length + 128) if decodes else self.model  # type: ignore[call-arg]
+        if candidate == "peer":
+            model = sizes.peer()
+        else:
+            model = sizes.aft("portable" if candidate == "portable" else "auto")
+            model = without_mixing(model) if candidate == "limit" else model
+        model.to("cuda" if ON_GPU else "cpu")
+        if isinstance(self.model, Text) and decodes:
+            return decoding(model.eval().to(torch.bfloat16 if self.bf16 else torch.float32), self.model.length)
+        inputs = {name: x.to(model.device) for name, x in self.model.inputs(self.batch).items()}
+        options = {"use_cache": False} if isinstance(self.model, Text) else {}
+        return model_call(model, inputs, self.task == "training", self.bf16, **options)
+
+    def measure(self, turns: int) -> dict[str, Any]:
+        """The record of this case: median seconds and peak bytes of each candidate, and ratios within turns."""
+        keep_freed_memory()
+        calls = {candidate: self.call(candidate) for candidate in self.candidates}
+        seconds = take_turns(calls, turns)
+        del calls
+        names = [name for name in self.candidates if name != "limit" and self.task != "decoding"]
+        ratios = {name: statistics.median(b / a for a, b in zip(seconds["ours"], seconds[name])) for name in seconds}
+        return self.key() | {
+            "seconds": {name: float(f"{statistics.median(taken):.4g}") for name, taken in seconds.items()},
+            "ratio": {name: round(value, 3) for name, value in ratios.items() if name != "ours"},
+            "bytes": {name: in_new_process(_peak, self, name) for name in names},
+            "turns": turns,
+        }
+
+    def key(self) -> dict[str, Any]:
+        """What a record is valid for: the case, the machine, and the versions of the code."""
+        return {"case": self.name, "batch": self.batch, "machine": machine(), "versions": versions()}
+
+
+def _peak(case: Case, candidate: str) -> int:
+    return peak_bytes(case.call(candidate))
+
+
+@torch.inference_mode()
+def decoding(model: PreTrainedModel, context: int) -> Call:
+    """A call that reads one more token after `context` tokens. Attention gets random keys and values."""
+    first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    cache = model(first, use_cache=True).cache
+    if isinstance(cache, DynamicCache):
+        for layer in cache.layers:
+            shape = (*layer.keys.shape[:2], context - 1, layer.keys.shape[-1])
+            layer.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)))
+    else:
+        for piece in torch.randint(256, (1, context - 1), device=model.device).split(1024, 1):
+            cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
+    return torch.inference_mode()(lambda: model(first, cache=cache, use_cache=True))
+
+
+def all_cases() -> Iterator[Case]:
+    """The cases of the table and of the pictures. On a GPU, batches are 16 times as large."""
+    factor = 16 if ON_GPU else 1
+    for model, batch in TABLE:
+        for task in TASKS:
+            if task == "inference" or not (isinstance(model, Images) and model.pixels == 1024):
+                for bf16 in (False, True):
+                    yield Case("table", model, task, bf16, factor * batch)
+    for bf16 in (False, True):
+        yield Case("table", DECODING, "decoding", bf16, 1)
+    for model in GROWTH:
+        yield Case("growth", model, "training" if isinstance(model, Text) else "inference", False, 1)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages, with a hash of the code of aft-hf that runs in a model, and the CPU kernels in use."""
+    package = Path(aft_hf.__file__).parent
+    files = sorted([*package.glob("*_aft.py"), *package.glob("kernels/**/*.*")])
+    code = b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h"))
+    found = {name: version(name) for name in ("aft-hf", "torch", "transformers")}
+    kernels = os.environ.get("AFT_HF_KERNELS") or next(iter(runnable_variants()), "none")
+    return found | {"aft-hf": f"{found['aft-hf']}, code {hashlib.sha256(code).hexdigest()[:8]}", "kernels": kernels}

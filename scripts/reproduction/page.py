@@ -1,0 +1,162 @@
+"""Write docs/reproduction.md, its pictures and its records."""
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aft_hf.analysis.pictures import CURVES, new_figure, save, styled
+from aft_hf.data.atomic_files import write_atomic
+from scripts.benchmark.page import write_records
+
+from .arms import ARMS
+from .claims import CLAIMS, Claim, Comparison
+from .judging import LEAST_SEEDS, NOT_RUN, SEEDS, Judgement, Records
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEXT = f"""# The paper's claims at small scale
+
+Each claim is tested by training small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels
+and images). The models end far from convergence and are a fraction of the paper's size: compare the order of two
+numbers, not their values.
+
+**Rule, fixed before the runs.** Arms are compared seed by seed. The effect is our number minus the other, with the
+95 % interval of Student's t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). A comparison *holds*
+if the whole interval is on the claimed side, *does not hold* if it is on the other side, and is else *not decided*; a
+margin that a claim allows is added first. A claim holds if all of its comparisons do. Controls are ours, not the
+paper's; one that can reverse a claim counts, the others are in parentheses. Parameters are counted, and speeds have
+the interval of repeated turns: seeds do not change them. The intervals do not contain the sampling error of the test
+sets, which both arms share (standard error of a score: {{errors}}).
+
+**Runs.** Each arm gets the learning rate, of three, with the lowest training loss in short runs with another seed, and
+a cosine schedule that ends. A † marks comparisons of earlier runs with three seeds, a quarter of the steps at four
+times the batch (for pixels twice), and one learning rate for all. Their data and defaults were recorded by name and
+cannot be confirmed; runs of this rule replace them as they finish. {{count}}
+
+```bash
+nice python -m scripts.reproduction all --hours 10 \\
+    --text tinyshakespeare.txt --images cifar10
+python -m scripts.reproduction report
+```
+
+`cifar10` is a folder with `train.parquet` and `validation.parquet`. The first command resumes after an interruption
+and begins no run after its hours; `--plan` lists what is left. The second writes this page and
+[its records](reproduction.json), one per line, with the learning rates and versions. The models are in
+`scripts/reproduction/arms.py`.
+
+Text is in bits per character or dimension, where lower is better; images in accuracy, where higher is better.
+
+| # | claim and comparisons | paper | ours | effect (95 %) | verdict |
+|---:|---|---:|---:|---:|---|
+"""
+
+
+def write_page(records: Records, page: Path, pictures: Path) -> None:
+    """Write the page, its pictures and, in the same folder, its records."""
+    drawn = [claim for claim in CLAIMS.values() if _sides(claim, records)]
+    for claim in drawn:
+        save(draw(claim, records), pictures / f"claim-{claim.number}.svg")
+    folder = os.path.relpath(pictures, page.parent)
+    lines = [f"![Claim {claim.number}]({folder}/claim-{claim.number}.svg)\n\n" for claim in drawn]
+    fold = ["\n<details markdown><summary>Pictures: training losses, and the scores of each seed</summary>\n\n"]
+    with write_atomic(page) as file:
+        file.write("".join([render(records), *fold, *lines, "</details>\n"]).encode())
+    write_records(page.with_suffix(".json"), records.all())
+
+
+def render(records: Records) -> str:
+    """The text and the table."""
+    kinds = {"characters": "bits per character", "pixels": "bits per dimension", "images": "accuracy"}
+    errors: dict[str, list[float]] = {}
+    for record in records.all():
+        if "test_error" in record["metrics"] and record["arm"] in ARMS:
+            errors.setdefault(kinds[ARMS[record["arm"]].data], []).append(record["metrics"]["test_error"])
+    said = ", ".join(f"at most {max(values):.3f} {kind}" for kind, values in errors.items())
+    said = said or "about 0.007 for an accuracy (5,000 images); not recorded for text in the earlier runs"
+    known = sum(record["identity"] is not None for record in records.all())
+    text = TEXT.format(
+        errors=said, count=f"{known} runs are confirmed, {len(records.all()) - known} are earlier ones."
+    )
+    return text + "".join(line + "\n" for claim in CLAIMS.values() for line in _rows(claim, records))
+
+
+def _rows(claim: Claim, records: Records) -> Iterator[str]:
+    note = f" {claim.note}" if claim.note else ""
+    earlier = any(not records.judge(each).confirmed for each in claim.comparisons if each.judged)
+    verdict = f"**{records.verdict(claim)}**{' †' if earlier else ''}"
+    yield f"| **{claim.number}** | **{claim.says}** ({claim.where}).{note} | | | | {verdict} |"
+    for each in claim.comparisons:
+        found = records.judge(each)
+        name = f"control: {each.says}" if each.control else each.says
+        pairs = [each.paper or (math.nan, math.nan), (found.ours, found.other)]
+        cells = [name if each.judged else f"({name})", *(_pair(each, *pair) for pair in pairs), _effect(each, found)]
+        yield f"| | {' | '.join(cells)} | {found.verdict}{'' if found.confirmed else ' †'} |"
+
+
+def _pair(comparison: Comparison, ours: float, other: float) -> str:
+    """Both numbers; a constant, like the speed 1 of the peer, is left out."""
+    both = [number(ours), number(other)] if isinstance(comparison.other, tuple) else [number(ours)]
+    return "-" if math.isnan(ours) else "/".join(both)
+
+
+def _effect(comparison: Comparison, found: Judgement) -> str:
+    if found.verdict == NOT_RUN:
+        return "-"
+    effect = number(found.difference, "+")
+    spread = "" if math.isnan(found.low) or found.low == found.high else f" [{found.low:+.3f}, {found.high:+.3f}]"
+    margin = f", margin {comparison.margin:g}" if comparison.margin else ""
+    return effect + spread + margin
+
+
+def number(value: float, sign: str = "") -> str:
+    """Format a number: three decimals, none from 1,000, and in millions from 10^6."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:{sign}.1f} M"
+    return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value:{sign}.3f}"
+
+
+def _runs(records: Records, arm: str) -> list[dict]:
+    """The records of an arm: those whose identity is known, else earlier ones."""
+    return [dict(x) for x in (records.of(arm) or records.of(arm, confirmed=False)).values()]
+
+
+def _sides(claim: Claim, records: Records) -> list[tuple[str, str]]:
+    """The arms and metrics of a claim that a picture shows: those with runs, but no counts of parameters."""
+    sides = [x for c in claim.comparisons if "parameters" not in c.metric for x in (c.ours, c.other)]
+    return [x for x in dict.fromkeys(sides) if isinstance(x, tuple) and _runs(records, x[0])]
+
+
+@styled
+def draw(claim: Claim, records: Records) -> "Figure":
+    """For each kind of data: training losses of the arms, averaged over seeds, and the score of each seed."""
+    sides = _sides(claim, records)
+    kinds = list(dict.fromkeys(ARMS[arm].data for arm, _ in sides))
+    height = sum(max(1.8, 0.6 + 0.22 * sum(ARMS[arm].data == kind for arm, _ in sides)) for kind in kinds)
+    figure, axes = new_figure(len(kinds), 2, (8.0, height + 0.4))
+    for (losses, scores), kind in zip(axes, kinds):
+        own = [(arm, metric) for arm, metric in sides if ARMS[arm].data == kind]
+        styles = zip(dict.fromkeys(arm for arm, _ in own), itertools.product(("-", "--", ":"), CURVES))
+        for arm, (dash, colour) in styles:
+            curves = [dict(map(tuple, x["losses"])) for x in _runs(records, arm)]
+            steps = sorted(set.intersection(*map(set, curves)))
+            means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
+            losses.plot(steps, means, dash, color=colour, linewidth=1, label=arm)
+        if kind == "speed":
+            losses.set_axis_off()
+        else:
+            losses.set(xlabel="step", ylabel="training loss (nats)")
+            losses.legend(fontsize=6)
+        for position, (arm, metric) in enumerate(reversed(own)):
+            values = [x["metrics"][metric] for x in _runs(records, arm)]
+            scores.plot(values, [position] * len(values), ".", color=CURVES[0])
+        names = [arm if metric == "test" else f"{arm}: {metric}" for arm, metric in reversed(own)]
+        scores.set_yticks(range(len(own)), names)
+        scores.set(xlabel="score of each seed", ylim=(-0.6, len(own) - 0.4))
+        scores.grid(alpha=0.3, axis="x")
+    return figure

@@ -1,0 +1,60 @@
+"""Measure the speed and memory of a `Speed` arm: the models take turns; peak memory in new processes."""
+
+import math
+import statistics
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+from aft_hf.benchmarking import Call, in_new_process, keep_freed_memory, model_call, peak_bytes, seconds_in_turns
+
+from .arms import SPEEDS, Speed
+
+
+TURNS = 9
+
+
+def measure_speed(name: str, smoke: bool) -> dict[str, float]:
+    """Measure a `Speed` arm.
+
+    Returns:
+        "speed_ratio", how many times faster ours is (the median over turns), and the ends of its 95 % interval,
+        "speed_ratio_low" and "speed_ratio_high"; "memory_ratio", our peak memory over that of the peer; and the median
+        seconds and peak bytes of both.
+    """
+    seconds = in_new_process(_seconds, name, smoke)
+    ratios = sorted(peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"]))
+    outer = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))  # order statistics of the median
+    found = {"speed_ratio": statistics.median(ratios), "speed_ratio_low": ratios[outer]}
+    found["speed_ratio_high"] = ratios[-1 - outer]
+    for candidate in ("ours", "peer"):
+        found[f"seconds_{candidate}"] = statistics.median(seconds[candidate])
+        found[f"bytes_{candidate}"] = in_new_process(_peak, name, candidate, smoke)
+    return found | {"memory_ratio": found["bytes_ours"] / found["bytes_peer"]}
+
+
+def _seconds(name: str, smoke: bool) -> dict[str, list[float]]:
+    keep_freed_memory()
+    return seconds_in_turns({x: _call(SPEEDS[name], x, smoke) for x in ("ours", "peer")}, 1 if smoke else TURNS)
+
+
+def _peak(name: str, candidate: str, smoke: bool) -> int:
+    return peak_bytes(_call(SPEEDS[name], candidate, smoke))
+
+
+def _call(arm: Speed, candidate: str, smoke: bool) -> Call:
+    """Build a model of an arm, and a call of it on random tokens or images."""
+    torch.manual_seed(0)
+    fields: dict[str, Any] = dict(arm.ours if candidate == "ours" else arm.peer)
+    if smoke:
+        fields["num_hidden_layers"] = 1
+    side, length = fields.get("image_size", 224), (arm.length or 0) // (16 if smoke else 1)
+    kind = AutoModelForCausalLM if arm.length else AutoModelForImageClassification
+    model = kind.from_config(AutoConfig.for_model(fields.pop("architecture"), **fields))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    batch = 1 if smoke else arm.batch
+    inputs = {"input_ids": torch.randint(256, (batch, length))} if length else {}
+    inputs = inputs or {"pixel_values": torch.randn(batch, 3, side, side)}
+    inputs = {key: x.to(model.device) for key, x in inputs.items()}
+    return model_call(model, inputs, arm.task == "training", bf16=False)

@@ -1,0 +1,231 @@
+"""Compare the time and peak memory of saved models side by side: the command `aft-hf benchmark`."""
+
+import ctypes
+import inspect
+import multiprocessing
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.table import Table
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from . import modeling_aft
+from .loading import load
+from .progress import plain_console
+from .reading import explained
+
+
+Call = Callable[[], object]
+ON_GPU = torch.cuda.is_available()
+LONG_CALL = 5.0  # seconds; a longer call is warmed up once
+
+
+def benchmark_command(
+    models: Annotated[list[str], typer.Argument(help="Directories or Hub ids of models of transformers or AFT.")],
+    image_size: Annotated[
+        list[int] | None, typer.Option(help="Side of the images in pixels; may be repeated. Default: the model's.")
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of the texts; may be repeated. Default: the limit, at most 1024."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images or texts per call.")] = 8,
+    training: Annotated[bool, typer.Option("--training", help="Training steps (AdamW), not inference.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16: in training by autocast.")] = False,
+    turns: Annotated[int, typer.Option(min=1, help="Timed calls of each model.")] = 7,
+) -> None:
+    """Compare the time and peak memory of models, which take turns in one process.
+
+    Ratios are relative to the first model: 2 is twice its time or memory.
+    """
+    if image_size and length:
+        raise ValueError("give --image-size or --length, not both: models read either images or texts")
+    table = Table("size", "model")
+    for name in ("ms", "ratio", "MiB", "ratio"):
+        table.add_column(name, justify="right")
+    sizes: list[int | None] = [*(image_size or length or [])] or [None]  # None: the model's own
+    for size in sizes:
+        options = {"size": size, "batch_size": batch_size, "training": training, "bf16": bf16}
+        size_name, rows = measure(models, turns=turns, **options)
+        for model, row in rows.items():
+            cells = []
+            for value, first, unit in zip(row, rows[models[0]], (1e-3, 2**20)):
+                cells += [f"{value / unit:.1f}", f"{value / first:.2f}"] if value else ["-", "-"]
+            table.add_row(size_name, model, *cells)
+        table.add_section()
+    task = "training step" if training else "forward pass"
+    plain_console().print(table)
+    print(f"{task}, batch size {batch_size}, {'bfloat16' if bf16 else 'float32'}, {machine()}")
+    print("ms: median time of a call. MiB: peak memory of a call, beyond the weights of the model.")
+
+
+def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dict[str, tuple[float, int]]]:
+    """Measure saved models side by side.
+
+    Args:
+        sources: directories or Hub ids.
+        turns: timed calls of each model.
+        **options: of `build_call`. Without a size, all models get the own size of the first one.
+
+    Returns:
+        The size of the inputs in words and, by source, the median seconds and the peak bytes (0 if not known) of a
+        call.
+
+    Raises:
+        ValueError: a model cannot be loaded, or does not take such inputs.
+    """
+    keep_freed_memory()
+    calls, units = {}, set()
+    for source in sources:
+        with explained(f"{source}: cannot be measured"):
+            calls[source], unit, options["size"] = build_call(source, **options)
+            calls[source]()
+        units.add(unit)
+    if len(units) > 1:
+        raise ValueError("the models do not compare: some read images, and some read texts")
+    taken = seconds_in_turns(calls, turns)
+    del calls
+    measured = {x: (statistics.median(taken[x]), in_new_process(_peak, x, options)) for x in sources}
+    return f"{options['size']} {unit}", measured
+
+
+def build_call(source: str, *, size: int | None, batch_size: int, training: bool, bf16: bool) -> tuple[Call, str, int]:
+    """Load a model.
+
+    Returns:
+        A call of it on random images or texts, the unit of their size ("px" or "tokens"), and their size.
+    """
+    model = load(_model_class(load(AutoConfig, source)), source, dtype="float32").to("cuda" if ON_GPU else "cpu")
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    options = {"interpolate_pos_encoding": True, "use_cache": False}
+    options = {name: value for name, value in options.items() if name in takes}
+    torch.manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        own = getattr(config, "image_size", 224)
+        size = size or (own if isinstance(own, int) else max(own))
+        pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), size, size, device=model.device)
+        return model_call(model, {"pixel_values": pixels}, training, bf16, **options), "px", size
+    size = size or min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+    tokens = torch.randint(config.vocab_size, (batch_size, size), device=model.device)
+    return model_call(model, {"input_ids": tokens}, training, bf16, **options), "tokens", size
+
+
+def _model_class(config: Any) -> Any:
+    """The class that a config names, of this package or of transformers; else `AutoModel`."""
+    name = (config.architectures or [""])[0]
+    found = getattr(modeling_aft, name, None) or getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
+
+
+def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool, **options: Any) -> Call:
+    """A forward pass of a model or, in training, a step of AdamW on the mean square of its first output."""
+    if not training:
+        model.eval().to(torch.bfloat16 if bf16 else torch.float32)
+        inputs = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        return torch.inference_mode()(lambda: model(**inputs, **options))
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            output = model(**inputs, **options)[0]
+        output.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds_in_turns(calls: Mapping[Any, Call], turns: int, warmup: int = 2) -> dict[Any, list[float]]:
+    """Time calls that take turns (A B A B ...), so that other load on the machine affects all of them.
+
+    Args:
+        calls: the calls by any key.
+        turns: timed calls of each.
+        warmup: calls of each before that; only one of a call that takes longer than `LONG_CALL`.
+
+    Returns:
+        The seconds of each timed call.
+    """
+    first = {name: _seconds(call) for name, call in calls.items()}
+    for _ in range(warmup - 1):
+        first |= {name: _seconds(call) for name, call in calls.items() if first[name] <= LONG_CALL}
+    rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(turns)]
+    return {name: [each[name] for each in rounds] for name in calls}
+
+
+def _seconds(call: Call) -> float:
+    synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
+    synchronize()
+    started = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def keep_freed_memory() -> None:
+    """Make the allocator of glibc keep freed memory. Peak memory cannot be measured in such a process.
+
+    Otherwise a large tensor gets new or reused pages depending on the calls before it, and on a CPU that affects the
+    time of every model more than the arithmetic does.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def _peak(source: str, options: dict[str, Any]) -> int:
+    return peak_bytes(build_call(source, **options)[0])
+
+
+def peak_bytes(call: Call) -> int:
+    """Bytes in use at the peak of a call, beyond those in use before it; 0 where they cannot be measured.
+
+    On a CPU this is the memory of the whole process, which must do nothing else and run on Linux with glibc.
+    """
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    if sys.platform != "linux":
+        return 0
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: freed tensors return to the system at once
+    libc.malloc_trim(0)  # free memory left by building would hide allocations of the call
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    at_start = _process_status()
+    call()
+    at_end = _process_status()
+    libraries = at_end["RssFile"] - at_start["RssFile"]  # pages of code that the call loads first
+    return at_end["VmHWM"] - at_start["VmRSS"] - libraries
+
+
+def _process_status() -> dict[str, int]:
+    """The memory lines of /proc/self/status in bytes."""
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: 1024 * int(value.split()[0]) for name, _, value in lines if value.strip().endswith("kB")}
+
+
+def machine() -> str:
+    """The device that models run on, and on a CPU the number of threads."""
+    if ON_GPU:
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"

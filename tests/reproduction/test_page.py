@@ -1,0 +1,63 @@
+"""Tests of the page, from made-up records whose verdicts are known, and of the page in docs/."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmark.page import read_records
+from scripts.reproduction.claims import CLAIMS
+from scripts.reproduction.judging import Records
+from scripts.reproduction.page import number, render, write_page
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def runs(arm, *tests, identity="known"):
+    """A record for each seed."""
+    losses = [[10, 2.0], [20, 1.5]]
+    return [
+        {"arm": arm, "seed": seed, "rate": 1e-3, "identity": identity, "losses": losses}
+        | {"metrics": {"test": test, "train": test, "test_error": 0.004}}
+        for seed, test in enumerate(tests)
+    ]
+
+
+@pytest.fixture
+def records():
+    """Records with which claim 10 holds and claim 12, of earlier runs, does not."""
+    found = runs("conv-7", 0.50, 0.51, 0.52) + runs("conv-7-naive", 0.40, 0.41, 0.42)
+    return Records(
+        found + runs("conv-3", 0.4, 0.4, 0.4, identity=None) + runs("conv-3-no-global", 0.5, 0.5, 0.5, identity=None)
+    )
+
+
+def test_the_table_has_the_papers_numbers_beside_ours_intervals_and_verdicts(records):
+    page = render(records)
+    assert f"| **10** | **{CLAIMS[10].says}** (Table 10). | | | | **holds** |" in page
+    assert "| | kernel 7 | 0.808/0.794 | 0.510/0.410 | +0.100 [+0.100, +0.100] | holds |" in page
+    assert "| -0.100 | does not hold † |" in page and "**does not hold** † |" in page
+    assert "6 runs are confirmed, 6 are earlier ones" in page and "0.004 accuracy" in page
+    assert page.count("**not run** |") == len(CLAIMS) - 2
+
+
+def test_the_page_comes_again_from_its_own_records(records, tmp_path):
+    page, pictures = tmp_path / "page.md", tmp_path / "images"
+    write_page(records, page, pictures)
+    first = [page.read_bytes(), page.with_suffix(".json").read_bytes()]
+    assert {"claim-10.svg", "claim-12.svg"} <= {path.name for path in pictures.iterdir()}
+    assert len(first[1].splitlines()) == 2 + len(records.all())  # one record per line
+    write_page(Records(read_records(page.with_suffix(".json"))), page, pictures)
+    assert [page.read_bytes(), page.with_suffix(".json").read_bytes()] == first
+
+
+def test_the_page_in_docs_is_that_of_its_records_and_short():
+    text = (DOCS / "reproduction.md").read_text()
+    assert text.startswith(render(Records(read_records(DOCS / "reproduction.json"))))
+    assert len(re.findall(r"[\w'.,:+-]*\w[\w'.,:+-]*", text)) <= 2000
+
+
+def test_numbers_are_short():
+    assert [number(x) for x in (0.7981, 1.1544, 98304.0, 79.7e6)] == ["0.798", "1.154", "98304", "79.7 M"]
+    assert number(-0.0151, "+") == "-0.015" and number(7.2e6, "+") == "+7.2 M"

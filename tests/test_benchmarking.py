@@ -1,0 +1,127 @@
+"""Tests of `aft-hf benchmark`: models of any architecture side by side, turns, and peak memory."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification, ViTModel
+
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, benchmarking
+from aft_hf.benchmarking import LONG_CALL, build_call, model_call, peak_bytes, seconds_in_turns
+
+
+@pytest.fixture
+def spend(monkeypatch):
+    """Replace the clock. `spend(seconds)` advances it, and each reading by a nanosecond."""
+    now = 0.0
+
+    def spend(seconds: float) -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    monkeypatch.setattr(benchmarking, "time", SimpleNamespace(perf_counter=lambda: spend(1e-9)))
+    return spend
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with small models: "vit", "vit-headless", "aft", "gpt2" and "text"."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 32}
+    vit = ViTConfig(num_attention_heads=2, intermediate_size=32, **size)
+    text = GPT2Config(vocab_size=256, n_layer=1, n_embd=16, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    models = {
+        "vit": ViTForImageClassification(vit),
+        "vit-headless": ViTModel(vit),
+        "aft": AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", kernel_size=3, **size)),
+        "gpt2": GPT2LMHeadModel(text),
+        "text": AFTForCausalLM(AFTConfig(hidden_size=16, num_hidden_layers=1, max_position_embeddings=64)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch, spend):
+    """Measure no memory, which takes a process for each model, and keep the allocator as it is."""
+    monkeypatch.setattr(benchmarking, "in_new_process", lambda *_: 3 * 2**20)
+    monkeypatch.setattr(benchmarking, "keep_freed_memory", lambda: None)
+
+
+def test_models_are_compared_at_each_size(saved, quick, run_command):
+    models = [saved / "vit", saved / "aft", saved / "vit-headless"]
+    done = run_command("aft-hf", "benchmark", *models, "--image-size", 32, "--image-size", 64, "--batch-size", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("32 px") == done.stdout.count("64 px") == 3 and "3.0" in done.stdout
+    assert "forward pass, batch size 2, float32" in done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--bf16", "--length", "16"]], ids=["defaults", "bf16"])
+def test_language_models_take_training_steps_at_their_own_length(saved, quick, run_command, options):
+    done = run_command("aft-hf", "benchmark", saved / "gpt2", saved / "text", "--training", "--turns", 1, *options)
+    assert done.returncode == 0, done.stderr
+    assert f"{16 if options else 64} tokens" in done.stdout and "training step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gpt2", "--length", "65"], "gpt2: cannot be measured"),
+        (["gpt2", "vit"], "some read images"),
+        (["vit", "--length", "8", "--image-size", "32"], "not both"),
+        (["nothing"], "nothing: no such directory"),
+    ],
+)
+def test_what_does_not_compare_is_one_line(saved, quick, run_command, words, said):
+    done = run_command("aft-hf", "benchmark", *(saved / x if x in ("gpt2", "vit", "nothing") else x for x in words))
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_calls_take_turns(spend):
+    order = []
+    calls = {name: lambda name=name: (order.append(name), spend(0.002 if name == "a" else 0.02)) for name in "ab"}
+    seconds = seconds_in_turns(calls, 3)
+    assert order == ["a", "b"] * 5  # two turns to warm up
+    assert seconds == {"a": pytest.approx([0.002] * 3), "b": pytest.approx([0.02] * 3)}
+
+
+def test_what_takes_long_warms_up_once(spend):
+    order = []
+    calls = {"s": lambda: order.append("s"), "l": lambda: (order.append("l"), spend(1.01 * LONG_CALL))}
+    seconds_in_turns(calls, 2)
+    assert order == ["s", "l", "s", "s", "l", "s", "l"]
+
+
+def test_bf16_is_of_the_weights_in_inference_and_autocast_in_training():
+    seen = []
+
+    class Model(torch.nn.Linear):
+        device = torch.device("cpu")
+        dtype = property(lambda self: self.weight.dtype)
+
+        def forward(self, x):
+            seen.append((self.weight.dtype, torch.is_autocast_enabled("cpu")))
+            return (super().forward(x),)
+
+    for training in (False, True):
+        model_call(Model(2, 2), {"x": torch.ones(1, 2)}, training, bf16=True)()
+    assert seen == [(torch.bfloat16, False), (torch.float32, True)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_is_what_a_call_needs_beyond_what_was_there():
+    held = torch.ones(2**24)  # 64 MiB allocated before
+    peak = peak_bytes(lambda: torch.ones(2**25).sum())
+    assert 120 * 2**20 < peak < 160 * 2**20 and held[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_peak_is_measured_in_a_process_of_its_own(saved):
+    options = {"size": 64, "batch_size": 64, "training": True, "bf16": False}
+    assert build_call(str(saved / "text"), **options)[1:] == ("tokens", 64)
+    assert 2**20 < benchmarking.in_new_process(benchmarking._peak, str(saved / "text"), options) < 2**28
