@@ -1,14 +1,15 @@
 """Web demo of AFT: classify an image and show what the layers look at, continue a text, complete an image.
 
-    python spaces/demo/app.py --image-model outputs/quickstart/aft-conv --text-model outputs/quickstart-text
+    python spaces/demo/app.py                                     # the models in model_cards
+    python spaces/demo/app.py --model outputs/quickstart/aft-conv  # another one in its tab
 
-A model is a directory or a Hub id, given by an option or by AFT_IMAGE_MODEL, AFT_TEXT_MODEL or AFT_PIXEL_MODEL. A tab
-without a model shows the command that trains one.
+A model is a directory or a Hub id. `--model` may be repeated; the variable AFT_MODELS holds several, between spaces.
 """
 
 import argparse
 import html
 import os
+import sys
 from pathlib import Path
 
 
@@ -19,7 +20,7 @@ import image_tab
 import pixel_tab
 import text_tab
 from images import MAX_MEGABYTES
-from loading import IMAGE, PIXEL, TEXT, Kind, Unavailable, load
+from loading import IMAGE, PIXEL, TEXT, Unavailable, kind_of, load, shipped_models
 
 
 TITLE = "Attention Free Transformer"
@@ -27,28 +28,34 @@ ABOUT = """# Attention Free Transformer
 Each position takes a weighted average over all positions. The weights come from learned keys and position biases,
 without query-key products ([the paper](https://arxiv.org/abs/2105.14103))."""
 TABS = ((IMAGE, "Classify", image_tab), (TEXT, "Write", text_tab), (PIXEL, "Draw", pixel_tab))
-SMALL = 20e6  # parameters: below this, the page says what to expect
 
 
-def build_app(sources: dict[Kind, str]) -> gr.Blocks:
-    """Build the page; a tab whose model cannot be loaded shows the reason."""
+def choose(given: list[str]) -> dict[str, str]:
+    """The source of the model of each kind: the last one given, or that of the repository.
+
+    Raises:
+        Unavailable: a given model does not exist, or is of no kind that the demo shows.
+    """
+    return {kind_of(source): source for source in [*shipped_models(), *given]}
+
+
+def build_app(sources: dict[str, str]) -> gr.Blocks:
+    """Build the page; a tab whose model is missing or cannot be loaded shows the reason."""
     with gr.Blocks(title=TITLE, analytics_enabled=False) as app:
         gr.Markdown(ABOUT, elem_classes="aft-title")
         with gr.Tabs():
             for kind, name, tab in TABS:
-                with gr.Tab(name, id=kind.name):
+                with gr.Tab(name, id=kind):
                     try:
-                        loaded = load(kind, sources[kind])
+                        if kind not in sources:
+                            raise Unavailable("No model is given for this tab: start the demo with --model.")
+                        loaded = load(sources[kind])
                     except Unavailable as error:
                         gr.Markdown(str(error), elem_classes="aft-unavailable")
                         continue
-                    parameters = loaded[0].num_parameters()
-                    if parameters < SMALL:
-                        expected = f"A small model, of {parameters:,} parameters. {tab.EXPECT_OF_SMALL}"
-                        gr.HTML(f'<p class="aft-expect">{expected}</p>', padding=False)
-                    tab.build(app, *loaded)
-                    described = f"{html.escape(sources[kind])}: {type(loaded[0]).__name__}, {parameters:,} parameters"
-                    gr.HTML(f'<p class="aft-model">{described}</p>', padding=False)
+                    about = f"<b>{html.escape(Path(loaded.source).name)}</b>: {html.escape(loaded.about)}"
+                    gr.HTML(f'<p class="aft-about">{about} {tab.EXPECT}</p>', padding=False)
+                    tab.build(app, loaded)
     return app
 
 
@@ -64,10 +71,7 @@ def theme() -> gr.themes.Base:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for kind, _, _ in TABS:
-        default = os.environ.get(f"AFT_{kind.name.upper()}_MODEL") or kind.default
-        text = f"directory or Hub id (default: {default})"
-        parser.add_argument(f"--{kind.name}-model", default=default, metavar="MODEL", help=text)
+    parser.add_argument("--model", action="append", metavar="MODEL", help="directory or Hub id; may be repeated")
     parser.add_argument("--host", default=None, help="address to listen on (default: gradio's, 127.0.0.1)")
     parser.add_argument("--port", type=int, default=None, help="port (default: the first free one from 7860)")
     return parser.parse_args()
@@ -75,7 +79,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    app = build_app({kind: getattr(arguments, f"{kind.name}_model") for kind, _, _ in TABS})
+    try:
+        sources = choose(arguments.model or os.environ.get("AFT_MODELS", "").split())
+    except Unavailable as error:
+        sys.exit(f"error: {error}")
+    app = build_app(sources)
     app.launch(
         server_name=arguments.host,
         server_port=arguments.port,

@@ -1,11 +1,13 @@
 """The tab "Classify": the class of an image, and what the layers look at."""
 
 import tempfile
+from pathlib import Path
 
 import gradio as gr
 import numpy as np
 import torch
 from images import example_digits, image_input
+from loading import Loaded
 from messages import explained
 from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, mark_patch, share_map, thumbnails
 from PIL import Image
@@ -18,7 +20,7 @@ EXPLANATION = """Each patch takes an average over all patches with weights exp(K
 same for every patch that reads it; the **position bias** w depends on the positions of both. **Tap a patch** to see
 which patches it reads."""
 NOTHING_YET = '<p class="aft-hint">Choose an image to see its maps here.</p>'
-EXPECT_OF_SMALL = """It knows the classes it was trained on and calls any other image one of them. The maps show where
+EXPECT = """It knows the classes it was trained on and calls any other image one of them. The maps show where
 it looks."""
 MOST_HEADS = 32
 
@@ -127,21 +129,21 @@ def _all_heads(maps: PatchMaps, chosen: int) -> str:
     return f"<h4>Keys of {title}</h4>{keys}<h4>Position biases of {title}</h4>{biases}"
 
 
-def build(app: gr.Blocks, model, processor) -> None:
+def build(app: gr.Blocks, loaded: Loaded) -> None:
     """Lay out the tab and connect its events."""
-    demo = ImageDemo(model, processor)
-    examples = []
-    if set(map(str, model.config.id2label.values())) == set("0123456789"):
+    demo = ImageDemo(loaded.model, loaded.processor)
+    examples = sorted(map(str, Path(loaded.source).glob("*.jpg")))  # beside the model
+    if set(map(str, demo.model.config.id2label.values())) == set("0123456789"):
         examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_"))
-    start_image = Image.open(examples[3]) if examples else Image.new("RGB", (32, 32), "grey")
+    start_image = Image.open(examples[0]) if examples else Image.new("RGB", (32, 32), "grey")
     first_layer, first_head = demo.most_telling(start_image)
     query = gr.State(None)
     with gr.Row(elem_classes="aft-columns"):
         with gr.Column(scale=2, min_width=300):
-            image = image_input(examples[3] if examples else None, elem_id="image-upload")
+            image = image_input(examples[0] if examples else None, elem_id="image-upload")
             label = gr.Label(num_top_classes=3, label="Prediction", elem_id="image-label")
             if examples:
-                gr.Examples([[path] for path in examples], image, label="Digits it was not trained on")
+                gr.Examples([[path] for path in examples], image, label="Images it was not trained on")
         with gr.Column(scale=3, min_width=300):
             gr.Markdown(EXPLANATION)
             with gr.Row():

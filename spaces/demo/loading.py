@@ -1,15 +1,18 @@
-"""Load the models of the three tabs, each of which may be missing."""
+"""Load the models of the three tabs, and what their cards say about them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
+from huggingface_hub import ModelCard
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
 
 import aft_hf
@@ -18,61 +21,88 @@ from aft_hf.data.pixel_sequences import START_TOKEN
 from aft_hf.reading import first_line
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The kind of model of a tab, with its default location and the command that trains one."""
-
-    name: str  # also --NAME-model and AFT_NAME_MODEL
-    default: str
-    command: str
-
-
-IMAGE = Kind("image", "outputs/quickstart/aft-conv", "make quickstart")
-TEXT = Kind("text", "outputs/quickstart-text", "make quickstart-text")
-PIXEL = Kind(
-    "pixel",
-    "outputs/quickstart-pixels",
-    "make quickstart-pixels",
-)
+IMAGE, TEXT, PIXEL = "image", "text", "pixel"  # the kind of model of each tab
+SHIPPED = Path(__file__).resolve().parents[2] / "model_cards"  # in a clone of the repository
 
 
 class Unavailable(Exception):
-    """The model of a tab is not available; the message with the reason is shown on the page."""
+    """No tab can show the model; the message says why."""
 
 
-def load(kind: Kind, source: str) -> tuple[Any, Any]:
-    """The model and its image processor or tokenizer (None for pixels) from a directory or a Hub id.
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its image processor or tokenizer (None for pixels), and sentences from its card."""
+
+    source: str
+    model: PreTrainedModel
+    processor: Any
+    about: str
+
+
+def shipped_models() -> list[str]:
+    """Directories of the AFT models that come with the repository."""
+    folders = sorted(path.parent for path in SHIPPED.glob("*/config.json"))
+    return [str(each) for each in folders if safely.load(AutoConfig, each).model_type == "aft"]
+
+
+def kind_of(source: str) -> str:
+    """The kind of a model, from its config.
 
     Raises:
-        Unavailable: the model does not exist, or the tab cannot use it.
+        Unavailable: there is no model, or it is of no kind that the demo shows.
     """
-    is_path = Path(source).exists() or source == kind.default or source.startswith((".", "/"))
-    if is_path and not (Path(source) / "config.json").is_file():
-        raise Unavailable(f"There is no model in `{source}` yet. This command trains one: `{kind.command}`")
-    try:  # the server runs no code of a model
-        if kind is IMAGE:
-            processor = safely.load(AutoImageProcessor, source)
-            loaded = safely.load(AutoModelForImageClassification, source), processor
-        else:
-            tokenizer = safely.load(AutoTokenizer, source) if kind is TEXT else None
-            loaded = safely.load(AutoModelForCausalLM, source), tokenizer
+    try:
+        config = safely.load(AutoConfig, source)
     except (OSError, ValueError) as error:
-        raise Unavailable(f"`{source}` cannot be loaded as {kind.name} model: {first_line(error)}") from error
-    model = loaded[0].eval()
-    if kind is IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
-        raise Unavailable(f"`{source}` is a {type(model).__name__}; this tab needs an AFT for image classification.")
-    if kind is PIXEL:
-        pixel_side(model.config)
-    return model, loaded[1]
+        raise Unavailable(f"{source}: {first_line(error)}") from error
+    names = config.architectures or []
+    if "AFTForImageClassification" in names:
+        return IMAGE
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return PIXEL if pixel_side(config) else TEXT
+    raise Unavailable(f"{source}: the demo shows AFTs that classify images, and language models, not {names}.")
 
 
-def pixel_side(config: transformers.PreTrainedConfig) -> int:
-    """The side in pixels of the RGB images that a pixel model was trained on."""
-    length = config.max_position_embeddings
+def load(source: str) -> Loaded:
+    """Load a model from a directory or the Hub, without running code of its files.
+
+    Raises:
+        Unavailable: the model does not exist, or its files cannot be loaded.
+    """
+    kind = kind_of(source)
+    auto = AutoModelForImageClassification if kind == IMAGE else AutoModelForCausalLM
+    companion = {IMAGE: AutoImageProcessor, TEXT: AutoTokenizer}.get(kind)
+    try:
+        processor = safely.load(companion, source) if companion else None
+        model = safely.load(auto, source, dtype="float32").eval()
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{source}: {first_line(error)}") from error
+    if kind == IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
+        raise Unavailable(f"{source} is a {type(model).__name__}, not an AFT.")
+    return Loaded(source, model, processor, describe(source, model))
+
+
+def pixel_side(config: PreTrainedConfig) -> int | None:
+    """The side in pixels of the RGB images that a model of sub-pixels was trained on; None for models of text."""
+    length = getattr(config, "max_position_embeddings", 0)
     side = round((length / 3) ** 0.5)
-    if config.vocab_size != START_TOKEN + 1 or 3 * side**2 != length or side < 2:
-        raise Unavailable(
-            f"This is not a model of square RGB images: it has {config.vocab_size} tokens and {length} positions, "
-            f"not {START_TOKEN + 1} tokens and 3 x side x side positions."
-        )
-    return side
+    return side if config.vocab_size == START_TOKEN + 1 and 3 * side**2 == length and side > 1 else None
+
+
+def describe(source: str, model: PreTrainedModel) -> str:
+    """The first paragraph and the results of the model's card, and its size."""
+    try:
+        path = Path(source) / "README.md"
+        card = ModelCard.load(path if Path(source).is_dir() else source)
+    except (OSError, ValueError):
+        card = None
+    said = ""
+    if card is not None:
+        paragraphs = [each.strip() for each in card.text.split("\n\n")]
+        said = next((each for each in paragraphs if each and each[0] not in "#<!|`"), "").replace("\n", " ") + " "
+    results = []
+    for each in (card.data.eval_results if card is not None else None) or ():
+        value = f"{each.metric_value:.3g}" if isinstance(each.metric_value, float) else each.metric_value
+        results.append(f"{each.metric_name or each.metric_type} {value} on {each.dataset_name} ({each.dataset_split})")
+    scores = f"Measured: {', '.join(results)}." if results else "No results are recorded beside it."
+    return f"{said}{scores} It has {model.num_parameters() / 1e6:.2f} million parameters."

@@ -8,7 +8,7 @@ import gradio as gr
 import numpy as np
 import torch
 from images import example_digits, image_input
-from loading import pixel_side
+from loading import Loaded, pixel_side
 from messages import explained
 from pictures import figure
 from PIL import Image, ImageOps
@@ -19,7 +19,7 @@ from aft_hf.data.pixel_sequences import START_TOKEN, pixels_to_tokens, tokens_to
 
 
 COMPLETIONS = 4
-EXPECT_OF_SMALL = """It draws only what it was trained on, as small images: choose a similar image."""
+EXPECT = """It draws only what it was trained on, as small images: choose a similar image."""
 MISSING = 235  # the gray of missing sub-pixels
 NOTHING_YET = '<p class="aft-hint">Choose an image and press the button.</p>'
 
@@ -77,9 +77,9 @@ def example_photographs() -> list[str]:
     return sorted(str(path) for path in (Path(sklearn.datasets.__file__).parent / "images").glob("*.jpg"))
 
 
-def build(app: gr.Blocks, model, _) -> None:
+def build(app: gr.Blocks, loaded: Loaded) -> None:
     """Lay out the tab and connect its events."""
-    demo = PixelDemo(model)
+    demo = PixelDemo(loaded.model)
     # At 8 x 8 pixels a photograph shows nothing, and scikit-learn's digits have this size.
     digits = demo.side <= 8
     examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_")) if digits else example_photographs()

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 
 import gradio as gr
 import torch
+from loading import Loaded
 from messages import explained
 from sampling import sample_tokens
 
 
 MOST_TOKENS = 1000
 MOST_CHARACTERS = 20_000  # of a prompt, because some models have no maximum length
-EXPECT_OF_SMALL = """It writes words and lines that look like its training text but say nothing."""
-EXAMPLES = ["The ", "A class definition ", "If the expression is a list, "]
+EXPECT = """It writes words and lines that look like its training text but say nothing."""
+EXAMPLES = ["ROMEO:\n", "To be, or not to be, ", "KING RICHARD:\nNow is the winter"]
 NOTHING_YET = '<p class="aft-hint">The text appears here as it is written.</p>'
 
 
@@ -80,9 +81,9 @@ def _page(prompt: str, continuation: str, growing: bool = False) -> str:
     return f'<div class="aft-text"><span>{html.escape(prompt)}</span>{html.escape(continuation)}{cursor}</div>'
 
 
-def build(app: gr.Blocks, model, tokenizer) -> None:
+def build(app: gr.Blocks, loaded: Loaded) -> None:
     """Lay out the tab and connect its events."""
-    demo = TextDemo(model, tokenizer)
+    demo = TextDemo(loaded.model, loaded.processor)
     most = min(MOST_TOKENS, (demo.longest or MOST_TOKENS + 1) - 1)
     with gr.Row(elem_classes="aft-columns"):
         with gr.Column(scale=2, min_width=300):

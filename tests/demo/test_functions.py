@@ -23,25 +23,27 @@ def noise(width=20, height=12, mode="RGB"):
 @pytest.fixture
 def image_demo(models):
     import image_tab
-    from loading import IMAGE, load
+    from loading import load
 
-    return image_tab.ImageDemo(*load(IMAGE, models["image"]))
+    loaded = load(models["image"])
+    return image_tab.ImageDemo(loaded.model, loaded.processor)
 
 
 @pytest.fixture
 def text_demo(models):
     import text_tab
-    from loading import TEXT, load
+    from loading import load
 
-    return text_tab.TextDemo(*load(TEXT, models["text"]))
+    loaded = load(models["text"])
+    return text_tab.TextDemo(loaded.model, loaded.processor)
 
 
 @pytest.fixture
 def pixel_demo(models):
     import pixel_tab
-    from loading import PIXEL, load
+    from loading import load
 
-    return pixel_tab.PixelDemo(load(PIXEL, models["pixel"])[0])
+    return pixel_tab.PixelDemo(load(models["pixel"]).model)
 
 
 # ----------------------------------------------------------------------------------------------------------- images
@@ -163,26 +165,31 @@ def test_without_an_image_nothing_is_completed(pixel_demo):
 # ----------------------------------------------------------------------------------------------------------- models
 
 
-def test_a_model_that_is_not_there_names_the_command(tmp_path, monkeypatch):
-    from loading import IMAGE, PIXEL, TEXT, Unavailable, load
+def test_the_models_of_the_repository_are_shown_unless_another_of_their_kind_is_given(models):
+    import app
+    from loading import IMAGE, PIXEL, SHIPPED, TEXT
 
-    monkeypatch.chdir(tmp_path)
-    for kind, command in (
-        (IMAGE, "make quickstart"),
-        (TEXT, "make quickstart-text"),
-        (PIXEL, "make quickstart-pixels"),
-    ):
-        with pytest.raises(Unavailable, match=command):
-            load(kind, kind.default)
+    shipped = app.choose([])
+    assert shipped.keys() == {IMAGE, TEXT, PIXEL} and all(Path(each).parent == SHIPPED for each in shipped.values())
+    assert app.choose([models["text"]]) == shipped | {TEXT: models["text"]}
 
 
-def test_a_model_of_another_tab_is_refused(models):
-    from loading import IMAGE, PIXEL, Unavailable, load
+def test_the_page_says_what_a_model_is_and_how_good(models):
+    from loading import SHIPPED, load
 
-    with pytest.raises(Unavailable, match="not a model of square RGB images: it has 258 tokens"):
-        load(PIXEL, models["text"])
-    with pytest.raises(Unavailable, match="cannot be loaded as image model"):
-        load(IMAGE, models["pixel"])
+    about = load(str(SHIPPED / "cifar10-aft-conv")).about
+    assert "ten classes of CIFAR-10" in about and re.search(r"Measured: accuracy 0\.\d+ on CIFAR-10", about)
+    assert "million parameters" in about
+    assert "No results are recorded" in load(models["text"]).about
+
+
+def test_a_model_that_no_tab_can_show_is_refused(tmp_path):
+    from loading import SHIPPED, Unavailable, load
+
+    with pytest.raises(Unavailable, match="nowhere"):
+        load(str(tmp_path / "nowhere"))
+    with pytest.raises(Unavailable, match="classify images, and language models"):
+        load(str(SHIPPED / "cifar10-vit"))
 
 
 # ------------------------------------------------------------------------------------------------------------ Space

@@ -8,22 +8,23 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "model_cards/README.md", "spaces/demo/README.md"]
-PAGES = [page for page in PAGES if (ROOT / page).is_file()]
-PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))
-PAGES.remove("docs/integrations.md")  # tests/clients runs the examples of this page
+PAGES = ["README.md", "CONTRIBUTING.md", "configs/README.md", "spaces/demo/README.md"]
+for folder in ("model_cards", "docs"):
+    PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("**/*.md"))
+PAGES = [page for page in PAGES if page not in ("docs/integrations.md", "docs/serving.md")]  # tests/clients runs them
 
-FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r'^```(bash|python|\w+ title="(?P<file>.*)")\n(?P<code>.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """One command of a bash block, or a whole Python block."""
+    """One command of a bash block, a whole Python block, or a file whose name is the title of its block."""
 
     page: str
     line: int
     language: str
     code: str
+    file: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -33,11 +34,13 @@ def snippets(page: str) -> Iterator[Snippet]:
     """Yield all snippets of a page, in the order of the page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for fence in FENCE.finditer(text):
-        line = text.count("\n", 0, fence.start(2)) + 1
-        if fence[1] == "python":
-            yield Snippet(page, line, "python", fence[2])
+        line = text.count("\n", 0, fence.start("code")) + 1
+        if fence["file"]:
+            yield Snippet(page, line, "file", fence["code"], fence["file"])
+        elif fence[1] == "python":
+            yield Snippet(page, line, "python", fence["code"])
         else:
-            yield from (Snippet(page, line + number, "bash", code) for number, code in commands(fence[2]))
+            yield from (Snippet(page, line + number, "bash", code) for number, code in commands(fence["code"]))
 
 
 def commands(block: str) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Every command and Python snippet of the documentation pages runs, on the models that the quickstarts save.
+"""Every command and Python snippet of the pages runs, on the models that ship and on those of the quickstarts.
 
 The snippets of a page run in the order of the page, in one folder. A command that takes minutes runs with the
 additional options in SHORTER. NOT_RUN lists the commands that do not run here, with the reasons.
@@ -14,38 +14,36 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from snippets import PAGES, ROOT, commands, snippets
+from snippets import FENCE, PAGES, ROOT, commands, snippets
 
 
 # {start of a command: options appended to the commands that begin with it}; the longest match applies.
 SHORTER = {
-    "aft-hf benchmark": "--smoke --no-memory --repeats 1 --only '*inference fp32'",
+    "aft-hf benchmark": "--turns 1 --batch-size 1",
     "aft-hf convert outputs/quickstart/vit outputs/distilled": "--steps 3",
-    "aft-hf evaluate outputs/quickstart/aft-conv": "--max-samples 50",
+    "aft-hf convert outputs/quickstart/vit outputs/mine": "--steps 3",
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt": (
         "--smoke output_dir=outputs/bytes-aft-local"
     ),
+    "aft-hf train model_cards/cifar10": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
+    "aft-hf train model_cards/digits": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
+    "aft-hf train model_cards/shakespeare": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
+    "aft-hf train recipe.yaml": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
+    "accelerate launch --cpu --mixed_precision bf16 -m aft_hf convert": "--steps 2",
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt output_dir=": "--smoke",
-    "aft-hf train configs/examples/bytes_gpt2": "--smoke output_dir=outputs/bytes-gpt2",
-    "aft-hf train configs/examples/pixels": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
-    "python scripts/finetune.py": "--max_steps 2",
+    "aft-hf finetune": "--max_steps 2",
     "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01 --seed 0",
-    "python scripts/measure_generation.py": "--contexts 16 --repeats 3",
-    "python scripts/measure_multipliers.py": "--multiplier 20 --learning-rate 1e-3 --seed 0 --epochs 1",
-    "python scripts/measure_lengths.py": "--steps 2 --layers 1 --width 16",
-    "torchrun --nproc-per-node 2 scripts/train.py": "--smoke",
+    "torchrun --nproc-per-node 2 -m aft_hf train": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
 NOT_RUN = {
     r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs them; gpu needs a GPU",
     r"make (demo|install)|python spaces/demo/app.py": "starts a server or installs packages; tests/demo tests the app",
-    r"python scripts/reproduce\.py": "takes hours and writes to docs/; tests/reproduction has small runs",
+    r"(nice )?python -m scripts\.(benchmark|reproduction)": "takes hours and writes to docs/; see their tests",
     r"pip install": "installs packages from an index",
     r"source .venv/bin/activate": "the tests run in this environment",
-    r"python scripts/measure_large_keys\.py": "takes minutes; tests/scripts runs one row",
-    r"git worktree add|python scripts/compare_versions\.py": "needs an earlier commit; tests/scripts runs one case",
     r"hf (repos|upload)": "needs an account on the Hub",
 }
 PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]
@@ -73,7 +71,7 @@ def workplace(tmp_path, quickstart) -> Path:
     """Folder with the files that the pages name: from the repository, the quickstarts, and small data of a reader."""
     from datasets import ClassLabel, Dataset, Features, Image
 
-    for name in ("configs", "scripts", "spaces", "README.md"):
+    for name in ("configs", "model_cards", "scripts", "spaces", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "outputs").mkdir()
     for name in ("quickstart", "quickstart-text"):
@@ -122,6 +120,9 @@ def test_every_snippet_of_a_page_runs(page, workplace):
         "HF_HUB_OFFLINE": "1",
     }
     for snippet in snippets(page):
+        if snippet.file:
+            (workplace / snippet.file).write_text(snippet.code)
+            continue
         if snippet.language == "python":
             command = [sys.executable, "-c", snippet.code]
         elif any(re.match(pattern, snippet.code) for pattern in NOT_RUN):
@@ -139,6 +140,12 @@ def test_every_entry_of_shorter_and_not_run_matches_a_command():
         assert any(code.startswith(start) for code in shown), f"no page shows {start!r}: remove it from SHORTER"
     for pattern in NOT_RUN:
         assert any(re.match(pattern, code) for code in shown), f"no page shows {pattern!r}: remove it from NOT_RUN"
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/benchmark.md", "docs/reproduction.md"}))  # partly generated
+def test_code_fits_the_box_of_a_page(page):
+    blocks = FENCE.finditer((ROOT / page).read_text(encoding="utf-8"))
+    assert [line for block in blocks for line in block["code"].splitlines() if len(line) > 76] == []
 
 
 def test_commands_are_read_as_a_shell_reads_them():
