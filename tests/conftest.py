@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
-    """Function that runs `aft-hf` or a script of scripts/ with arguments, and returns its exit code and output.
+    """Function that runs `aft-hf`, or a script or module of scripts/, and returns its exit code and output.
 
     The command runs in this process, which saves the seconds that a new process takes to import its libraries. The
     root of the repository is the current directory.
@@ -54,8 +54,10 @@ def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
         try:
             if name == "aft-hf":
                 main()
-            else:
+            elif name.endswith(".py"):
                 runpy.run_path(words[0], run_name="__main__")
+            else:
+                runpy.run_module(name, run_name="__main__")
         except SystemExit as ended:
             code = ended.code
         if isinstance(code, str):  # which Python prints as it exits with 1

@@ -26,7 +26,6 @@ PYTHONS = ("3.11", "3.12", "3.13")
 # Tests that depend on classes, files and messages of transformers and Python. The tests of the sums (test_mixing*,
 # test_backend_contract_aft.py and others) are left out: they only call torch, which has one version everywhere.
 TESTS = (
-    "tests/test_activations_aft.py",
     "tests/test_caching_aft.py",
     "tests/test_cli.py",
     "tests/test_compile_and_export.py",
@@ -41,7 +40,7 @@ TESTS = (
     "tests/conversion/test_targets.py",
     "tests/publishing/test_round_trip.py",
     "tests/publishing/test_upload.py",
-    "tests/scripts/test_finetune.py",
+    "tests/training/test_finetune.py",
     "tests/training/test_checkpoints.py",
     "tests/training/test_loop.py",
     "tests/training/test_tasks.py",

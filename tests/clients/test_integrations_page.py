@@ -1,4 +1,4 @@
-"""Every Python example of docs/integrations.md runs, unchanged but for the address and the model of the server."""
+"""Every Python example of docs/integrations.md and serving.md runs, but with another address and served model."""
 
 import ast
 import importlib.util
@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / name for name in ("integrations.md", "serving.md")]
+SECTIONS = [part for page in PAGES for part in re.split(r"^## ", page.read_text(), flags=re.M)[1:]]
 CODE = {section.splitlines()[0]: re.findall(r"^```python\n(.*?)^```", section, re.M | re.S) for section in SECTIONS}
 EXAMPLES = {title: "\n".join(blocks) for title, blocks in CODE.items() if blocks}
 
 
 def test_there_is_an_example_for_each_client():
-    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "Serving", "Chat", "ONNX"} <= {
+    assert {"TRL", "peft", "lm-evaluation-harness", "torchao", "Lightning", "A server", "Chat", "ONNX"} <= {
         title.split(":")[0] for title in EXAMPLES
     }
 
@@ -28,12 +29,11 @@ def test_an_example_runs(title, saved, tmp_path, monkeypatch, request):
             pytest.skip(f"needs {name}: run `make clients`")
     if "localhost:8000" in code:
         code = code.replace("localhost:8000", f"127.0.0.1:{request.getfixturevalue('server_port')}")
-        code = code.replace("outputs/quickstart-text", str(saved))  # the name of the served model
+        code = code.replace("model_cards/shakespeare-bytes", str(saved))  # the name of the served model
     (tmp_path / "outputs").mkdir()
-    (tmp_path / "text.txt").write_text("Friends, Romans, countrymen, lend me your ears; \n" * 8)
-    (tmp_path / "outputs" / "quickstart-text").symlink_to(saved)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, f"{PAGE.name}: {title}", "exec"), {"__name__": "example"})
+    exec(compile(code, title, "exec"), {"__name__": "example"})
 
 
 def _imported(code: str) -> set[str]:

@@ -38,7 +38,7 @@ def with_biases(model: nn.Module) -> nn.Module:
 
 
 def export(model: nn.Module, path: Path, inputs: dict, sizes: dict | None) -> None:
-    """Export a model as docs/integrations.md shows."""
+    """Export a model as docs/serving.md shows."""
     options = {"dynamo": True, "optimize": False, "verbose": False, "output_names": ["logits"]}
     torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=sizes, **options).save(path)
 
@@ -59,7 +59,7 @@ def assert_equal_to_rounding(found: torch.Tensor, model: nn.Module, **inputs: to
 
 
 def quantized(path: Path) -> Path:
-    """Quantize the linear layers of a program to 8 bits, as docs/integrations.md shows."""
+    """Quantize the linear layers of a program to 8 bits, as docs/serving.md shows."""
     from onnxruntime.quantization import quantize_dynamic, shape_inference
 
     prepared, small = path.with_suffix(".prepared.onnx"), path.with_suffix(".int8.onnx")

@@ -60,7 +60,7 @@ def visualize_command(
     out: Annotated[
         list[Path] | None, typer.Option(help="Output file, .png or .svg; repeat for several. By default KIND.png.")
     ] = None,
-    values: Annotated[str, typer.Option(help="For biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "expm1",
+    values: Annotated[str, typer.Option(help="For biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "w",
     layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 1,3,5; by default all.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Maximum number of heads or features to draw per layer.")] = 16,
     images: Annotated[Path | None, typer.Option(help="An image, a folder of images, or parquet files.")] = None,

@@ -113,7 +113,7 @@ def draw_maps(
         axes_labels: labels of the columns and rows of a map.
         picture: the image that the maps belong to, drawn above them.
     """
-    maps = [layer[:most].numpy() for layer in layers]
+    maps, count = [layer[:most].numpy() for layer in layers], max(map(len, layers))
     names = [f"layer {i + 1}" for i in range(len(maps))] if names is None else names
     alone = max(map(len, maps)) == 1
     across = min(len(maps), LAYERS_IN_A_ROW) if alone else max(map(len, maps))
@@ -143,6 +143,8 @@ def draw_maps(
                 axis.set_ylabel(names[layer])
             elif layer == 0 and alone:
                 axis.set(xlabel=axes_labels[0], ylabel=axes_labels[1])
+    if count > most:
+        figure.supxlabel(f"the first {most} of {count} {column}s", fontsize="medium")
     if common:
         figure.colorbar(shown, ax=axes, label=label, shrink=0.8, extend="both" if scale == "signed" else "max")
     elif label:
