@@ -320,6 +320,7 @@ def test_the_models_of_the_repository_are_on_the_page_within_seconds(open_page, 
             open_tab(page, tab)
             page.locator(".aft-about:visible", has_text=name).wait_for()
             assert no_wider_than(page)
+        page.close()  # before its server
     finally:
         process.terminate()
         process.wait(30)

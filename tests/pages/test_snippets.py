@@ -25,7 +25,8 @@ SHORTER = {
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt": (
         "--smoke output_dir=outputs/bytes-aft-local"
     ),
-    "aft-hf train model_cards/cifar10": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
+    "aft-hf train model_cards/cifar10": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20 "
+    "global_batch_size=32 micro_batch_size=32",
     "aft-hf train model_cards/digits": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
     "aft-hf train model_cards/shakespeare": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
     "aft-hf train recipe.yaml": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
