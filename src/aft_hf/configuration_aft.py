@@ -34,7 +34,7 @@ AUTO_MAPS = {
     },
 }
 
-# The values of `mixing_implementation`: "auto" takes the first registered backend that supports the problem.
+# The values of `mixing_implementation`: "auto" takes an operator if one supports the problem.
 MIXING_IMPLEMENTATIONS = ("auto", "reference", "portable")
 
 MOST_LABELS = 2**22

@@ -484,7 +484,7 @@ def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def reference_mixing(problem: Mixing) -> torch.Tensor:
-    """Compute Eq. 2 as printed, query by query. Every backend is tested against this function.
+    """Compute Eq. 2 as printed, query by query. Every form is tested against this function.
 
     It computes in float64 for float64 inputs and in float32 otherwise, and multiplies by sigmoid(query) if the problem
     has a query. A query that sees no key gives 0.

@@ -21,12 +21,12 @@
 #include <utility>
 #include <vector>
 
+#include "columns.h"
 #include "pairs.h"
 
 namespace aft {
 namespace {
 
-constexpr float SMALLEST = 0x1p-92f;  // terms below 2^-126 are lost, so 2^-34 of such a denominator each
 constexpr int64_t BLOCK = 144, STEP = 24;        // queries of a causal problem
 constexpr int64_t MOST_NUMBERS = 256;            // in a row of X, if a head has one key
 constexpr int64_t LARGEST_X = 1 << 17;           // numbers, if a head has one key
