@@ -25,29 +25,14 @@ def batch(count: int, height: int, width: int) -> torch.Tensor:
 # Pixel values
 
 
-def test_pixel_values_are_those_of_the_processor():
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "CMYK", "1", "LA"])
+def test_pixel_values_are_those_of_the_processor_for_images_of_any_mode(mode):
     processor = ViTImageProcessorPil(size={"height": 8, "width": 12}, image_mean=[0.1, 0.2, 0.3])
-    images = [picture(), picture((9, 9))]
-    rows = ImagePipeline(processor, image_column="x", label_column="y")({"x": images, "y": [3, 1]})
-    expected = processor(images, return_tensors="pt")["pixel_values"]
-    assert expected.shape == (2, 3, 8, 12)
-    assert torch.equal(torch.stack(rows["pixel_values"]), expected) and rows["labels"] == [3, 1]
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "LA"])
-def test_images_of_any_mode_become_rgb(mode):
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
-    (pixels,) = ImagePipeline(processor)({"image": [picture(mode=mode)], "label": [0]})["pixel_values"]
+    make = ImagePipeline(processor, image_column="x", label_column="y", numbers={"a": 0, "b": 1})
+    sample = make({"x": picture(mode=mode), "y": "b"})
     expected = processor([picture(mode=mode).convert("RGB")], return_tensors="pt")["pixel_values"][0]
-    assert pixels.shape == (3, 8, 8) and torch.equal(pixels, expected)
-
-
-def test_rows_of_a_dataset_are_made_when_they_are_read():
-    dataset = Dataset.from_dict({"image": [picture()] * 3, "label": ["b", "a", "b"]})
-    pipeline = ImagePipeline(ViTImageProcessorPil(size={"height": 8, "width": 8}), numbers={"a": 0, "b": 1})
-    rows = dataset.with_transform(pipeline)
-    assert [row["labels"] for row in rows.__getitems__([0, 1])] == [1, 0]
-    assert rows[2]["pixel_values"].shape == (3, 8, 8)
+    assert expected.shape == (3, 8, 12)
+    assert torch.equal(sample["pixel_values"], expected) and sample["labels"] == 1
 
 
 # Classes

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("datasets_cache")
 def test_texts_are_joined_and_lose_nothing_but_the_rest():
     texts = ["a first text", "", "é", "and the last one"]
     joined = "".join(texts).encode()
-    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(), 8, mark_ends=False)
+    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(eos_token=None), 8)
     assert blocks.column_names == ["input_ids", "labels"] and blocks["labels"][:] == blocks["input_ids"][:]
     assert all(len(block) == 8 for block in blocks["input_ids"])
     tokens = [token for block in blocks["input_ids"] for token in block]

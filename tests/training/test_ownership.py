@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import bytes_recipe, finish, images_recipe, launch, results_of, run, start, wait_for
+from runs import bytes_recipe, finish, launch, results_of, run, start, wait_for
 
 from aft_hf.training.loop import join_processes
 from aft_hf.training.ownership import LOCK, OWNER, RUN, owned
@@ -35,17 +35,6 @@ def test_a_second_process_is_told_who_is_there_and_changes_nothing(tmp_path):
     results = run(values | {"steps": done + 1})
     assert len(results["losses"]) == done + 1
     assert not (tmp_path / "run" / OWNER).exists()
-
-
-def test_a_killed_run_is_not_held_by_the_workers_that_read_its_data(tmp_path, images):
-    values = images_recipe(tmp_path, images, save_every=2)
-    assert values["data"]["workers"] == 2
-    (first,) = start(values | {"steps": 10**6})
-    assert wait_for(tmp_path / "run/checkpoints/step-000000002", first)
-    first.kill()
-    assert finish([first]) == [-9]
-    with owned(tmp_path / "run"):
-        pass
 
 
 def test_the_processes_of_one_launch_share_the_directory_and_a_second_launch_is_refused(tmp_path):
@@ -115,10 +104,10 @@ def test_what_a_killed_run_left_is_taken_over(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_and_leaves_the_directory_free(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     refused = pytest.raises(OSError, match=rf"cannot write to {tmp_path} \(.*checkpoints")
-    with refused as kept, owned(tmp_path, tmp_path / "checkpoints"):
+    with refused, owned(tmp_path, tmp_path / "checkpoints"):
         pass
     with owned(tmp_path):
-        assert kept.value is not None  # the error, whose traceback refers to the lock, is still there
+        pass
 
 
 @pytest.mark.parametrize("name", [RUN, LOCK, OWNER])

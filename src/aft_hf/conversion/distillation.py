@@ -32,7 +32,8 @@ from ..data.classes import chooses_a_class
 from ..data.fingerprint import sum_images, sum_samples
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
-from ..data.order import GlobalBatches, SampleKey
+from ..data.order import GlobalBatches
+from ..data.samples import SampleKey
 from ..modeling_aft import AFTForImageClassification
 from ..reading import Document, explain, explained, shortened
 from ..training.checkpoints import Checkpoints, is_own, remove_checkpoints

@@ -120,23 +120,18 @@ def finetune_command(
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any model of transformers, on labeled images or on text.
 
-    All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16. Instead of
-    options, a JSON or YAML file with their values may be given: aft-hf finetune options.json
+    All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
     """
-    from .finetune import finetune, parse_arguments, read_options
+    from .finetune import finetune, parse_arguments
 
-    words, options, values, file = list(context.args), dict(context.params), {}, None
-    if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
-        file = Path(words[0])
-        values = read_options(file)
+    words, options = list(context.args), dict(context.params)
     for name in LISTED:
         value = options.pop(name)
         if value is not None and value is not False:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    settings = SimpleNamespace(**{name: values.pop(name, value) for name, value in options.items()})
-    if settings.model_name_or_path is None:
-        raise ValueError(f"{'' if file is None else f'{file}: '}give --model-name-or-path MODEL")
-    return finetune(settings, parse_arguments(words, values, file))
+    if model_name_or_path is None:
+        raise ValueError("give --model-name-or-path MODEL")
+    return finetune(SimpleNamespace(**options), parse_arguments(words))
 
 
 # Options of `evaluate_command`, by the panel of its help.
@@ -208,36 +203,32 @@ def evaluate_command(
     place = usable_device(device)
     dataset = load_local(data)
     if max_samples is not None:
-        dataset = dataset.select(range(min(max_samples, len(dataset))))
+        dataset = dataset.take(min(max_samples, len(dataset)))
     config = load(AutoConfig, model)
     results: dict[str, dict[str, float]] = {}
-    if is_image_classifier(config):
-        classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
-        processor = load_image_processor(model, config)
-        columns = {"image_column": image_column, "label_column": label_column}
-        for column, name in columns.items():
-            require_column(DatasetDict(given=dataset), name, f"--{column.replace('_', '-')}")
-        sides: list[int | None] = [*image_size] if image_size else [None]
-        for side in sides:
-            size = None if side is None else (side, side)
-            name = "as trained" if side is None else f"{side} px"
-            with explained(f"{model}: cannot be evaluated on {data}"):
-                results[name] = evaluate_classifier(
+    with explained(f"{model}: cannot be evaluated on {data}"):
+        if is_image_classifier(config):
+            classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
+            processor = load_image_processor(model, config)
+            require_column(DatasetDict(given=dataset), image_column, "--image-column")
+            require_column(DatasetDict(given=dataset), label_column, "--label-column")
+            for side in image_size or [None]:
+                results["as trained" if side is None else f"{side} px"] = evaluate_classifier(
                     classifier,
                     processor,
                     dataset,
-                    image_size=size,
+                    image_size=None if side is None else (side, side),
                     stretch_kernels=stretch_kernels,
                     enlarge_patches=enlarge_patches,
                     batch_size=batch_size,
-                    **columns,
+                    image_column=image_column,
+                    label_column=label_column,
                 )
-    else:
-        language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
-        tokenizer = load(AutoTokenizer, model)
-        require_column(DatasetDict(given=dataset), text_column, "--text-column")
-        block_size = own_block_size(config, tokenizer) if block_size is None else block_size
-        with explained(f"{model}: cannot be evaluated on {data}"):
+        else:
+            language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
+            tokenizer = load(AutoTokenizer, model)
+            require_column(DatasetDict(given=dataset), text_column, "--text-column")
+            block_size = own_block_size(config, tokenizer) if block_size is None else block_size
             results[f"blocks of {block_size}"] = evaluate_language_model(
                 language_model,
                 tokenizer,

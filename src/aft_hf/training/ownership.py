@@ -39,11 +39,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
     when that process ends, however it ends, so a killed run leaves no lock behind.
 
-    Args:
-        directory: the output directory.
-        folders: folders that the run will write to. They are created and tested at once, so that a run does not
-            compute for hours before its first checkpoint fails.
-        temporary: whether to remove the directory also if it existed before.
+    The `folders` that the run will write to are created and tested at once, so that it does not compute for hours
+    before its first checkpoint fails.
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders

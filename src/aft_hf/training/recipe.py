@@ -7,13 +7,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
-from ..reading import described, read_text, shortened, shown
+from ..reading import complete_message, described, explain, read_text, shortened, shown
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
@@ -27,8 +27,7 @@ ALTERNATIVES = (
 # Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
-# Limits of a YAML text (a file, or the value of an override): levels of nesting, and number of values.
-DEEPEST, LARGEST = 20, 10_000
+DEEPEST = 20  # levels of nested keys in an override
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -155,7 +154,7 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> "Schedule":
         if self.warmup_steps is not None and self.warmup_epochs is not None:
-            raise ValueError("give warmup_steps or warmup_epochs, not both")
+            raise complete_message("schedule: give warmup_steps or warmup_epochs, not both")
         return self
 
 
@@ -214,7 +213,7 @@ class Recipe(Section):
     @classmethod
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if ("architecture" in model) == ("pretrained" in model):
-            raise ValueError("give either architecture (a model_type) or pretrained (a directory or Hub id)")
+            raise complete_message("give either model.architecture (a model_type) or model.pretrained")
         if "architecture" in model:
             check_architecture(**model)
         return model
@@ -222,7 +221,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _one_length(self) -> "Recipe":
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
+            raise complete_message("give either epochs or steps")
         return self
 
     def accumulation(self, processes: int) -> tuple[int, int]:
@@ -240,7 +239,7 @@ class Recipe(Section):
         return size, self.global_batch_size // (processes * size)
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 class BytesRecipe(Recipe):
@@ -260,7 +259,7 @@ class ImageRowsRecipe(Recipe):
     def _no_epochs_of_a_stream(self) -> "ImageRowsRecipe":
         warms_up_by_epochs = self.schedule.warmup_epochs is not None
         if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
-            raise ValueError(
+            raise complete_message(
                 "the length of an epoch is unknown with data.streaming: give steps, evaluate_every and save_every, "
                 "and the schedule's warmup_steps in place of warmup_epochs"
             )
@@ -403,25 +402,32 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ValueError("; ".join(_explain(item, kind) for item in error.errors())) from None
+        keys = _entries(kind.model_json_schema())
+        raise ValueError(explain(error, lambda key: _suggestion(key, keys))) from None
 
 
 def check_architecture(architecture: Any, **fields: Any) -> None:
-    """Raise a ValueError unless transformers knows the architecture and its config has the fields."""
+    """Raise an error of pydantic unless transformers knows the architecture and its config has the fields."""
     if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
         near = _suggestion(str(shown(architecture)), CONFIG_MAPPING.keys())
-        raise ValueError(f"model.architecture={shown(architecture)} is not known to transformers{near}")
+        raise complete_message(f"model.architecture={shown(architecture)} is not known to transformers{near}")
     config = CONFIG_MAPPING[architecture]
     known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
     for name in fields.keys() - known:
-        raise ValueError(
-            f"unknown key model.{shortened(name)} for architecture {architecture!r}"
-            f"{_suggestion(name, known, ['model'])}"
-        )
+        near = _suggestion(f"model.{name}", (f"model.{each}" for each in known))
+        raise complete_message(f"unknown key model.{shortened(name)} for architecture {architecture!r}{near}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4."""
+    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4.
+
+    Aliases are refused: nine lines of them can expand to a billion values.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*) are not supported")
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -434,48 +440,12 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def _write_string(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    """Escape Unicode line breaks in double quotes; PyYAML would write them in a form that is read as a space."""
-    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
-
-
-_Dumper.add_representer(str, _write_string)
-
-
 def _parse(text: str, source: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ValueError: the text is not YAML, is nested deeper than `DEEPEST`, or holds more than `LARGEST` values, where
-            an alias counts as all values that it stands for: nine lines of aliases can expand to a billion values.
-    """
-    loader = None
+    """Return the value of a YAML text; raise a ValueError if it cannot be read."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count(node, {}, 0)
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)  # nosec B506  # a SafeLoader
     except Exception as error:  # YAML's constructors pass on Python's errors for invalid dates and numbers
         raise ValueError(f"{source}: not YAML that can be read: {described(error)}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
-    """Return the number of values in a node, including itself."""
-    if depth > DEEPEST:
-        raise ValueError(f"it is nested deeper than {DEEPEST} levels")
-    if id(node) not in counted:
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        counted[id(node)] = 1 + sum(_count(child, counted, depth + 1) for child in flat)
-    if counted[id(node)] > LARGEST:
-        raise ValueError(f"it holds more than {LARGEST} values")
-    return counted[id(node)]
 
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:
@@ -499,35 +469,10 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """Describe an error of pydantic in one line."""
-    *above, last = error["loc"] or ("",)
-    # Names of types in unions are part of pydantic's location, but not of the key.
-    path = [str(part) for part in above if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {shortened('.'.join([*path, last]))}{_suggestion(last, _fields(kind, path), path)}"
-    key = ".".join([*path, *([str(last)] if not isinstance(last, str) or re.fullmatch(r"\w+", last) else [])])
-    if error["type"] == "missing":
-        return f"{key} is missing"
-    if error["type"] == "model_type":
-        return f"{key}={shown(error['input'])}: must be a mapping of keys to values"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    # An error about several keys, which the message names.
-    if error["type"] == "value_error" and isinstance(error["input"], dict):
-        return f"{key}: {message}" if key and f"{key}." not in message else message
-    return f"{key}={shown(error['input'])}: {message}"
-
-
-def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
-    for name in path:
-        kind = cast(type[BaseModel], kind.model_fields[name].annotation)  # a section
-    return list(kind.model_fields)
-
-
-def _suggestion(name: str, known: Iterable[str], path: Iterable[str] = ()) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     """Return '; did you mean ...?' with the known name closest to `name`, or up to 40 known names if none is close."""
     known = sorted(known)  # among equally close names, always suggest the same one
     near = difflib.get_close_matches(name, known, n=1)
     if near:
-        return f"; did you mean {'.'.join([*path, near[0]])}?"
-    return f"; known: {', '.join(known)}" if len(known) <= 40 else ""
+        return f"; did you mean {near[0]}?"
+    return f"; known: {', '.join(known)}" if len(known) <= 40 else "; aft-hf train --explain lists the keys"
