@@ -94,7 +94,7 @@ def test_the_caller_chooses_the_error(tmp_path):
 
 @pytest.mark.parametrize("content", ['{"model_type": []}', '{"architectures": "AFTModel"}', '{"auto_map": ["a"]}'])
 def test_a_config_that_names_no_classes_is_refused(content):
-    with pytest.raises(UnreadableError, match="must be an? "):
+    with pytest.raises(UnreadableError, match=r"must be an? "):
         parse_json(content, ModelConfig, "config.json")
 
 

@@ -30,10 +30,13 @@ UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 DEEPEST = 20  # levels of nested keys in an override
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]
+Natural = Annotated[int, Field(ge=0)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Pair = Annotated[list[Probability], Field(min_length=2, max_length=2)]
 
 
 class Section(BaseModel):
@@ -49,7 +52,7 @@ class Data(Section):
     validation: str | None = Field(None, description="Validation data, as for train.")
     dataset: str | None = Field(None, description="Instead of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
-    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load data. 0: the training process.")
+    workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
     max_train_samples: Count | None = Field(None, description="Train on the first samples only. null: on all.")
     max_eval_samples: Count | None = Field(None, description="Evaluate the first samples only. null: all.")
 
@@ -62,9 +65,7 @@ class BytesData(Data):
     text_column: str = Field("text", description="Column of the dataset with the texts.")
     text_separator: str = Field("\n", description="Text between the texts of a dataset.")
     seq_len: Count = Field(1024, description="Predicted tokens (bytes) per sample.")
-    eval_stride: Count | None = Field(
-        None, description="New tokens per evaluated sample; the others are context. null: seq_len, without overlap."
-    )
+    eval_stride: Count | None = Field(None, description="New tokens per evaluated sample. null: seq_len, no overlap.")
 
 
 class TokensData(BytesData):
@@ -86,22 +87,16 @@ class PixelsData(ImageRowsData):
 
     image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
     flip: bool = Field(True, description="Flip half of the training images.")
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
-        10, description="A shift from -x to x is added to all values of a training image."
-    )
+    brightness_shift: Natural = Field(10, description="Largest shift that is added to the values of an image.")
 
 
 class Augmentation(Section):
     """Augmentation of training images. The defaults only flip; configs/imagenet has the augmentation of DeiT."""
 
-    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="Range of the share of the area that is cropped. null: no random crop."
-    )
+    crop_scale: Pair | None = Field(None, description="Smallest and largest share of the area of crops. null: none.")
     flip: bool = Field(True, description="Flip half of the images.")
-    rand_augment_operations: Annotated[int, Field(ge=0)] = Field(0, description="RandAugment: operations per image.")
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(
-        9.0, description="Mean magnitude of the operations."
-    )
+    rand_augment_operations: Natural = Field(0, description="RandAugment: operations per image.")
+    rand_augment_magnitude: NonNegative = Field(9.0, description="RandAugment: mean magnitude, at most 10.")
     rand_augment_noise: NonNegative = Field(0.0, description="RandAugment: deviation of the magnitude.")
     erasing: Probability = Field(0.0, description="Probability that noise replaces a part of an image.")
     mixup: NonNegative = Field(0.0, description="Alpha of the Beta distribution of mixup. 0: off.")
@@ -114,9 +109,7 @@ class ImagesData(ImageRowsData):
 
     label_column: str = Field("label", description="Column of the labels.")
     image_size: Count = Field(224, description="Side in pixels.")
-    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Side of the center crop, relative to the resized image, in evaluation."
-    )
+    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
     image_mean: list[float] = Field([0.485, 0.456, 0.406], description="Mean of each channel, for normalization.")
     image_std: list[Positive] = Field([0.229, 0.224, 0.225], description="Standard deviation of each channel.")
     augmentation: Augmentation = Augmentation()
@@ -127,9 +120,7 @@ class Optimizer(Section):
 
     name: Literal["adamw"] = Field("adamw", description="The optimizer.")
     learning_rate: Positive = Field(description="Maximum learning rate.")
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
-        [0.9, 0.999], description="Decay rates of the moments of AdamW."
-    )
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field([0.9, 0.999], description="Both betas.")
     eps: Positive = Field(1e-8, description="Term of AdamW that prevents a division by 0.")
     weight_decay: NonNegative = Field(0.0, description="Weight decay of linear layers and convolutions.")
     position_bias_scale: Positive = Field(1.0, description="Factor on the learning rate of AFT's position biases.")
@@ -139,7 +130,7 @@ class Schedule(Section):
     """A schedule of `transformers.get_scheduler`, such as "inverse_sqrt" of "Attention is all you need"."""
 
     name: str = Field("constant", description="A schedule of transformers, such as cosine or inverse_sqrt.")
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(None, description="Length of the warm-up in steps.")
+    warmup_steps: Natural | None = Field(None, description="Length of the warm-up in steps.")
     warmup_epochs: NonNegative | None = Field(None, description="Length of the warm-up in epochs.")
     options: dict[str, Any] = Field({}, description="Additional arguments of the schedule.")
 
@@ -162,9 +153,7 @@ class Paper(Section):
     """The result of the paper that a recipe reproduces. Without it, the recipe is not from the paper."""
 
     rows: Annotated[list[str], Field(min_length=1)] = Field(description="Rows of the paper's tables.")
-    score: Positive = Field(
-        description="Score on the test data: bits per byte or per dimension, or top-1 accuracy in 0 .. 1."
-    )
+    score: Positive = Field(description="Score on the test data: bits per byte or dimension, or accuracy in 0 .. 1.")
 
 
 class Recipe(Section):
@@ -188,17 +177,13 @@ class Recipe(Section):
     epochs: Positive | None = Field(None, description="Length of the training in epochs.")
     steps: Count | None = Field(None, description="Length of the training in steps, in place of epochs.")
     global_batch_size: Count = Field(description="Samples per optimizer step, over all processes.")
-    micro_batch_size: Count | None = Field(
-        None, description="Samples per forward pass of a process. null: its whole share of a batch."
-    )
+    micro_batch_size: Count | None = Field(None, description="Samples per forward pass of a process. null: all.")
     context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
     gradient_checkpointing: bool = Field(False, description="Compute activations twice to save memory.")
     compile: bool = Field(False, description="Compile the model by torch.compile.")
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="Decay of an average of the weights, which is evaluated and saved. null: no average."
-    )
+    ema_decay: Decay | None = Field(None, description="Decay of the average of the weights that is saved. null: none.")
     label_smoothing: Share = Field(0.0, description="Label smoothing of the cross entropy.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of weights, order and augmentation.")
     log_every: Count = Field(10, description="Steps between reports of the loss.")
