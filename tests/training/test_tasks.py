@@ -157,18 +157,6 @@ def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
         assert b"".join(parts.values()) == joined and len(parts["train"]) == len(joined) * 90 // 100
 
 
-def test_texts_are_written_once_and_again_when_they_change(tmp_path):
-    file = tmp_path / "texts.jsonl"
-    Dataset.from_dict({"text": ["one"] * 99}).to_json(file)
-    values = bytes_recipe(tmp_path, data={"dataset": str(file), "seq_len": 16})
-    path = Path(BytesTask(build_recipe(values)).train.path)
-    written = path.stat().st_mtime_ns
-    assert Path(BytesTask(build_recipe(values)).train.path) == path and path.stat().st_mtime_ns == written
-    assert [each.name for each in path.parent.iterdir() if each.name.startswith(path.name)] == [path.name]
-    Dataset.from_dict({"text": ["two"] * 99}).to_json(file)
-    assert parts_of(values)["train"].startswith(b"two\ntwo")
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
