@@ -123,11 +123,9 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
 
 def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
     """The kernels were not resized, as in a model fine-tuned at a larger size."""
-    model = classifier()
-    expected = metrics_by_hand(model, processor_for(24), images)
-    assert evaluate_classifier(model, processor_for(24), images, image_size=(24, 24)) == pytest.approx(
-        expected, rel=1e-4
-    )
+    model, processor = classifier(), processor_for(24)
+    expected = metrics_by_hand(model, processor, images)
+    assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):

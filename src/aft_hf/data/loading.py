@@ -139,11 +139,10 @@ def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = Tru
     if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
     try:
-        if suffix == ".txt":
-            return _read_document(path, streaming)
-        if suffix == ".csv":
-            return _read_table(path, streaming)
-        return with_safe_images(_read_files(files, streaming))
+        if suffix in READERS:
+            return with_safe_images(_read_files(files, streaming))
+        rows = _read_document(path) if suffix == ".txt" else _read_table(path)
+        return rows.to_iterable_dataset() if streaming else rows
     except Exception as error:  # the readers can raise any exception
         empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON
         reason = "it has no rows" if empty else described(error.__cause__ or error)
@@ -159,15 +158,14 @@ def _read_files(files: Sequence[Path], streaming: bool) -> Dataset | IterableDat
     return rows._resolve_features() if streaming else rows  # those of JSON are unknown before
 
 
-def _read_table(path: Path, streaming: bool) -> Dataset | IterableDataset:
+def _read_table(path: Path) -> Dataset:
     """Read a CSV file at once: parts of it, as `datasets` reads it, would have types of their own (007 becomes 7)."""
     table = pandas.read_csv(path, low_memory=False)
     if table.empty:
         raise ValueError("it has no rows")
     if not isinstance(table.index, pandas.RangeIndex):  # pandas takes surplus cells as an index
         raise ValueError("rows have more cells than the header: put texts with commas in quotes")
-    rows = Dataset.from_pandas(table)
-    return rows.to_iterable_dataset() if streaming else rows
+    return Dataset.from_pandas(table)
 
 
 def _without_hops(path: Path) -> Path:
@@ -205,15 +203,9 @@ def _rows(**columns: list[Any]) -> Iterator[dict[str, Any]]:
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
-def _read_document(path: Path, streaming: bool) -> Dataset | IterableDataset:
+def _read_document(path: Path) -> Dataset:
     """Return a text file as one row; the text reader of `datasets` would change line breaks (CR and CRLF to LF)."""
-    kind: Any = IterableDataset if streaming else Dataset
-    source = {"path": str(path.resolve()), "changed": path.stat().st_mtime_ns}  # also the key in the cache
-    return kind.from_generator(_document, gen_kwargs=source, features=Features({"text": Value("large_string")}))
-
-
-def _document(path: str, changed: int) -> Iterator[dict[str, str]]:
-    yield {"text": Path(path).read_bytes().decode()}
+    return Dataset.from_dict({"text": [path.read_bytes().decode()]}, Features({"text": Value("large_string")}))
 
 
 def local_files(
