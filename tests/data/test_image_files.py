@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pictures import BAD, EPS, encoded, strip, write_rows
+from image_contents import BAD, EPS, encoded, strip, write_rows
 from PIL import EpsImagePlugin, Image
 from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil

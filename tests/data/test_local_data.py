@@ -12,7 +12,7 @@ from datasets import Audio, ClassLabel, Dataset, DatasetDict, Features, List, Va
 from datasets import Image as ImageFeature
 from hypothesis import given
 from hypothesis import strategies as st
-from pictures import picture, write_rows
+from image_contents import picture, write_rows
 from PIL import Image
 from pyarrow import parquet
 from transformers.testing_utils import CaptureLogger

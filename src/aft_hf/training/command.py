@@ -163,7 +163,8 @@ def evaluate_command(
             processor = load_image_processor(model, config)
             require_column(DatasetDict(given=dataset), image_column, "--image-column")
             require_column(DatasetDict(given=dataset), label_column, "--label-column")
-            for side in image_size or [None]:
+            sides: list[int | None] = [*image_size] if image_size else [None]
+            for side in sides:
                 results["as trained" if side is None else f"{side} px"] = evaluate_classifier(
                     classifier,
                     processor,

@@ -37,31 +37,21 @@ from .metrics import accuracy_and_loss, bits_per_token
 
 logger = logging.get_logger(__name__)
 
-# Tokens per block where the config of a language model has no max_position_embeddings.
-USUAL_BLOCK_SIZE = 1024
-
 
 def usable_device(name: str | None) -> torch.device:
-    """Return the device `name`, checked by creating a tensor on it; by default the accelerator, else the CPU.
-
-    Raises:
-        ValueError: PyTorch does not know the device, the machine does not have it, or it is the meta device.
-    """
+    """Return the device `name`, if it can be used here; by default the accelerator, else the CPU."""
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=name).item()  # which the meta device refuses
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from error
-    if device.type == "meta":
-        raise ValueError("--device meta computes nothing: give cpu, or an accelerator")
-    return device
+    return torch.device(name)
 
 
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the maximum length of a language model: the lesser of its config's (default 1024) and its tokenizer's."""
-    longest = getattr(config, "max_position_embeddings", None) or USUAL_BLOCK_SIZE
+    longest = getattr(config, "max_position_embeddings", None) or 1024
     return int(min(longest, tokenizer.model_max_length))  # a huge number if the tokenizer sets none
 
 
