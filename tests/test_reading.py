@@ -98,6 +98,17 @@ def test_a_config_that_names_no_classes_is_refused(content):
         parse_json(content, ModelConfig, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("num_hidden_layers", 2**12), ("num_labels", 2**22), ("d_model", 2**20), ("vocab_size", 2**27)],
+)
+def test_a_size_that_no_model_has_is_refused_by_name(name, largest):
+    assert getattr(parse_json(f'{{"{name}": {largest}}}', ModelConfig, "config.json"), name) == largest
+    for value in (largest + 1, 10**9, -(10**9)):
+        with pytest.raises(UnreadableError, match=f"config.json: {name}={value}: must be at most {largest}"):
+            parse_json(f'{{"{name}": {value}}}', ModelConfig, "config.json")
+
+
 @pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "", r"..\x"])
 def test_an_index_cannot_name_files_elsewhere(name):
     with pytest.raises(UnreadableError, match="must name a file beside this one"):
