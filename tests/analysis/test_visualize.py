@@ -20,6 +20,7 @@ from aft_hf.analysis import (
     key_features,
     on_patches,
     pictures,
+    plot_position_biases,
     save,
 )
 from aft_hf.cli import app
@@ -161,11 +162,13 @@ def test_letters_and_curves_stand_out_on_light_and_dark_pages(page):
 
 
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
-    pictures.save(pictures.draw_maps(bias_maps(image_model()), scale="signed", label="w"), tmp_path / "w.png")
+    plot_position_biases(image_model(), tmp_path / "w.png")
     pixels = np.asarray(Image.open(tmp_path / "w.png").convert("RGBA")).reshape(-1, 4)
     assert (pixels[:, 3] == 0).mean() > 0.2
     opaque = {tuple(pixel[:3]) for pixel in pixels[pixels[:, 3] == 255]}
     assert tuple(int(pictures.INK[i : i + 2], 16) for i in (1, 3, 5)) in opaque and (0, 0, 0) not in opaque
+    red_minus_blue = [int(pixel[0]) - int(pixel[2]) for pixel in opaque]
+    assert max(red_minus_blue) > 60 and min(red_minus_blue) < -60  # biases of both signs
 
 
 def test_the_same_picture_is_the_same_file(tmp_path):
