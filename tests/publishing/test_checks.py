@@ -17,11 +17,6 @@ from aft_hf.publishing.folder import files_to_upload
 TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
 
 
-@pytest.fixture(params=["text", "image"])
-def either(request, saved, tmp_path):
-    return prepare(saved, request.param, tmp_path)
-
-
 @pytest.fixture
 def directory(saved, tmp_path):
     return prepare(saved, "image", tmp_path)
@@ -45,11 +40,9 @@ def only_problem(directory) -> str:
     return problems[0]
 
 
-def test_a_saved_model_with_its_card_has_no_problems(either):
-    assert find_problems(either) == []
-
-
-def test_a_backbone_and_a_model_in_shards_have_no_problems(tmp_path):
+def test_a_saved_model_a_backbone_and_a_model_in_shards_have_no_problems(saved, tmp_path):
+    for task in ("text", "image"):
+        assert find_problems(prepare(saved, task, tmp_path / task)) == []
     model = tiny.build("text", "local")
     tiny.save(model.aft, tmp_path / "backbone")
     tiny.save(model, tmp_path / "shards", max_shard_size="4KB")
@@ -66,7 +59,7 @@ def test_a_backbone_and_a_model_in_shards_have_no_problems(tmp_path):
         ("config.json", {"architectures": ["AFTForDreams"]}, "architectures is ['AFTForDreams']"),
         ("config.json", {"auto_map": None}, "no auto_map"),
         ("config.json", {"auto_map": {"AutoModel": "someone/else--modeling_aft.AFTModel"}}, "another repository"),
-        ("config.json", {"intermediate_size": 32}, "has another shape"),
+        ("config.json", {"intermediate_size": 32}, "of another shape"),
         ("config.json", {"num_hidden_layers": 1}, "are unexpected"),
         (
             "preprocessor_config.json",
@@ -188,19 +181,15 @@ def test_an_absolute_path_is_told(directory, name, content, found):
     assert told.startswith(f"{name}: holds the absolute path {found}") and "line 1" in told
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "https://huggingface.co/home/me/model",
-        "outputs/data/model and ../tmp/model",
-        "a/b and 1/2 or and/or, at 10:30/11:30",
-        "he said: hf_hub_download",
-        "see docs/data/index.md",
-        "sk-learn and task-specific-fine-tuned-models-are-here",
-    ],
-)
-def test_what_only_looks_like_a_path_or_a_key_is_let_through(directory, text):
-    (directory / "notes.md").write_text(text)
+def test_what_only_looks_like_a_path_or_a_key_is_let_through(directory):
+    (directory / "notes.md").write_text(
+        """https://huggingface.co/home/me/model
+        outputs/data/model and ../tmp/model
+        a/b and 1/2 or and/or, at 10:30/11:30
+        he said: hf_hub_download
+        see docs/data/index.md
+        sk-learn and task-specific-fine-tuned-models-are-here"""
+    )
     assert find_problems(directory) == []
 
 
@@ -237,4 +226,4 @@ def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(directory
 def test_adapters_and_missing_directories_are_told(tmp_path):
     assert find_problems(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: no such directory"]
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert any("merge it into its model" in problem for problem in find_problems(tmp_path))
+    assert any("merge the adapter into its model" in problem for problem in find_problems(tmp_path))

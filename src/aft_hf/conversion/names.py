@@ -58,14 +58,8 @@ def _renamings() -> list[WeightRenaming]:
 def derivations(source: str, names: Iterable[str]) -> dict[str, Derivation]:
     """Return the derivation of each tensor of a ViT from the tensors of a checkpoint, by its name in transformers.
 
-    Fused projections are split, and layer scales folded in.
-
-    Args:
-        source: name of the checkpoint, for error messages.
-        names: names of its tensors.
-
-    Raises:
-        ConversionError: two tensors of the checkpoint are the same tensor of a ViT.
+    Fused projections are split, and layer scales folded in. Two tensors of the checkpoint that are the same tensor of
+    a ViT raise a ConversionError, with `source` as the name of the checkpoint.
     """
     found: dict[str, Derivation] = {}
     scales: dict[str, str] = {}

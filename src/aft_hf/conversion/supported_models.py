@@ -1,4 +1,4 @@
-"""Models that are equivalent to a ViT under other names, DINOv2 and ViT-MAE, and why others cannot be converted."""
+"""Models that are equivalent to a ViT under other names, DINOv2 and ViT-MAE, and how to tell others."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,6 @@ from .errors import ConversionError
 CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, "vit_mae": ViTMAEConfig}
 # Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
 IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
-# Types that cannot be converted, and why.
-UNSUPPORTED = {
-    "dinov2_with_registers": "its register tokens take part in every layer, and an AFT has none",
-    "clip": "it has a norm before its first block, which an AFT lacks",
-    "clip_vision_model": "it has a norm before its first block, which an AFT lacks",
-    "siglip_vision_model": "it has no class token and pools by attention, which an AFT does not support",
-    "beit": "its attention has relative position biases, which a ViT lacks",
-}
 # Parts of the names of tensors that a ViT or DeiT does not have, and what they belong to.
 UNSUPPORTED_TENSORS = {
     r"reg_tokens?|register_tokens": "register tokens, which take part in every layer, and an AFT has none",
@@ -35,17 +27,10 @@ UNSUPPORTED_TENSORS = {
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Check by its config.json that a model is equivalent to a ViT.
-
-    Raises:
-        ConversionError: the type cannot be converted, in which case the message lists the types that can be and, if
-            known, the reason; or the MLPs are not those of a ViT.
-    """
-    model_type = config["model_type"]
-    if model_type not in CONFIG_CLASSES:
-        reason = f" ({UNSUPPORTED[model_type]})" if model_type in UNSUPPORTED else ""
+    """Raise a ConversionError if a model is not equivalent to a ViT by its config.json."""
+    if (model_type := config["model_type"]) not in CONFIG_CLASSES:
         raise ConversionError(
-            f"{name}: a checkpoint of type {model_type!r} cannot be converted{reason}; "
+            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
             f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
         )
     if config.get("use_swiglu_ffn"):
@@ -53,11 +38,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
 
 
 def check_tensors(name: str, tensors: Iterable[str]) -> None:
-    """Refuse tensors that tell another model from a ViT, before their effects on shapes do.
-
-    Raises:
-        ConversionError: a tensor has such a name; the message says what it belongs to.
-    """
+    """Raise a ConversionError with the reason if a tensor tells another model from a ViT."""
     for tensor in tensors:
         for pattern, reason in UNSUPPORTED_TENSORS.items():
             if re.search(rf"(^|\.)({pattern})(\.|$)", tensor):
