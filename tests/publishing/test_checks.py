@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
@@ -18,14 +19,8 @@ TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
 
 
 @pytest.fixture
-def directory(saved, tmp_path):
-    return prepare(saved, "image", tmp_path)
-
-
-def prepare(saved, task, tmp_path):
-    shutil.copytree(saved / task, tmp_path / "tiny")
-    write_card(tmp_path / "tiny", repo_id="me/tiny")
-    return tmp_path / "tiny"
+def directory(carded, tmp_path):
+    return Path(shutil.copytree(carded / "image", tmp_path / "tiny"))
 
 
 def change_json(path, **values):
@@ -40,9 +35,9 @@ def only_problem(directory) -> str:
     return problems[0]
 
 
-def test_a_saved_model_a_backbone_and_a_model_in_shards_have_no_problems(saved, tmp_path):
+def test_a_saved_model_a_backbone_and_a_model_in_shards_have_no_problems(carded, tmp_path):
     for task in ("text", "image"):
-        assert find_problems(prepare(saved, task, tmp_path / task)) == []
+        assert find_problems(carded / task) == []
     model = tiny.build("text", "local")
     tiny.save(model.aft, tmp_path / "backbone")
     tiny.save(model, tmp_path / "shards", max_shard_size="4KB")
@@ -125,8 +120,8 @@ def test_code_and_weights_that_are_not_those_that_were_checked_are_told(director
     assert told in only_problem(directory)
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_told(saved, tmp_path):
-    directory = prepare(saved, "text", tmp_path)
+def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):
+    directory = Path(shutil.copytree(carded / "text", tmp_path / "tiny"))
     tiny.build_byte_tokenizer(bos_token="<s>").save_pretrained(directory)
     assert "259 tokens, the model 258" in only_problem(directory)
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import typer
@@ -11,7 +12,7 @@ from huggingface_hub import HfApi
 from rich.console import Console
 from typer.testing import CliRunner
 
-from aft_hf.publishing import PublishError, find_problems, publish, upload, write_card
+from aft_hf.publishing import PublishError, publish, upload
 from aft_hf.publishing.card import MARKER
 from aft_hf.publishing.command import publish_command
 
@@ -25,14 +26,9 @@ STAGES = (CREATE, INFO, VALIDATE, PREUPLOAD, BATCH, PUT, VERIFY, COMMIT, CHECK)
 EMPTY = {".gitattributes"}
 
 
-@pytest.fixture(scope="module")
-def prepared(saved, tmp_path_factory):
-    """A checked directory with its card, made once, since these tests begin with the upload."""
-    directory = tmp_path_factory.mktemp("prepared") / "tiny"
-    shutil.copytree(saved / "image", directory)
-    write_card(directory, repo_id="me/tiny")
-    assert find_problems(directory) == []
-    return directory
+@pytest.fixture
+def prepared(carded, tmp_path):
+    return Path(shutil.copytree(carded / "image", tmp_path / "tiny"))
 
 
 @pytest.fixture
@@ -213,13 +209,12 @@ def test_who_may_not_write_is_told_what_to_do_and_changes_nothing(refused, hub, 
     assert hub.repositories == {} and hub.count("PUT", "") == 0
 
 
-def test_a_card_that_the_hub_refuses_is_told_before_anything_is_sent(online, hub, prepared, tmp_path):
-    shutil.copytree(prepared, tmp_path / "tiny")
-    card = tmp_path / "tiny" / "README.md"
+def test_a_card_that_the_hub_refuses_is_told_before_anything_is_sent(online, hub, prepared):
+    card = prepared / "README.md"
     text = card.read_text().replace(MARKER, "Mine.")
     card.write_text(text.replace("pipeline_tag:", "base_model_relation: converted\npipeline_tag:"))
     with pytest.raises(PublishError, match=r"base_model_relation.*nothing was committed"):
-        publish(tmp_path / "tiny", "me/tiny", token=WRITE, endpoint=hub.url, console=Console(quiet=True))
+        publish(prepared, "me/tiny", token=WRITE, endpoint=hub.url, console=Console(quiet=True))
     assert hub.repositories["me/tiny"].files().keys() == EMPTY and hub.count("PUT", "") == 0
 
 

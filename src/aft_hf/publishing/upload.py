@@ -265,6 +265,6 @@ def _reason(error: Exception) -> str:
         if isinstance(each, HfHubHTTPError):
             said = each.server_message or each.response.headers.get("X-Error-Message")
             told = f"the Hub answered {status} {first_line(ValueError(said or each.response.reason_phrase))}"
-        elif isinstance(each, (httpx2.HTTPError, httpx2.InvalidURL)):
+        elif isinstance(each, (httpx2.RequestError, httpx2.InvalidURL)):
             told = f"the connection to the Hub failed ({described(each)})"
     return f"{told}; {hint}" if hint else told
