@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, read_source
@@ -67,33 +66,6 @@ def test_names_of_wrappers_and_keys_around_the_weights_do_not_matter(tmp_path, p
         content = {key: content, "epoch": 3, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}, "ema": None}
     torch.save(content, tmp_path / "checkpoint.pth")
     assert_read(tmp_path / "checkpoint.pth", tensors)
-
-
-def wrapped_linear():
-    """A module of tensors with the names of timm, that tools of torch can wrap."""
-    module, tensors = nn.Module(), timm_tensors()
-    for name, tensor in tensors.items():
-        parent = module
-        *path, last = name.split(".")
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.register_parameter(last, nn.Parameter(tensor))
-    return module, tensors
-
-
-def test_what_torch_itself_wraps_is_read(tmp_path):
-    module, tensors = wrapped_linear()
-    wrapped = {
-        "averaged": AveragedModel(module),
-        "averaged parallel": AveragedModel(nn.DataParallel(module)),
-        "compiled": torch.compile(module),
-        "compiled and averaged": torch.compile(AveragedModel(module)),
-    }
-    for name, model in wrapped.items():
-        torch.save(model.state_dict(), tmp_path / f"{name}.pt")
-        assert_read(tmp_path / f"{name}.pt", tensors)
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.module.", "model.vit_model.module."])
@@ -250,9 +222,9 @@ def test_objects_beside_the_weights_are_ignored(tmp_path, beside):
 
 
 def test_a_whole_model_in_a_pickle_is_told_from_its_state_dict(tmp_path):
-    torch.save(wrapped_linear()[0], tmp_path / "model.pth")
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
     assert "holds no state dict of a ViT or DeiT" in refusal(tmp_path / "model.pth")
-    torch.save({"epoch": 3, "net": wrapped_linear()[0]}, tmp_path / "model.pth")
+    torch.save({"epoch": 3, "net": nn.Linear(2, 2)}, tmp_path / "model.pth")
     assert "its keys are epoch, net" in refusal(tmp_path / "model.pth")
 
 

@@ -281,12 +281,13 @@ def test_a_license_is_written_and_stays_until_another_is_given(directory):
 
 
 def test_in_a_card_of_the_users_a_license_that_is_given_is_all_that_changes(directory):
-    own = "---\nlicense: gpl-3.0\nlanguage: en\n---\n\n# Mine\n\nAs I like it.\n"
+    terms = "license: other\nlicense_name: mine\nlicense_link: LICENSE\n"
+    own = f"---\n{terms}language: en\n---\n\n# Mine\n\nAs I like it.\n"
     (directory / "README.md").write_text(own)
     write_card(directory)
     assert (directory / "README.md").read_text() == own
     write_card(directory, license="mit")
-    assert (directory / "README.md").read_text() == own.replace("gpl-3.0", "mit")
+    assert (directory / "README.md").read_text() == own.replace(terms, "license: mit\n")
     assert not list(directory.glob(".README*"))
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def mean_attention(
     """Return the attention between patches of every layer and head of a vision transformer, averaged over images.
 
     Other tokens are left out, and each row is renormalized for each image: A_tt' / sum_t' A_tt' over the remaining
-    tokens. Besides the averages, the maps of one batch are held in memory.
+    tokens. Besides the averages, only the maps of one layer and one batch are held in memory.
 
     Args:
         model: a ViT, DeiT or BEiT of transformers.
@@ -33,22 +34,29 @@ def mean_attention(
         ValueError: there are no images.
     """
     num_patches = math.prod(patch_grid(model))
-    totals: Any = 0
+    layers: Any = model.base_model.layers
+    totals: list[Any] = [0] * len(layers)
+
+    def add(index: int, attention: torch.Tensor) -> None:
+        kept = torch.arange(attention.shape[-1], device=attention.device)
+        kept = torch.cat([kept[: int(keep_class_token)], kept[-num_patches:]])
+        attention = widen(attention.index_select(-2, kept).index_select(-1, kept))
+        attention = attention / attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
+        totals[index] = totals[index] + attention.sum(0)
+
     count, implementation = 0, model.config._attn_implementation
-    model.set_attn_implementation("eager")  # the only implementation that returns attention maps
-    try:
+    with ExitStack() as stack:
+        for i, layer in enumerate(layers):
+            hook = layer.attention.register_forward_hook(lambda module, inputs, outputs, i=i: add(i, outputs[1]))
+            stack.callback(hook.remove)
+        stack.callback(model.set_attn_implementation, implementation)
+        model.set_attn_implementation("eager")  # the only implementation that returns attention maps
         for pixels in logging.tqdm(batches, desc="Attention", unit="batch"):
-            maps = torch.stack(model(pixels.to(model.device, model.dtype), output_attentions=True).attentions)
-            kept = torch.arange(maps.shape[-1], device=maps.device)
-            kept = torch.cat([kept[: int(keep_class_token)], kept[-num_patches:]])
-            attention = widen(maps.index_select(-2, kept).index_select(-1, kept))  # (layers, B, heads, T, T)
-            attention = attention / attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
-            totals, count = totals + attention.sum(1), count + len(pixels)
-    finally:
-        model.set_attn_implementation(implementation)
+            model(pixels.to(model.device, model.dtype))
+            count += len(pixels)
     if count == 0:
         raise ValueError("there are no images to measure attention on; give at least one")
-    return list(totals / count), count
+    return [total / count for total in totals], count
 
 
 def patch_grid(model: PreTrainedModel) -> tuple[int, int]:

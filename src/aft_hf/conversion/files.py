@@ -39,7 +39,7 @@ class Ignored:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        pass
 
 
 def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], str]:
@@ -162,18 +162,13 @@ def _read_pickle(path: Path, is_pickle: bool) -> Any:
 
 
 def _containers(content: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dictionaries, lists and objects of a pickle at any depth as dictionaries, by their dotted keys."""
+    """Yield the dictionaries of a pickle at any depth by their dotted keys."""
     rest, seen = [("", content)], set()
     for key, value in rest:  # which grows
-        if id(value) in seen:  # pickles can be cyclic
-            continue
-        seen.add(id(value))
-        entries = vars(value) if isinstance(value, Ignored) else value
-        entries = dict(enumerate(entries)) if isinstance(entries, (list, tuple)) else entries
-        if isinstance(entries, dict):
-            yield key, entries
-            inside = ((name, each) for name, each in entries.items() if isinstance(each, (dict, list, tuple, Ignored)))
-            rest += [(f"{key}.{name}".lstrip("."), each) for name, each in inside]
+        if isinstance(value, dict) and id(value) not in seen:  # pickles can be cyclic
+            seen.add(id(value))
+            yield key, value
+            rest += [(f"{key}.{name}".lstrip("."), each) for name, each in value.items()]
 
 
 def _is_state_dict(entries: Mapping[Any, Any]) -> bool:

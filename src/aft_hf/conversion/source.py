@@ -16,10 +16,12 @@ from transformers import (
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
     DeiTModel,
+    Dinov2Config,
     PreTrainedConfig,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
     ViTModel,
 )
 from transformers.image_processing_utils import BaseImageProcessor
@@ -32,13 +34,16 @@ from ..reading import Document, explained, read_json
 from .derivation import Derivation
 from .errors import ConversionError
 from .files import read_weights
-from .names import DISTILLED_HEADS, HEAD, POSITIONS, derivations, is_optional
-from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config, check_tensors
+from .names import DISTILLED_HEADS, HEAD, POSITIONS, check_tensors, derivations, is_optional
 from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config, usual_heads
 
 
 logger = logging.get_logger(__name__)
 
+# Config classes of the models that can be converted, by `model_type`.
+CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, "vit_mae": ViTMAEConfig}
+# Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
+IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
     ("vit", ()): ViTModel,
@@ -217,7 +222,7 @@ def read_source(
 
 def _read_transformers(name: str, values: Mapping[str, Any], model: PreTrainedModel | None) -> VisionTransformerSource:
     """Read a model in memory, or the files of one; without an image processor, the default of its type is used."""
-    check_config(name, values)
+    _check_config(name, values)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         config_class: type[PreTrainedConfig] = CONFIG_CLASSES[values["model_type"]]
         config = config_class.from_dict(dict(values), **OWN_KERNELS)
@@ -230,8 +235,29 @@ def _read_transformers(name: str, values: Mapping[str, Any], model: PreTrainedMo
         own = load(AutoImageProcessor, name, ConversionError) if read_image_processor(name, ConversionError) else None
     check_tensors(name, tensors)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        vit, used = as_vit_config(config), own or _usual_image_processor(config)
+        vit, used = _as_vit_config(config), own or _usual_image_processor(config)
     return VisionTransformerSource(name, vit, tensors, derivations(name, tensors), used, own is not None, part)
+
+
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raise a ConversionError if a model is not equivalent to a ViT by its config.json."""
+    if (model_type := config["model_type"]) not in CONFIG_CLASSES:
+        raise ConversionError(
+            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
+            f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
+        )
+    if config.get("use_swiglu_ffn"):
+        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
+
+
+def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
+    """Return the config as that of a ViT or DeiT, for weights into which the layer scales are folded."""
+    if isinstance(config, (ViTConfig, DeiTConfig)):
+        return config
+    shared = {name: value for name, value in config.to_dict().items() if name in ViTConfig.__annotations__}
+    if config.model_type == "dinov2":
+        shared["intermediate_size"] = int(config.hidden_size * config.mlp_ratio)
+    return ViTConfig(**shared)
 
 
 def _usual_image_processor(config: PreTrainedConfig) -> BaseImageProcessor:

@@ -93,7 +93,8 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
             with explained(f"{README}: the metadata cannot be read", PublishError):
                 metadata = metadata_load(path) or {}
             shutil.copyfile(path, made / README)
-            metadata_save(made / README, {**metadata, **terms})
+            kept = {name: value for name, value in metadata.items() if not name.startswith("license_")}
+            metadata_save(made / README, kept | terms)
         yield made
 
 
