@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import ConfigDict, Field, model_validator
-from rich.table import Table
-from rich.text import Text
 
 from ..reading import Document, explained, read_json
 from .derivation import PARTS, Derivation, Step
@@ -53,16 +50,6 @@ class TensorRecord(Document):
     def derivation(self) -> Derivation:
         """The derivation of the tensor from tensors of the source."""
         return Derivation(self.sources, self.steps)
-
-    def described(self) -> str:
-        """Describe the record in a few lines that are the same for all layers, and for weight and bias."""
-        lines = [self.target or " + ".join(self.sources)]
-        if self.target and self.sources:
-            lines.append(f"  from {' + '.join(self.sources)}")
-        if self.steps or self.note:
-            steps = [" ".join(map(str, step)) for step in self.steps]
-            lines.append(f"  {'; '.join(filter(None, [*steps, self.note]))}")
-        return re.sub(r"\.(weight|bias)\b", "", re.sub(r"\.\d+\.", ".N.", "\n".join(lines)))
 
 
 class ConversionReport(Document):
@@ -117,14 +104,6 @@ class ConversionReport(Document):
         """Return one line with the number of tensors and parameters of each status."""
         sizes = {status: [math.prod(x.shape) for x in self.with_status(status)] for status in get_args(Status)}
         return ", ".join(f"{len(x)} tensors ({sum(x) / 1e6:.2f} M) {status}" for status, x in sizes.items() if x)
-
-    def table(self) -> Table:
-        """Return a table for a terminal or a log: a row for each module and status, with all layers in one row."""
-        rows = Counter((record.status, record.described()) for record in self.tensors)
-        table = Table("status", "tensors", "what", title=f"Conversion of {self.source}", box=None)
-        for (status, what), count in rows.items():
-            table.add_row(status, str(count), Text(what, overflow="fold"))
-        return table
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
