@@ -139,18 +139,20 @@ def test_what_was_not_measured_is_not_on_the_card(directory):
     text = str(build_card(directory, repo_id="me/tiny"))
     assert "## Training" not in text and "## Conversion" not in text
     assert "No evaluation is recorded" in text and "take the weights as untrained" in text
-    assert "position_biases.png" not in text
+    assert "losses.png" not in text
     metadata = ModelCard(text).data.to_dict()
     assert not {"model-index", "metrics", "datasets", "base_model"} & metadata.keys()
 
 
-def test_results_stand_beside_the_file_that_holds_them(filled):
+def test_results_stand_beside_the_file_that_holds_them_and_pictures_below(filled):
+    (filled / "losses.png").write_bytes(b"")
     text = str(build_card(filled, repo_id="me/tiny"))
     assert "| accuracy | 0.7312 | someone/pictures, validation | `results.json` |" in text
     assert "| accuracy | 0.7099 | someone/pictures, test | `results.json` |" in text
     assert "| accuracy | 0.8765 | validation | `all_results.json` |" in text
     assert "| energy kwh | 5.317 | `results.json` |" in text
     assert "| hardware: device | NVIDIA H100 | `results.json` |" in text
+    assert "![losses](losses.png)" in text and "position_biases.png" not in text
     assert "untrained" not in text
 
 

@@ -76,7 +76,6 @@ def test_a_wrong_configuration_is_told(directory, file, change, told):
         ("modeling_aft.py", "does not load without aft_hf"),
         ("preprocessor_config.json", "save the image processor beside the model"),
         ("README.md", "README.md: is missing"),
-        ("position_biases.png", "README.md: shows position_biases.png, which does not exist"),
     ],
 )
 def test_a_file_that_is_missing_is_told(directory, file, told):

@@ -5,11 +5,8 @@ import os
 import shutil
 
 import pytest
-import torch
-from PIL import Image
 from rich.console import Console
 
-from aft_hf import AFTForImageClassification
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 
 
@@ -47,7 +44,7 @@ def dry_run(directory, **options):
     return done, console.export_text()
 
 
-@pytest.mark.parametrize("name", [".README.md.tmp", "README.md", "position_biases.png"])
+@pytest.mark.parametrize("name", [".README.md.tmp", "README.md", "losses.png"])
 @pytest.mark.parametrize("write", [write_card, lambda directory: publish(directory, "me/tiny", dry_run=True)])
 def test_a_planted_link_is_not_written_through(directory, outside, name, write):
     (directory / name).symlink_to(outside)
@@ -107,7 +104,7 @@ def test_a_dry_run_changes_nothing_in_the_folder(directory, card):
             dry_run(directory)
     else:
         done, said = dry_run(directory)
-        assert {"README.md", "position_biases.png", "config.json"} <= set(done.files)
+        assert {"README.md", "config.json"} <= set(done.files)
         assert "license apache-2.0" in said and "nothing was uploaded" in said
     assert listing(directory) == before
 
@@ -117,22 +114,3 @@ def test_files_are_named_as_they_are_called(directory):
         (directory / name.replace("/", "\N{DIVISION SLASH}")).write_text("mine")
     _, said = dry_run(directory)
     assert "[red]notes[" in said and ".hidden[" in said
-
-
-def test_a_picture_of_ours_is_drawn_anew_for_another_model_and_one_of_the_users_stays(directory):
-    picture = directory / "position_biases.png"
-    write_card(directory)
-    first = picture.read_bytes()
-    write_card(directory)
-    assert picture.read_bytes() == first
-    with torch.no_grad():
-        model = AFTForImageClassification.from_pretrained(directory)
-        model.aft.layers[0].mixer.kernel.copy_(torch.eye(3))
-    model.save_pretrained(directory)
-    write_card(directory)
-    assert picture.read_bytes() != first
-    Image.new("RGB", (4, 4)).save(directory / "mine.png")
-    for content in (b"no picture", (directory / "mine.png").read_bytes()):
-        picture.write_bytes(content)
-        assert "](position_biases.png)" in write_card(directory).read_text()
-        assert picture.read_bytes() == content

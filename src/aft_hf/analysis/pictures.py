@@ -38,11 +38,7 @@ STYLE = {
     "text.parse_math": False,  # a name with dollars is no formula
     "svg.hashsalt": "aft-hf",  # the same picture gives the same file
 }
-SOFTWARE = "aft-hf"  # in the metadata of a PNG
-FORMATS: dict[str, dict[str, Any]] = {
-    ".png": {"dpi": 150, "metadata": {"Software": SOFTWARE}},
-    ".svg": {"metadata": {"Date": None}},
-}
+FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
 LAYERS_IN_A_ROW = 8
 # Color scales of maps and their color maps: one scale for all maps, symmetric around 0 ("signed") or beginning at 0
 # ("positive"); or a scale for each map, symmetric around 0 ("own signed") or beginning at its lowest value ("own").

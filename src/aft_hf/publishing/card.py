@@ -1,6 +1,5 @@
 """The model card, README.md with metadata for the Hub, generated from the files beside the model."""
 
-import importlib.util
 import math
 import os
 import re
@@ -12,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, metadata_save
-from PIL import Image
 
-from ..analysis import plot_position_biases
-from ..analysis.pictures import SOFTWARE
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..data.atomic_files import write_atomic
-from ..loading import load
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import explained, first_line
 from .errors import PublishError
@@ -29,13 +24,12 @@ from .folder import refuse_misplaced_files
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
-README, PICTURE = "README.md", "position_biases.png"
+README = "README.md"
 DEFAULT_LICENSE = "apache-2.0"
-PICTURES = {
-    PICTURE: "Position biases w of layers and heads: red where a position counts more, blue where it counts less.",
+PICTURES = {  # that the card shows if they lie beside it
+    "position_biases.png": "Position biases w of layers and heads: red where a position counts more, blue where less.",
     "losses.png": "The loss over the training steps, and the results of evaluations during training.",
 }
-MAX_POSITIONS_DRAWN = 1100  # above it, the T x T biases of all layers and heads take too much memory
 # A card with this line is regenerated whenever the model is published.
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
 # A card with one of them may be replaced: it was generated here, or by transformers without facts on the model.
@@ -56,10 +50,9 @@ TASKS = {
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
-    """Write README.md and a picture of the position biases into the directory of a saved model.
+    """Write README.md into the directory of a saved model.
 
-    A README.md without the line that marks generated cards is the user's: only a given license is changed in it. A
-    picture of the user is kept, too.
+    A README.md without the line that marks generated cards is the user's: only a given license is changed in it.
 
     Args:
         directory: the directory that `save_pretrained` wrote, with the files of training and conversion.
@@ -86,9 +79,7 @@ def made_card(directory: Path, *, repo_id: str | None = None, license: str | Non
     with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
         made = Path(temporary)
         if any(mark in written for mark in GENERATED):
-            facts = read_facts(directory)
-            _draw_position_biases(directory, facts, made)
-            _card(directory, facts, made, repo_id=repo_id, terms=terms).save(made / README)
+            _card(directory, repo_id=repo_id, terms=terms).save(made / README)
         elif license is not None:
             with explained(f"{README}: the metadata cannot be read", PublishError):
                 metadata = metadata_load(path) or {}
@@ -110,18 +101,18 @@ def build_card(
 ) -> ModelCard:
     """Build the card of a saved model without writing it. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
-    terms = _license(directory, license)
-    return _card(directory, read_facts(directory), directory, repo_id=repo_id, terms=terms)
+    return _card(directory, repo_id=repo_id, terms=_license(directory, license))
 
 
-def _card(directory: Path, facts: Facts, made: Path, *, repo_id: str | None, terms: dict[str, str]) -> ModelCard:
+def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> ModelCard:
+    facts = read_facts(directory)
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
         raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
     task, auto_class = TASKS[kind]
     name, task = source.split("/")[-1], PIXELS if facts.is_pixels else task
     distilled = facts.conversion is not None and facts.conversion["distillation"]
-    pictures = [file for file in PICTURES if (directory / file).is_file() or (made / file).is_file()]
+    pictures = [file for file in PICTURES if (directory / file).is_file()]
     types, longest = set(config.layer_aft_types), _longest(config)
     return ModelCard.from_template(
         _metadata(facts, name, task, terms),
@@ -259,23 +250,3 @@ def _hub_link(source: str) -> str:
     if is_hub_id(source):
         return f"[{escaped(source)}](https://huggingface.co/{source})"
     return code(Path(source).name)
-
-
-def _draw_position_biases(directory: Path, facts: Facts, made: Path) -> None:
-    """Draw the position biases if the model learns any, the user has no picture, and matplotlib is installed."""
-    learned = set(facts.config.layer_aft_types) & {"full", "local", "conv"}
-    too_large = facts.config.max_positions > MAX_POSITIONS_DRAWN and learned != {"conv"}
-    if too_large or not learned or importlib.util.find_spec("matplotlib") is None:
-        return
-    if (directory / PICTURE).exists():  # possibly drawn here from an earlier model
-        try:
-            with Image.open(directory / PICTURE, formats=["PNG"]) as picture:
-                if picture.info.get("Software") != SOFTWARE:
-                    return
-        except (OSError, ValueError, Image.DecompressionBombError):
-            return
-    try:
-        model = load(ARCHITECTURES[facts.architecture], directory, dtype="auto")
-    except Exception:  # the checks before an upload report why
-        return
-    plot_position_biases(model, made / PICTURE)
