@@ -180,7 +180,7 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     names = set()
     for colour, (run, results) in zip(itertools.cycle(CURVES), runs):
         curve = [(row["step"], row["loss"]) for row in results["losses"]]
-        final = next(iter(results["metrics"].values()), {})  # of the first data set
+        final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
         if not (found := [each for each in METRICS if each in final]):
             raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
         points = [(row["step"], row[found[0]]) for row in results["evaluations"]]

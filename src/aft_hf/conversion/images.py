@@ -64,9 +64,9 @@ class ImagesOnDisk(Sequence[Image.Image]):
                 return open_image(place)
             name, (image,) = f"{place[0]}, row {place[2]}", place[1][place[2]].values()
             content, file = (image["bytes"], image["path"]) if image else (None, None)
-            if not content and not file:
+            if not (found := content or file):
                 raise ConversionError(f"{name}: has no image")
-            return open_image(content or file, name if content else f"{name}, {file}")
+            return open_image(found, name if content else f"{name}, {file}")
 
 
 def _rows(file: Path) -> Iterator[tuple[Path, Any, int]]:

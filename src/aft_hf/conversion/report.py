@@ -92,7 +92,7 @@ class ConversionReport(Document):
             (name, part) for each in self.tensors for name in each.sources for part in each.derivation.parts
         )
         listed.update((record.target, None) for record in self.tensors if record.target is not None)
-        expected = Counter((name, part) for name in source for part in range(PARTS))
+        expected: Counter[tuple[str, int | None]] = Counter((name, part) for name in source for part in range(PARTS))
         expected.update((name, None) for name in target)
         if wrong := {name for name, part in listed.keys() | expected if listed[name, part] != expected[name, part]}:
             raise ConversionError(

@@ -82,7 +82,7 @@ def save_converted(
         checkpoints = directory.with_name(f".{directory.name}-distillation")
         distillation = {**distillation, "checkpoints": checkpoints}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
-    reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
+    reading: dict[str, Any] = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
         model, processor, report = _convert(read_source(source, **reading), seed, options, distillation)
         try:
