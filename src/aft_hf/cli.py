@@ -18,6 +18,7 @@ from .conversion import (
     KERNEL_SIZE,
     POSITION_BIAS_DIM,
     POSITION_BIAS_MULTIPLIER,
+    REPORT_NAME,
     WINDOW_SIZE,
     ConversionReport,
     ImagesOnDisk,
@@ -193,9 +194,8 @@ def convert(
     )
     suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
     console = plain_console()
-    console.print(report.table())
     for line in (
-        report.summary(),
+        f"{report.summary()}; {REPORT_NAME} names them",
         _proof(report),
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
