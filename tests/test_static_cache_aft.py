@@ -98,6 +98,11 @@ def test_a_static_cache_that_is_reset_begins_anew(model):
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [name if name == "all four" else pytest.param(name, marks=pytest.mark.slow) for name in STATIC_TYPES],
+    indirect=True,
+)
 def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(model):
     """As in `test_generate_compile_model_forward_fullgraph` of transformers."""
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
@@ -116,13 +121,6 @@ def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(m
     assert longer.sequences.shape[1] == 7 + 15
 
 
-def test_generate_from_embeddings_with_a_static_cache(model):
-    ids = torch.randint(0, 40, (2, 6))
-    embeds = model.get_input_embeddings()(ids)
-    expected = generate(model, {"inputs_embeds": embeds})
-    assert_same(generate(model, {"inputs_embeds": embeds}, cache_implementation="static"), expected)
-
-
 def test_beams_with_a_static_cache(model):
     prompts = padded_prompts()
     expected = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False)
@@ -131,7 +129,7 @@ def test_beams_with_a_static_cache(model):
 
 
 @pytest.mark.parametrize("implementation", [None, "static"])
-@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
     prompts = padded_prompts()
     expected = generate(model, prompts)
