@@ -541,6 +541,7 @@ def test_nan_behind_a_pair_mask_reaches_no_query_that_does_not_see_it(structure,
     hostile[:, 30] = math.nan
     found, expected = (mixer(x, y, y, attention_mask=mask, **options) for y in (hostile, x))
     at_most(found[~sees], expected[~sees])
+    assert found[sees].isnan().any(-1).all()
 
 
 @structures(STRUCTURES)
@@ -641,17 +642,33 @@ def test_any_width_is_eq_2(width, backend):
         assert_mixer_exact(mixer, torch.randn(2, 9, width, device=backend.device))
 
 
+OFFSET = [name for name in TYPICAL if "selected" not in name]
+
+
 @pytest.mark.parametrize(
-    ("structure", "dtype"),
-    [(x, torch.bfloat16) for x in STRUCTURES] + [(x, torch.float16) for x in TYPICAL],
+    ("structure", "dtype", "autocast", "offset"),
+    [(x, BF16, False, 0.0) for x in STRUCTURES]
+    + [(x, FP16, False, 0.0) for x in TYPICAL]
+    + [(x, dtype, True, 0.0) for x in TYPICAL for dtype in HALF]
+    + [(x, *case, 100.0) for x in OFFSET for case in ((BF16, False), (BF16, True), (FP16, True))],
     ids=str,
 )
-def test_a_whole_mixer_in_half_precision_is_as_exact_as_the_reference_in_half_precision(structure, dtype, backend):
-    mixer = build(structure, backend, dtype)
-    x = torch.randn(2, 33, WIDTH, device=backend.device).to(dtype)
-    found, rounded, exact = mixer_results(mixer, x), by_reference(mixer, x, dtype), by_reference(mixer, x)
+def test_a_whole_mixer_in_half_precision_is_as_exact_as_the_reference(structure, dtype, autocast, offset, backend):
+    """Also where all values share an offset, which cancels in the gradients."""
+    mixer, x = build(structure, backend), torch.randn(3, 65, WIDTH, device=backend.device)
+    with torch.no_grad():
+        mixer.v_proj.bias.add_(offset)
+    if autocast:
+        found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
+        assert all(y.dtype == torch.float32 for name, y in found.items() if name != "output")
+        with torch.no_grad(), torch.autocast(backend.device, dtype):
+            assert mixer(x, **with_grid(mixer, 65)).dtype == dtype
+    else:
+        mixer, x = mixer.to(dtype), x.to(dtype)
+        found, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
     assert found["output"].dtype == dtype
-    assert_as_exact(found, rounded, without_what_cancels(exact), 2.0, dtype)
+    exact = without_what_cancels(by_reference(mixer, x))
+    assert_as_exact(found, rounded, exact, 1.25 if offset else 2.0, dtype)
 
 
 @structures(TYPICAL_SEQUENCES)
@@ -679,7 +696,7 @@ def test_inputs_and_gradients_need_not_be_contiguous(structure, backend):
         at_most(found, expected, tolerance(x.dtype, 35 * WIDTH))
 
 
-TRAINED = ("q_proj", "k_proj", "v_proj", "o_proj", "position_bias", "kernel", "o_proj.bias")
+TRAINED = ("q_proj", "k_proj", "v_proj", "position_bias", "kernel")
 
 
 @structures(["full", "local causal", "conv causal", "conv 2-D"])
@@ -732,64 +749,28 @@ def test_memory_is_free_without_garbage_collection(structure, training, backend)
         gc.enable()
 
 
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 @structures(["full", "simple causal", "local causal", "conv 2-D"])
-@pytest.mark.parametrize("name", ("q_proj", "k_proj", "v_proj", "o_proj", "query_activation"))
 @pytest.mark.parametrize("training", (False, True))
-def test_hooks_and_other_classes_of_projections_are_called(structure, name, training, backend):
+def test_hooks_of_the_gate_are_called(structure, training, backend):
     mixer, x, seen = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device), []
     with torch.set_grad_enabled(training):
         plain = mixer(x, **with_grid(mixer, 35))
-        hook = mixer.get_submodule(name).register_forward_hook(lambda *args: seen.append(args))
+        mixer.query_activation.register_forward_hook(lambda *args: seen.append(args))
         at_most(mixer(x, **with_grid(mixer, 35)), plain, tolerance(x.dtype, 35 * WIDTH))
-        assert len(seen) == 1
-        hook.remove()
-        if name != "query_activation":
-            layer = mixer.get_submodule(name)
-            layer.__class__ = Doubled
-            assert not torch.allclose(mixer(x, **with_grid(mixer, 35)), plain, rtol=1e-3)
+    assert len(seen) == 1
 
 
-def test_projections_may_be_of_other_sizes_and_layouts(backend):
-    x = torch.randn(2, 35, WIDTH, device=backend.device)
-    mixers = [build("full", backend) for _ in range(4)]
-    mixers[0].o_proj = nn.Linear(WIDTH, 2 * WIDTH).to(backend.device)
-    mixers[1].q_proj = nn.Linear(WIDTH, 1).to(backend.device)
-    mixers[2].v_proj.bias = nn.Parameter(torch.ones(1, device=backend.device))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse layouts are in beta
-        weight = mixers[3].k_proj.weight.detach().to_sparse_csr()
-    mixers[3].k_proj.weight = nn.Parameter(weight, requires_grad=False)
-    for mixer in mixers:
-        with torch.no_grad():
-            found = mixer(x)
-            mixer.v_proj.register_forward_hook(lambda *args: None)
-            at_most(found, mixer(x), tolerance(x.dtype, 35 * WIDTH))
-
-
-@pytest.mark.parametrize("structure", ("full", "simple causal", "conv 2-D"))
-@pytest.mark.parametrize("name", ("k_proj", "v_proj", "q_proj"))
-def test_a_bias_that_cancels_is_added_before_anything_is_rounded(structure, name, backend):
-    mixer = build(structure, backend)
-    x = torch.randn(2, 33, WIDTH, device=backend.device)
-    x[..., 0] = 1.0
+def test_one_gate_may_serve_all_features(backend):
+    mixer, x = build("full", backend), torch.randn(2, 35, WIDTH, device=backend.device)
+    mixer.q_proj = nn.Linear(WIDTH, 1).to(backend.device)
     with torch.no_grad():
-        mixer.get_submodule(name).weight[:, 0] = 300.0
-        mixer.get_submodule(name).bias.fill_(-300.0)
-    mixer, x = mixer.bfloat16(), x.bfloat16()
-    with torch.no_grad():
-        found = {"output": mixer(x, **with_grid(mixer, 33))}
-    exact, rounded = ({"output": by_reference(mixer, x, dtype)["output"]} for dtype in (torch.float64, x.dtype))
-    assert_as_exact(found, rounded, exact, 2.0, x.dtype)
+        found = mixer(x)
+        mixer.query_activation.register_forward_hook(lambda *args: None)  # the gate is then applied after Eq. 2
+        at_most(found, mixer(x), tolerance(x.dtype, 35 * WIDTH))
 
 
 # ------------------------------------------------------------------------------ gradients where values share an offset
 
-OFFSET = [name for name in TYPICAL if "selected" not in name]
 SIZES = ((torch.bfloat16, 10.0), (torch.bfloat16, 100.0), (torch.float16, 100.0))
 
 
@@ -809,59 +790,12 @@ def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
     assert_as_exact(found, rounded, without_what_cancels(exact), 2.0, dtype)
 
 
-@structures(OFFSET)
-@pytest.mark.parametrize(("dtype", "autocast"), ((BF16, False), (BF16, True), (FP16, True)), ids=str)
-def test_gradients_of_a_mixer_are_as_exact_as_the_reference_s_where_values_share_an_offset(
-    structure, dtype, autocast, backend
-):
-    mixer, offset = build(structure, backend), 100.0
-    with torch.no_grad():
-        mixer.v_proj.bias.add_(offset)
-    torch.manual_seed(1)
-    x = torch.randn(3, 65, WIDTH).to(backend.device)
-    if autocast:
-        found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
-    else:
-        mixer, x = mixer.to(dtype), x.to(dtype)
-        found, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
-    assert_as_exact(found, rounded, without_what_cancels(by_reference(mixer, x)), 1.25, dtype)
-
-
 # ---------------------------------------------------------------------------------------- outputs are ordinary tensors
 
 
-def add_input(mixer, x):
-    y = mixer(x)
-    y += x
-    return y
-
-
-def multiply(mixer, x):
-    return mixer(x).mul_(2)
-
-
-def inplace_dropout(mixer, x):
-    torch.manual_seed(2)
-    return nn.Sequential(mixer, nn.Dropout(0.5, inplace=True))(x)
-
-
-def inplace_hook(mixer, x):
-    hook = mixer.register_forward_hook(lambda module, args, output: output.add_(args[0]))
-    output = mixer(x)
-    hook.remove()
-    return output
-
-
-def dropout(mixer, x):
-    torch.manual_seed(2)
-    return nn.functional.dropout(mixer(x), 0.5)
-
-
 IN_PLACE = {
-    "y += x": (add_input, lambda mixer, x: mixer(x) + x),
-    "y.mul_(2)": (multiply, lambda mixer, x: mixer(x) * 2),
-    "dropout": (inplace_dropout, dropout),
-    "a hook": (inplace_hook, lambda mixer, x: mixer(x) + x),
+    "y += x": (lambda mixer, x: mixer(x).add_(x), lambda mixer, x: mixer(x) + x),
+    "y.mul_(2)": (lambda mixer, x: mixer(x).mul_(2), lambda mixer, x: mixer(x) * 2),
 }
 
 
@@ -1096,19 +1030,6 @@ def test_float64_stays_float64_under_autocast(structure, options, backend):
             with torch.set_grad_enabled(with_gradients), torch.autocast(backend.device, dtype):
                 found = mixer(x, **with_grid(mixer, 33))
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_autocast_gives_its_dtype_and_gradients_in_those_of_the_parameters(structure, dtype, backend):
-    mixer = build(structure, backend)
-    x = torch.randn(2, 33, WIDTH, device=backend.device)
-    with torch.no_grad(), torch.autocast(backend.device, dtype):
-        assert mixer(x, **with_grid(mixer, 33)).dtype == dtype
-    found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
-    assert found["output"].dtype == dtype
-    assert all(y.dtype == torch.float32 for name, y in found.items() if name != "output")
-    assert_as_exact(found, rounded, without_what_cancels(by_reference(mixer, x)), 2.0, dtype)
 
 
 @structures(TYPICAL)
