@@ -1,4 +1,4 @@
-"""AFTConfig: default values, derived fields, and every validator; tests/properties draws valid configs and saves them."""
+"""AFTConfig: defaults, derived fields, and every validator. tests/properties draws valid configs, and saves them."""
 
 import dataclasses
 import json
