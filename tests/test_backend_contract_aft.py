@@ -24,7 +24,18 @@ from aft_hf.mixing_aft import Documents, Mixing, mix, reference_mixing
 
 WIDTH = 8
 LONGEST = 400  # number of positions that learned tables cover
-GRIDS = {1: (1, 1), 2: (2, 1), 9: (3, 3), 12: (3, 4), 31: (1, 31), 33: (11, 3), 35: (5, 7), 65: (5, 13), 129: (3, 43)}
+GRIDS = {
+    1: (1, 1),
+    2: (2, 1),
+    6: (2, 3),
+    9: (3, 3),
+    12: (3, 4),
+    31: (1, 31),
+    33: (11, 3),
+    35: (5, 7),
+    65: (5, 13),
+    129: (3, 43),
+}
 HALF = (torch.bfloat16, torch.float16)
 
 full = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=4)
@@ -349,57 +360,38 @@ def assert_exact(given: Case, backend: Backend, largest_key: float | None = None
 # ---------------------------------------------------------------------------- all structures, dtypes, masks and shapes
 
 
-@structures(STRUCTURES)
-@pytest.mark.parametrize(("batch", "length"), ((1, 1), (3, 2), (1, 31), (3, 33), (1, 65), (2, 129)))
-def test_a_backend_equals_the_reference(structure, batch, length, backend):
-    assert_exact(case(structure, torch.float32, batch, length), backend)
-
-
-@structures(STRUCTURES)
-@pytest.mark.parametrize(("batch", "length"), ((1, 2), (2, 65)))
-def test_a_backend_equals_the_reference_in_float64(structure, batch, length, backend):
-    assert_exact(case(structure, torch.float64, batch, length), backend)
-
-
-@structures(["local", "local, wide", "local, window alone", "conv, wide", "local causal, wide", "full causal"])
-def test_a_backend_equals_the_reference_on_a_long_sequence(structure, backend):
-    assert_exact(case(structure, torch.float32, 1, 390), backend)
-
-
-@structures(STRUCTURES)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_a_backend_sums_half_precision_in_float32(structure, dtype, backend):
-    assert_exact(case(structure, dtype, 2, 65), backend)
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+LONG = ["local", "local, wide", "local, window alone", "conv, wide", "local causal, wide", "full causal"]
+SHAPES = [(FP32, 1, 1), (FP32, 3, 2), (FP32, 1, 31), (FP32, 3, 33), (FP32, 2, 129), (FP64, 1, 2), (FP64, 2, 65)]
+SHAPES += [(BF16, 2, 65), (FP16, 2, 65)]
 
 
 @pytest.mark.parametrize(
-    ("structure", "seen"),
-    [(x, seen) for x in STRUCTURES for seen in list(SEEN)[1:] if x in SEQUENCES or seen not in OF_SEQUENCES],
+    ("structure", "dtype", "batch", "length", "seen"),
+    [(x, *shape, "everything") for x in STRUCTURES for shape in SHAPES]
+    + [(x, FP32, 1, 390, "everything") for x in LONG]
+    + [(x, FP32, 3, 35, seen) for x in STRUCTURES for seen in SEEN if x in SEQUENCES or seen not in OF_SEQUENCES]
+    + [
+        (x, BF16, 3, 35, seen)
+        for x in TYPICAL_SEQUENCES
+        for seen in ("left padding", "a pair mask per row", "documents")
+    ],
+    ids=str,
 )
-def test_a_backend_equals_the_reference_where_queries_do_not_see_everything(structure, seen, backend):
-    assert_exact(case(structure, torch.float32, 3, 35, seen), backend)
-
-
-@structures(TYPICAL_SEQUENCES)
-@pytest.mark.parametrize("seen", ("left padding", "a pair mask per row", "documents"))
-def test_a_backend_sums_half_precision_in_float32_where_queries_do_not_see_everything(structure, seen, backend):
-    assert_exact(case(structure, torch.bfloat16, 3, 35, seen), backend)
+def test_a_backend_equals_the_reference_and_sums_in_float32(structure, dtype, batch, length, seen, backend):
+    assert_exact(case(structure, dtype, batch, length, seen), backend)
 
 
 # ----------------------------------------------------------------------------------------------- large keys and biases
 
 
 @pytest.mark.parametrize(
-    ("structure", "keys"),
-    [(x, keys) for x in STRUCTURES for keys in KEYS if x in TYPICAL or keys == "up to 1e4"],
+    ("structure", "keys", "dtype"),
+    [(x, keys, FP32) for x in STRUCTURES for keys in KEYS if x in TYPICAL or keys == "up to 1e4"]
+    + [(x, keys, dtype) for x in TYPICAL for keys, dtype in (("x 90", BF16), ("up to 1e4", FP16))],
+    ids=str,
 )
-def test_large_keys_are_finite_and_right(structure, keys, backend):
-    assert_exact(case(structure, torch.float32, 2, 65, keys=keys), backend)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize(("keys", "dtype"), (("x 90", torch.bfloat16), ("up to 1e4", torch.float16)), ids=str)
-def test_large_keys_in_half_precision_are_finite_and_right(structure, keys, dtype, backend):
+def test_large_keys_are_finite_and_right(structure, keys, dtype, backend):
     assert_exact(case(structure, dtype, 2, 65, keys=keys), backend)
 
 
@@ -549,6 +541,7 @@ def test_nan_behind_a_pair_mask_reaches_no_query_that_does_not_see_it(structure,
     hostile[:, 30] = math.nan
     found, expected = (mixer(x, y, y, attention_mask=mask, **options) for y in (hostile, x))
     at_most(found[~sees], expected[~sees])
+    assert found[:, 30].isnan().any(-1).all()
 
 
 @structures(STRUCTURES)
@@ -635,17 +628,10 @@ OPTIONS = {
 )
 def test_a_whole_mixer_is_eq_2(structure, options, dtype, backend):
     mixer = build(structure, backend, dtype, **OPTIONS[options])
-    assert_mixer_exact(mixer, torch.randn(2, 33, WIDTH, dtype=dtype, device=backend.device))
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize(("batch", "length"), ((1, 1), (3, 2), (1, 129)))
-def test_a_whole_mixer_is_eq_2_for_any_shape(structure, batch, length, backend):
-    mixer = build(structure, backend)
-    x = torch.randn(batch, length, WIDTH, device=backend.device)
+    x = torch.randn(2, 33, WIDTH, dtype=dtype, device=backend.device)
     assert_mixer_exact(mixer, x)
     with torch.no_grad():
-        found = mixer(x, **with_grid(mixer, length))
+        found = mixer(x, **with_grid(mixer, 33))
     at_most(found, by_reference(mixer, x)["output"])
 
 
@@ -656,40 +642,37 @@ def test_any_width_is_eq_2(width, backend):
         assert_mixer_exact(mixer, torch.randn(2, 9, width, device=backend.device))
 
 
+OFFSET = [name for name in TYPICAL if "selected" not in name]
+
+
 @pytest.mark.parametrize(
-    ("structure", "dtype"),
-    [(x, torch.bfloat16) for x in STRUCTURES] + [(x, torch.float16) for x in TYPICAL],
+    ("structure", "dtype", "autocast", "offset"),
+    [(x, BF16, False, 0.0) for x in STRUCTURES]
+    + [(x, FP16, False, 0.0) for x in TYPICAL]
+    + [(x, dtype, True, 0.0) for x in TYPICAL for dtype in HALF]
+    + [(x, *case, 100.0) for x in OFFSET for case in ((BF16, False), (BF16, True), (FP16, True))],
     ids=str,
 )
-def test_a_whole_mixer_in_half_precision_is_as_exact_as_the_reference_in_half_precision(structure, dtype, backend):
-    mixer = build(structure, backend, dtype)
-    x = torch.randn(2, 33, WIDTH, device=backend.device).to(dtype)
-    found, rounded, exact = mixer_results(mixer, x), by_reference(mixer, x, dtype), by_reference(mixer, x)
-    assert found["output"].dtype == dtype
-    assert_as_exact(found, rounded, without_what_cancels(exact), 2.0, dtype)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_inputs_times_90_in_half_precision_stay_finite(structure, dtype, backend):
-    mixer = build(structure, backend, dtype)
-    x = (90 * torch.randn(2, 35, WIDTH, device=backend.device)).to(dtype).requires_grad_()
-    output = mixer(x, **with_grid(mixer, 35))
-    assert output.isfinite().all()
-    assert torch.autograd.grad(output.float().mean(), x)[0].isfinite().all()
-
-
-@structures(TYPICAL)
-def test_a_row_equals_the_row_alone(structure, backend):
+def test_a_whole_mixer_in_half_precision_is_as_exact_as_the_reference(structure, dtype, autocast, offset, backend):
+    """Also where all values share an offset, which cancels in the gradients."""
     mixer, x = build(structure, backend), torch.randn(3, 65, WIDTH, device=backend.device)
-    options = with_grid(mixer, 65)
-    output = mixer(x, **options)
-    for i in range(3):
-        at_most(output[i : i + 1], mixer(x[i : i + 1], **options), tolerance(x.dtype, 65))
+    with torch.no_grad():
+        mixer.v_proj.bias.add_(offset)
+    if autocast:
+        found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
+        assert all(y.dtype == torch.float32 for name, y in found.items() if name != "output")
+        with torch.no_grad(), torch.autocast(backend.device, dtype):
+            assert mixer(x, **with_grid(mixer, 65)).dtype == dtype
+    else:
+        mixer, x = mixer.to(dtype), x.to(dtype)
+        found, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
+    assert found["output"].dtype == dtype
+    exact = without_what_cancels(by_reference(mixer, x))
+    assert_as_exact(found, rounded, exact, 1.25 if offset else 2.0, dtype)
 
 
 @structures(TYPICAL_SEQUENCES)
-@pytest.mark.parametrize("side", ("left", "right", "holes"))
+@pytest.mark.parametrize("side", ("left", "holes"))
 def test_a_padded_row_equals_the_row_alone(structure, side, backend_or_reference):
     mixer = build(structure, backend_or_reference)
     device = backend_or_reference.device
@@ -713,7 +696,7 @@ def test_inputs_and_gradients_need_not_be_contiguous(structure, backend):
         at_most(found, expected, tolerance(x.dtype, 35 * WIDTH))
 
 
-TRAINED = ("q_proj", "k_proj", "v_proj", "o_proj", "position_bias", "kernel", "o_proj.bias")
+TRAINED = ("q_proj", "k_proj", "v_proj", "position_bias", "kernel")
 
 
 @structures(["full", "local causal", "conv causal", "conv 2-D"])
@@ -766,70 +749,33 @@ def test_memory_is_free_without_garbage_collection(structure, training, backend)
         gc.enable()
 
 
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 @structures(["full", "simple causal", "local causal", "conv 2-D"])
-@pytest.mark.parametrize("name", ("q_proj", "k_proj", "v_proj", "o_proj", "query_activation"))
 @pytest.mark.parametrize("training", (False, True))
-def test_hooks_and_other_classes_of_projections_are_called(structure, name, training, backend):
+def test_hooks_of_the_gate_are_called(structure, training, backend):
     mixer, x, seen = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device), []
     with torch.set_grad_enabled(training):
         plain = mixer(x, **with_grid(mixer, 35))
-        hook = mixer.get_submodule(name).register_forward_hook(lambda *args: seen.append(args))
+        mixer.query_activation.register_forward_hook(lambda *args: seen.append(args))
         at_most(mixer(x, **with_grid(mixer, 35)), plain, tolerance(x.dtype, 35 * WIDTH))
-        assert len(seen) == 1
-        hook.remove()
-        if name != "query_activation":
-            layer = mixer.get_submodule(name)
-            layer.__class__ = Doubled
-            assert not torch.allclose(mixer(x, **with_grid(mixer, 35)), plain, rtol=1e-3)
+    assert len(seen) == 1
 
 
-def test_projections_may_be_of_other_sizes_and_layouts(backend):
-    x = torch.randn(2, 35, WIDTH, device=backend.device)
-    mixers = [build("full", backend) for _ in range(4)]
-    mixers[0].o_proj = nn.Linear(WIDTH, 2 * WIDTH).to(backend.device)
-    mixers[1].q_proj = nn.Linear(WIDTH, 1).to(backend.device)
-    mixers[2].v_proj.bias = nn.Parameter(torch.ones(1, device=backend.device))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse layouts are in beta
-        weight = mixers[3].k_proj.weight.detach().to_sparse_csr()
-    mixers[3].k_proj.weight = nn.Parameter(weight, requires_grad=False)
-    for mixer in mixers:
-        with torch.no_grad():
-            found = mixer(x)
-            mixer.v_proj.register_forward_hook(lambda *args: None)
-            at_most(found, mixer(x), tolerance(x.dtype, 35 * WIDTH))
-
-
-@pytest.mark.parametrize("structure", ("full", "simple causal", "conv 2-D"))
-@pytest.mark.parametrize("name", ("k_proj", "v_proj", "q_proj"))
-def test_a_bias_that_cancels_is_added_before_anything_is_rounded(structure, name, backend):
-    mixer = build(structure, backend)
-    x = torch.randn(2, 33, WIDTH, device=backend.device)
-    x[..., 0] = 1.0
+def test_one_gate_may_serve_all_features(backend):
+    mixer, x = build("full", backend), torch.randn(2, 35, WIDTH, device=backend.device)
+    mixer.q_proj = nn.Linear(WIDTH, 1).to(backend.device)
     with torch.no_grad():
-        mixer.get_submodule(name).weight[:, 0] = 300.0
-        mixer.get_submodule(name).bias.fill_(-300.0)
-    mixer, x = mixer.bfloat16(), x.bfloat16()
-    with torch.no_grad():
-        found = {"output": mixer(x, **with_grid(mixer, 33))}
-    exact, rounded = ({"output": by_reference(mixer, x, dtype)["output"]} for dtype in (torch.float64, x.dtype))
-    assert_as_exact(found, rounded, exact, 2.0, x.dtype)
+        found = mixer(x)
+        mixer.query_activation.register_forward_hook(lambda *args: None)  # the gate is then applied after Eq. 2
+        at_most(found, mixer(x), tolerance(x.dtype, 35 * WIDTH))
 
 
 # ------------------------------------------------------------------------------ gradients where values share an offset
 
-OFFSET = [name for name in TYPICAL if "selected" not in name]
 SIZES = ((torch.bfloat16, 10.0), (torch.bfloat16, 100.0), (torch.float16, 100.0))
-offsets = pytest.mark.parametrize(("dtype", "offset"), SIZES, ids=str)
 
 
 @structures(OFFSET)
-@offsets
+@pytest.mark.parametrize(("dtype", "offset"), SIZES, ids=str)
 def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, offset, dtype, backend):
     mixer = build(structure, backend, dtype)
     torch.manual_seed(1)
@@ -844,68 +790,19 @@ def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
     assert_as_exact(found, rounded, without_what_cancels(exact), 2.0, dtype)
 
 
-@structures(OFFSET)
-@offsets
-@pytest.mark.parametrize("autocast", (False, True), ids=("", "autocast"))
-def test_gradients_of_a_mixer_are_as_exact_as_the_reference_s_where_values_share_an_offset(
-    structure, offset, dtype, autocast, backend
-):
-    mixer = build(structure, backend)
-    with torch.no_grad():
-        mixer.v_proj.bias.add_(offset)
-    torch.manual_seed(1)
-    x = torch.randn(3, 65, WIDTH).to(backend.device)
-    if autocast:
-        found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
-    else:
-        mixer, x = mixer.to(dtype), x.to(dtype)
-        found, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
-    assert_as_exact(found, rounded, without_what_cancels(by_reference(mixer, x)), 1.25, dtype)
-
-
 # ---------------------------------------------------------------------------------------- outputs are ordinary tensors
 
 
-def add_input(mixer, x):
-    y = mixer(x)
-    y += x
-    return y
-
-
-def multiply(mixer, x):
-    return mixer(x).mul_(2)
-
-
-def inplace_dropout(mixer, x):
-    torch.manual_seed(2)
-    return nn.Sequential(mixer, nn.Dropout(0.5, inplace=True))(x)
-
-
-def inplace_hook(mixer, x):
-    hook = mixer.register_forward_hook(lambda module, args, output: output.add_(args[0]))
-    output = mixer(x)
-    hook.remove()
-    return output
-
-
-def dropout(mixer, x):
-    torch.manual_seed(2)
-    return nn.functional.dropout(mixer(x), 0.5)
-
-
 IN_PLACE = {
-    "y += x": (add_input, lambda mixer, x: mixer(x) + x),
-    "y.mul_(2)": (multiply, lambda mixer, x: mixer(x) * 2),
-    "dropout": (inplace_dropout, dropout),
-    "a hook": (inplace_hook, lambda mixer, x: mixer(x) + x),
+    "y += x": (lambda mixer, x: mixer(x).add_(x), lambda mixer, x: mixer(x) + x),
+    "y.mul_(2)": (lambda mixer, x: mixer(x).mul_(2), lambda mixer, x: mixer(x) * 2),
 }
 
 
 @structures(TYPICAL)
 @pytest.mark.parametrize("change", IN_PLACE)
-@pytest.mark.parametrize("options", ("", "neither"))
-def test_the_output_may_be_changed_in_place(structure, change, options, backend):
-    mixer = build(structure, backend, **OPTIONS[options])
+def test_the_output_may_be_changed_in_place(structure, change, backend):
+    mixer = build(structure, backend, **OPTIONS["neither"])
     for batch in (1, 2):
         x = torch.randn(batch, 9, WIDTH, device=backend.device, requires_grad=True)
         inputs, found = [x, *mixer.parameters()], []
@@ -988,18 +885,12 @@ def test_batched_gradients_are_the_gradients_one_by_one(structure, backend):
 
 
 @structures(TYPICAL)
-def test_gradients_of_gradients_are_right(structure, backend):
-    mixer, _, x = doubles(structure, backend, 9)
-    assert torch.autograd.gradcheck(mixer, x, fast_mode=True)
-    assert torch.autograd.gradgradcheck(mixer, x, fast_mode=True)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize("masked", ("padding", "pairs"))
-def test_gradients_of_gradients_are_right_with_masks(structure, masked, backend):
+@pytest.mark.parametrize("masked", ("nothing", "padding", "pairs"))
+def test_gradients_of_gradients_are_right(structure, masked, backend):
     mixer, _, x = doubles(structure, backend, 9, batch=2)
-    mask = padding_mask("right", 2, 9) if masked == "padding" else pair_mask(2, 9)
-    mixer = partial(mixer, attention_mask=mask.to(backend.device))
+    if masked != "nothing":
+        mask = padding_mask("right", 2, 9) if masked == "padding" else pair_mask(2, 9)
+        mixer = partial(mixer, attention_mask=mask.to(backend.device))
     assert torch.autograd.gradcheck(mixer, x, fast_mode=True)
     assert torch.autograd.gradgradcheck(mixer, x, fast_mode=True)
 
@@ -1079,14 +970,13 @@ def test_vmap_of_gradients_gives_those_of_each_row(structure, backend):
         torch.testing.assert_close([found[name][i] for name in parameters], list(expected), rtol=1e-4, atol=1e-4)
 
 
-@structures(STRUCTURES)
+@structures(["full", "local causal", "conv 2-D, selected"])
 def test_meta_tensors_work_with_gradients(structure, backend):
-    mixer = build(structure, backend).to("meta")
-    for mask in (None, padding_mask("left", 2, 35), pair_mask(2, 35)):
-        x = torch.empty(2, 35, WIDTH, device="meta", requires_grad=True)
-        output = mixer(x, attention_mask=mask if mask is None else mask.to("meta"), **with_grid(mixer, 35))
-        output.sum().backward()
-        assert output.shape == x.grad.shape == x.shape and output.is_meta
+    """Meta operations are slow; test_host_waits.py runs whole models, with masks."""
+    mixer, x = build(structure, backend).to("meta"), torch.empty(2, 35, WIDTH, device="meta", requires_grad=True)
+    output = mixer(x, **with_grid(mixer, 35))
+    output.sum().backward()
+    assert output.shape == x.grad.shape == x.shape and output.is_meta
 
 
 @structures(TYPICAL)
@@ -1120,37 +1010,16 @@ def test_a_dynamically_quantized_mixer_works(structure, backend):
             at_most(quantized(x, **options), mixer(x, **options), 6 * WIDTH / 127)
 
 
-class OnGrid(nn.Module):
-    """A mixer with a fixed grid size, since traced functions take only tensors."""
-
-    def __init__(self, mixer: nn.Module, options: dict):
-        super().__init__()
-        self.mixer, self.options = mixer, options
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mixer(x, **self.options)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize("with_gradients", (False, True))
-@pytest.mark.filterwarnings("ignore")
-def test_a_traced_mixer_serves_other_inputs_or_tracing_is_a_clear_error(structure, with_gradients, backend):
-    mixer = build(structure, backend)
-    x, options = torch.randn(2, 35, WIDTH, device=backend.device), with_grid(mixer, 35)
-    with torch.set_grad_enabled(with_gradients):
-        try:
-            traced = torch.jit.trace(OnGrid(mixer, options), x, check_trace=False)
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            assert "torch.jit.trace" in str(error)
-            return
-        for y in (2 * x, 100 * x):
-            torch.testing.assert_close(traced(y), mixer(y, **options), rtol=1e-4, atol=1e-4)
+def test_tracing_is_a_clear_error():
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        torch.jit.trace(build("local causal", NAMED[0]), torch.randn(2, 35, WIDTH), check_trace=False)
 
 
 # --------------------------------------------------------------------------------------------------- float64, autocast
 
 
-@structures(STRUCTURES)
+@structures(TYPICAL)
 @pytest.mark.parametrize("options", ("", "neither"))
 def test_float64_stays_float64_under_autocast(structure, options, backend):
     mixer = build(structure, backend, torch.float64, **OPTIONS[options])
@@ -1165,19 +1034,6 @@ def test_float64_stays_float64_under_autocast(structure, options, backend):
 
 @structures(TYPICAL)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_autocast_gives_its_dtype_and_gradients_in_those_of_the_parameters(structure, dtype, backend):
-    mixer = build(structure, backend)
-    x = torch.randn(2, 33, WIDTH, device=backend.device)
-    with torch.no_grad(), torch.autocast(backend.device, dtype):
-        assert mixer(x, **with_grid(mixer, 33)).dtype == dtype
-    found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
-    assert found["output"].dtype == dtype
-    assert all(y.dtype == torch.float32 for name, y in found.items() if name != "output")
-    assert_as_exact(found, rounded, without_what_cancels(by_reference(mixer, x)), 2.0, dtype)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_the_backward_pass_may_run_under_autocast(structure, dtype, backend):
     mixer = build(structure, backend)
     x = torch.randn(2, 33, WIDTH, device=backend.device, requires_grad=True)
@@ -1185,22 +1041,6 @@ def test_the_backward_pass_may_run_under_autocast(structure, dtype, backend):
         loss = mixer(x, **with_grid(mixer, 33)).float().square().mean()
         gradients = torch.autograd.grad(loss, [x, *mixer.parameters()], materialize_grads=True)
     assert all(gradient.isfinite().all() and gradient.dtype == torch.float32 for gradient in gradients)
-
-
-@structures(["alibi causal", "alibi causal, 8 heads"])
-def test_alibi_in_float64_is_good_to_1e_12(structure, backend):
-    mixer = build(structure, backend, torch.float64)
-    mixer.q_proj, mixer.o_proj = None, nn.Identity()
-    x, heads = torch.randn(1, 130, WIDTH, dtype=torch.float64, device=backend.device), mixer.num_heads
-    key, value = (p(x)[0].unflatten(-1, (heads, -1)) for p in (mixer.k_proj, mixer.v_proj))  # (T, h, c)
-    expected = torch.empty_like(value)
-    for i in range(heads):
-        slope = 2.0 ** (-8 * (i + 1) / heads)
-        for t in range(130):
-            lags = torch.arange(t, -1, -1, dtype=torch.float64, device=backend.device)
-            weights = torch.softmax(key[: t + 1, i] - slope * lags[:, None], 0)
-            expected[t, i] = (weights * value[: t + 1, i]).sum(0)
-    torch.testing.assert_close(mixer(x)[0], expected.flatten(1), rtol=1e-12, atol=1e-12)
 
 
 @structures(STRUCTURES)
@@ -1223,18 +1063,14 @@ def test_a_selection_at_inference_is_w_at_its_largest_entry_and_0_elsewhere(stru
     flat = kernel.flatten(1)
     expected = torch.zeros_like(flat).scatter(1, flat.argmax(-1, keepdim=True), flat.amax(-1, keepdim=True))
     torch.testing.assert_close(mixer.kernel_bias().detach(), expected.view_as(kernel))
-    assert_mixer_exact(mixer, x := torch.randn(2, 35, WIDTH, device=backend.device))
-    exact = by_reference(mixer, x)["output"]
-    with torch.no_grad():  # the CPU backend then computes the whole kernel
-        found = mixer(x, **with_grid(mixer, 35))
-    assert_within(found, exact, tolerance(x.dtype, 35 * WIDTH) * exact.abs().max().item(), "output")
+    assert_mixer_exact(mixer, torch.randn(2, 35, WIDTH, device=backend.device))
 
 
 @structures(SELECTIONS)
 def test_a_selection_in_training_is_w_times_a_sample_of_the_gumbel_softmax(structure, backend):
-    mixer = build(structure, backend).train()
+    mixer = build(structure, backend, gumbel_temperature=0.3).train()
     torch.manual_seed(3)
-    sample = nn.functional.gumbel_softmax(mixer.kernel.flatten(1), tau=mixer.gumbel_temperature).view_as(mixer.kernel)
+    sample = nn.functional.gumbel_softmax(mixer.kernel.flatten(1), tau=0.3).view_as(mixer.kernel)
     torch.manual_seed(3)
     torch.testing.assert_close(mixer.kernel_bias(), mixer.kernel * sample)
     x, noise = torch.randn(2, 35, WIDTH, device=backend.device), torch.get_rng_state()
@@ -1396,22 +1232,18 @@ def packed_positions() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
 
 
-@pytest.mark.parametrize(
-    ("structure", "dtype"),
-    [(x, torch.float32) for x in SEQUENCES] + [(x, torch.float64) for x in ("full", "local causal", "conv")],
-    ids=str,
-)
-def test_packed_documents_equal_the_documents_one_by_one(structure, dtype, backend_or_reference):
-    mixer, device = build(structure, backend_or_reference, dtype), backend_or_reference.device
-    x = torch.randn(2, 65, WIDTH, dtype=dtype, device=device, requires_grad=True)
+@structures(SEQUENCES)
+def test_packed_documents_equal_the_documents_one_by_one(structure, backend_or_reference):
+    mixer, device = build(structure, backend_or_reference), backend_or_reference.device
+    x = torch.randn(2, 65, WIDTH, device=device, requires_grad=True)
     packed = mixer(x, documents=Documents.from_position_ids(packed_positions().to(device), 2))
     alone = torch.stack(
         [torch.cat([mixer(y[None])[0] for y in row.split(lengths)]) for row, lengths in zip(x, LENGTHS)]
     )
     inputs = [x, *mixer.parameters()]
-    allowed = tolerance(dtype, 2 * 65 * WIDTH)
+    allowed = tolerance(x.dtype, 2 * 65 * WIDTH)
     at_most(packed, alone, allowed)
-    weight = torch.linspace(0.2, 1, packed.numel(), dtype=dtype, device=device).view_as(packed)
+    weight = torch.linspace(0.2, 1, packed.numel(), device=device).view_as(packed)
     found, expected = (torch.autograd.grad(y, inputs, weight, materialize_grads=True) for y in (packed, alone))
     largest = max(g.abs().max().item() for g in expected)
     for a, b in zip(found, expected):

@@ -23,9 +23,6 @@ from transformers import (
 
 from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, build_byte_tokenizer
 from aft_hf.caching_aft import AFTCache, AFTLayerState
-from aft_hf.mixing_aft import Mixing, reference_mixing
-from aft_hf.portable_aft import join_heads, split_heads
-from aft_hf.position_biases_aft import LagKernel
 
 
 LONGEST = 170
@@ -35,11 +32,16 @@ VARIANTS = {
     "local": {"aft_type": "local"},
     "local window alone": {"aft_type": "local", "global_connectivity": False},
     "local reference": {"aft_type": "local", "mixing_implementation": "reference"},
+    "local portable": {"aft_type": "local", "mixing_implementation": "portable"},
     "simple": {"aft_type": "simple"},
     "conv": {"aft_type": "conv"},
     "conv gumbel": {"aft_type": "conv", "position_bias_selection": "gumbel"},
     "alibi": {"aft_type": "alibi"},
     "all in one": {"aft_type": ["full", "local", "simple", "conv", "alibi"]},
+    "all portable": {
+        "aft_type": ["full", "local", "simple", "conv", "alibi"],
+        "mixing_implementation": "portable",
+    },
 }
 
 
@@ -91,19 +93,11 @@ def assert_near(actual, expected, tolerance=1e-4):
     assert (actual - expected).abs().max().item() <= tolerance * scale
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("cuts", [[163], [1, 162], [3, 1, 1, 31, 64, 5, 58], [162, 1]], ids=str)
+@pytest.mark.parametrize("cuts", [[163], [1, 162], [3, 1, 1, 31, 64, 5, 58], [1] * 37], ids=str)
 @torch.no_grad()
-def test_a_text_in_pieces_has_the_logits_of_the_text_in_one(model, rows, cuts):
-    ids = tokens(rows, 163)
+def test_a_text_in_pieces_has_the_logits_of_the_text_in_one(model, cuts):
+    ids = tokens(2, sum(cuts))
     logits, _ = in_pieces(model, ids, cuts)
-    assert_near(logits, model(ids, use_cache=False).logits)
-
-
-@torch.no_grad()
-def test_a_text_token_by_token_has_the_logits_of_the_text_in_one(model):
-    ids = tokens(2, 37)
-    logits, _ = in_pieces(model, ids, [1] * 37)
     assert_near(logits, model(ids, use_cache=False).logits)
 
 
@@ -175,6 +169,11 @@ def test_a_left_padded_batch_generates_what_each_row_generates_alone(model):
         assert torch.equal(batch[row, 12:], alone[0, -15:])
 
 
+# One model of each kind of cache, for tests of what transformers does with it.
+few = pytest.mark.parametrize(
+    "model", ("full table", "local window alone", "all in one", "all portable"), indirect=True
+)
+
 MODES = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
@@ -183,6 +182,7 @@ MODES = {
 }
 
 
+@few
 @pytest.mark.parametrize("mode", MODES)
 def test_generate_gives_the_same_tokens_and_scores_with_and_without_cache(model, mode):
     ids, outputs = tokens(2, 9), []
@@ -210,14 +210,7 @@ def test_generate_gives_the_same_tokens_and_scores_with_and_without_cache(model,
     assert_near(scores[0], scores[1])
 
 
-def test_generate_from_embeddings_equals_generate_from_their_tokens(model):
-    ids = tokens(2, 9)
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    embeds = model.get_input_embeddings()(ids)
-    actual = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert torch.equal(actual, expected[:, 9:])
-
-
+@few
 def test_generate_returns_hidden_states_and_attentions(model):
     ids = tokens(2, 6)
     layers, width = model.config.num_hidden_layers, model.config.hidden_size
@@ -234,6 +227,7 @@ def test_generate_returns_hidden_states_and_attentions(model):
         assert_near(watched.attentions[-1][layer], whole[layer][:, :, -1:])
 
 
+@few
 def test_stopping_processors_and_streamers_are_heeded(model, capsys):
     tokenizer = build_byte_tokenizer()
     ids = tokenizer("ab", return_tensors="pt").input_ids
@@ -377,20 +371,6 @@ def test_the_state_of_full_grows_as_its_keys_and_values():
     assert state.layers[0].keys.shape == (2, 3, 40, 4)
 
 
-@pytest.mark.parametrize("name", ["full", "local", "simple"])
-def test_a_text_longer_than_a_table_is_an_error_and_generation_stops_there(name):
-    model = build(name)
-    with pytest.raises(ValueError, match=rf"{LONGEST + 1}.*{LONGEST}"):
-        model(tokens(1, LONGEST + 1))
-    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-    assert model.generate(tokens(1, LONGEST - 3), **options).shape == (1, LONGEST + 1)
-    padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), torch.ones(1, LONGEST - 40, dtype=torch.long)], 1)
-    generated = model.generate(
-        tokens(1, LONGEST - 10), attention_mask=padded, max_new_tokens=30, min_new_tokens=30, pad_token_id=0
-    )
-    assert generated.shape == (1, LONGEST + 20)  # padding takes no learned positions
-
-
 @pytest.mark.parametrize("name", ["conv", "alibi", "simple"])
 @torch.no_grad()
 def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
@@ -490,74 +470,14 @@ def test_a_window_of_one_has_its_own_position_bias_in_every_step(mixer):
     torch.testing.assert_close(torch.cat(pieces, 1), mixer(x))
 
 
-def step_inputs(width, window, length=13, rows=2, dtype=torch.float64):
-    """Keys and values of 3 heads, and random position biases of a window and of the token itself."""
-    key, value = torch.randn(rows, 3, length, width, dtype=dtype), torch.randn(rows, 3, length, 5, dtype=dtype)
-    return key, value, torch.randn(3, window + 1, 1, dtype=dtype)
-
-
-def steps(state, key, value, bias):
-    """The results of `step` for every token after the first one, (B, h, T - 1, c) for T tokens."""
-    state.update(key[:, :, :1], value[:, :, :1])
-    tokens = zip(key.split(1, 2)[1:], value.split(1, 2)[1:])
-    return torch.cat([state.step(*token, bias) for token in tokens], 2)
-
-
-def steps_by_definition(key, value, bias):
-    """The same by the reference of Eq. 2, with a kernel over the lags of the window."""
-    kernels = LagKernel(bias.squeeze(-1).flip(-1), causal=True)
-    problem = Mixing(join_heads(key), join_heads(value), len(bias), kernels, causal=True)
-    return split_heads(reference_mixing(problem), len(bias))[:, :, 1:]
-
-
-@pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("window", [0, 1, 6, 30])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_steps_and_their_gradients_are_those_of_the_definition(width, window, rows):
-    inputs = [x.requires_grad_() for x in step_inputs(width, window, rows=rows)]
-    actual, expected = steps(AFTLayerState(window), *inputs), steps_by_definition(*inputs)
-    torch.testing.assert_close(actual, expected)
-    weights = torch.randn_like(expected)
-    gradients = [torch.autograd.grad((x * weights).sum(), inputs) for x in (actual, expected)]
-    for ours, theirs in zip(*gradients):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("width", [1, 5])
-@torch.no_grad()
-def test_steps_over_hostile_keys_are_those_of_the_definition(width):
-    key, value, bias = step_inputs(width, window=4)
-    key[:, :, 2::3] *= 1e4
-    key[:, :, 7] = -torch.inf  # as for padding
-    actual = steps(AFTLayerState(4), *(x.float() for x in (key, value, bias)))
-    # Adding a bias to a large key rounds the sum, so the reference computes in float32 too and gets the same sums.
-    expected = steps_by_definition(key.float(), value.float(), bias.float())
-    assert torch.isfinite(actual).all()
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_steps_go_on_after_rows_are_reordered():
-    key, value, bias = step_inputs(width=5, window=4, rows=3)
-    state, order = AFTLayerState(4), torch.tensor([2, 0, 0])
-    steps(state, key[:, :, :9], value[:, :, :9], bias)
-    state.reorder_cache(order)
-    key[:, :, :9], value[:, :, :9] = key[order, :, :9], value[order, :, :9]
-    for t in range(9, 13):
-        actual = state.step(key[:, :, t : t + 1], value[:, :, t : t + 1], bias)
-        torch.testing.assert_close(actual, steps_by_definition(key, value, bias)[:, :, t - 1 : t])
-
-
-@torch.no_grad()
-def test_a_state_knows_how_many_real_tokens_each_row_has_had():
-    state, (key, value, bias) = AFTLayerState(4), step_inputs(width=5, window=4, length=8)
-    state.update(key[:, :, :6], value[:, :, :6], torch.tensor([6, 4]))
-    assert state.seen.tolist() == [6, 4]
-    state.step(key[:, :, :1], value[:, :, :1], bias)
-    state.update(key[:, :, :3], value[:, :, :3])
-    assert state.seen.tolist() == [10, 8]
-    state.batch_select_indices(torch.tensor([1]))
-    assert state.seen.tolist() == [8]
+def test_gradients_of_a_text_in_pieces_are_those_of_the_text_in_one(model):
+    model, ids = model.double(), tokens(2, 13)
+    expected, found = model(ids, use_cache=False).logits, in_pieces(model, ids, [6, 1, 1, 5])[0]
+    weights, parameters = torch.randn_like(expected), list(model.parameters())
+    gradients = [
+        torch.autograd.grad((x * weights).sum(), parameters, materialize_grads=True) for x in (found, expected)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
 @torch.no_grad()

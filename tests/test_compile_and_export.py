@@ -141,7 +141,7 @@ def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
     assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
+@pytest.mark.parametrize("aft_type", ["full", "conv", *(pytest.param(x, marks=pytest.mark.slow) for x in TYPES[1:3])])
 @torch.no_grad()
 def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
     """Important for deep models: the time of exporters grows faster than the number of operations."""
@@ -175,7 +175,8 @@ def image_inputs(aft_type):
 
 
 OVERLAPPING = {"patch_size": 7, "patch_stride": 4}
-IMAGE_MODELS = [("full", {}), ("local", {}), ("simple", {}), ("conv", {}), ("conv", OVERLAPPING)]
+IMAGE_MODELS = [pytest.param(name, {}, marks=pytest.mark.slow) for name in ("local", "simple", "conv")]
+IMAGE_MODELS += [("full", {}), ("conv", OVERLAPPING)]
 
 
 @pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
@@ -198,7 +199,7 @@ def assert_onnx_equals_model(model, inputs, shapes, others, path):
         torch.testing.assert_close(logits, model(**other).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
+@pytest.mark.parametrize("aft_type", ONE_TYPE_OR_ALL)
 @torch.no_grad()
 def test_onnxruntime_gives_the_logits_of_the_language_model(aft_type, tmp_path):
     model, others = language_model(aft_type, layers=1), [text_inputs(*size) for size in TEXT_SIZES]

@@ -41,10 +41,6 @@ def test_a_document_ends_with_its_row():
     assert documents.starts[:, 0].all() and not documents.starts[:, 1:].any()
 
 
-def test_positions_count_from_the_start_of_each_document(documents):
-    assert documents.positions().equal(POSITIONS)
-
-
 def test_positions_skip_padding_and_only_a_row_s_first_document_continues_another():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -73,11 +69,6 @@ def test_positions_of_padding_are_ignored():
         packed_documents(inputs, torch.ones(1, 5), 1, 5)
 
 
-def test_pairs_are_of_one_document(documents):
-    document = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [0] * 8])
-    assert documents.pairs().equal(document[:, :, None] == document[:, None, :])
-
-
 def test_rows_that_are_one_document_each_are_known_as_such(documents):
     assert not documents.are_rows()
     assert Documents(STARTS[1:]).are_rows()
@@ -99,15 +90,6 @@ def test_each_document_becomes_a_row_and_comes_back_to_its_place(documents):
         copy = rows.put(copy, taken)
     assert sorted(found) == sorted(expected)
     assert copy.equal(x)
-
-
-def test_gradients_go_through_rows(documents):
-    x = torch.randn(2, 8, 3, requires_grad=True)
-    output = torch.zeros(2, 8, 3)
-    for rows in documents.rows:
-        output = rows.put(output, 2 * rows.take(x, fill=0.0))
-    weight = torch.randn(2, 8, 3)
-    assert torch.autograd.grad(output, x, weight)[0].equal(2 * weight)
 
 
 def test_what_is_traced_or_without_values_cannot_be_unpacked(documents):

@@ -33,7 +33,7 @@ def computed_by(request, monkeypatch):
 
 
 def language_model(aft_type: str, options: str) -> AFTForCausalLM:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "window_size": 8}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "position_bias_dim": 4, "window_size": 8}
     sizes |= {"max_position_embeddings": 128, "kernel_size": 5, **OPTIONS[options]}
     with torch.device("meta"):
         return AFTForCausalLM(AFTConfig(aft_type=aft_type, **sizes))
@@ -96,7 +96,7 @@ def test_prefill_and_decoding_wait_for_nothing(aft_type, options, padded, static
 
 @pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "alibi"])
 def test_a_training_step_on_images_waits_for_nothing(aft_type, options, computed_by):
-    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
     config |= {"patch_size": 4, "num_labels": 5, "kernel_size": 3, "window_size": 4, **OPTIONS[options]}
     with torch.device("meta"):
         model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **config)).train()

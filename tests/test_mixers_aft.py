@@ -1,8 +1,8 @@
 """The mixers and all their options: each mixer against Eq. 2 in float64 with its own projections and position biases.
 
 `eq_2` below is the complete definition of a mixer. It uses the position biases of `mixer.position_bias`, which
-separate tests compare with the paper's definitions. Further guarantees of the backends are tested in
-`test_backend_contract_aft.py`.
+separate tests compare with the paper's definitions. Everything else is tested by `test_backend_contract_aft.py`, with
+the reference implementation as the definition.
 """
 
 import copy
@@ -12,60 +12,44 @@ from itertools import product
 
 import numpy as np
 import pytest
+import test_backend_contract_aft as contract
 import torch
-from torch.autograd import forward_ad
+from test_backend_contract_aft import STRUCTURES, TYPICAL, TYPICAL_SEQUENCES, WIDTH, structures, with_grid
 from torch.nn.functional import linear
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.mixing_aft import Documents
 
 
-WIDTH = 8  # width of the mixers in the fixtures
-LENGTHS = (1, 3, 33, 130)
-GRIDS = {1: (1, 1), 3: (1, 3), 12: (3, 4), 33: (11, 3), 35: (5, 7), 36: (6, 6), 130: (10, 13)}
+build = partial(contract.build, backend=contract.NAMED[0])
 
 
 # ------------------------------------------------------------------------------------------------------ the formula
 
 
-def is_grid(mixer):
-    return getattr(mixer, "spatial_dims", 1) == 2
-
-
-def grid_of(mixer, length):
-    return {"grid_size": GRIDS[length]} if is_grid(mixer) else {}
-
-
 def position_bias(mixer, length):
     """Return the mixer's own w, with -inf for later positions if the mixer is causal: (1, h, T, T) in float64."""
-    w = mixer.position_bias(length, **grid_of(mixer, length)).double().unsqueeze(0)
+    w = mixer.position_bias(length, **with_grid(mixer, length)).double().unsqueeze(0)
     return w + torch.full_like(w[0, 0], -torch.inf).triu(1) if mixer.causal else w
-
-
-def gated_average(mixer, w, query, key=None, value=None):
-    """act(Q) times the average of V with weights exp(K + w), before the output projection: (B, T, d) in float64."""
-    key, value = query if key is None else key, query if value is None else value
-    query, key, value = query.double(), key.double(), value.double()
-
-    def project(layer, x):  # (B, T, h c) -> (B, h, T, c)
-        x = linear(x, layer.weight.double(), None if layer.bias is None else layer.bias.double())
-        return x.unflatten(-1, (mixer.num_heads, -1)).transpose(1, 2)
-
-    logits = project(mixer.k_proj, key).unsqueeze(2) + w.unsqueeze(-1)  # (B, h, T, T', k)
-    nothing = (logits == -torch.inf).all(3, keepdim=True)
-    weights = torch.softmax(logits.masked_fill(nothing, 0.0), 3).masked_fill(nothing, 0.0)
-    average = (weights * project(mixer.v_proj, value).unsqueeze(2)).sum(3)
-    if mixer.q_proj is not None:
-        average = mixer.query_activation(project(mixer.q_proj, query)) * average
-    return average.transpose(1, 2).flatten(2)
 
 
 def eq_2(mixer, w, query, key=None, value=None):
     """Return the output of a mixer for position biases w (1 or B, h, T, T'), which are -inf for hidden keys."""
-    output = gated_average(mixer, w, query, key, value)
-    if isinstance(mixer.o_proj, torch.nn.Identity):
-        return output
-    return linear(output, mixer.o_proj.weight.double(), mixer.o_proj.bias.double())
+    query, key, value = (query if x is None else x for x in (query, key, value))
+
+    def project(layer, x):
+        return linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+
+    def by_head(x):  # (B, T, h c) -> (B, h, T, c)
+        return x.unflatten(-1, (mixer.num_heads, -1)).transpose(1, 2)
+
+    logits = by_head(project(mixer.k_proj, key)).unsqueeze(2) + w.unsqueeze(-1)  # (B, h, T, T', k)
+    nothing = (logits == -torch.inf).all(3, keepdim=True)
+    weights = torch.softmax(logits.masked_fill(nothing, 0.0), 3).masked_fill(nothing, 0.0)
+    output = (weights * by_head(project(mixer.v_proj, value)).unsqueeze(2)).sum(3).transpose(1, 2).flatten(2)
+    if mixer.q_proj is not None:
+        output = mixer.query_activation(project(mixer.q_proj, query)) * output
+    return output if isinstance(mixer.o_proj, torch.nn.Identity) else project(mixer.o_proj, output)
 
 
 def assert_near(actual, expected, tolerance=1e-5):
@@ -74,156 +58,102 @@ def assert_near(actual, expected, tolerance=1e-5):
     torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=0, atol=tolerance * scale)
 
 
-def gradients(output, mixer, *inputs):
-    """Return the gradients of a fixed weighted sum of the output, for inputs and parameters, by name."""
-    weight = torch.linspace(0.2, 1, output.numel(), dtype=output.dtype).view_as(output)
+def assert_gradients_near(output, expected, mixer, *inputs):
+    """Check each gradient to 1e-5 of its largest entry, or a tenth of the largest of all if larger."""
     named = {f"input {i}": x for i, x in enumerate(inputs)} | dict(mixer.named_parameters())
-    found = torch.autograd.grad((weight * output).sum(), list(named.values()), materialize_grads=True)
-    return dict(zip(named, found))
-
-
-def assert_gradients_near(actual, expected, tolerance=1e-5):
-    """Check each gradient to `tolerance` relative to its largest entry, or a tenth of the largest of all if larger."""
-    largest = max(x.abs().max().item() for x in expected.values())
-    for name, gradient in expected.items():
+    weight = torch.linspace(0.2, 1, output.numel()).view_as(output)
+    both = [
+        torch.autograd.grad((weight * y).sum(), list(named.values()), materialize_grads=True)
+        for y in (output, expected)
+    ]
+    largest = max(x.abs().max().item() for x in both[1])
+    for name, found, gradient in zip(named, *both):
         scale = max(gradient.abs().max().item(), 0.1 * largest)
         torch.testing.assert_close(
-            actual[name], gradient, rtol=0, atol=tolerance * scale, msg=lambda text, name=name: f"{name}: {text}"
+            found, gradient, rtol=0, atol=1e-5 * scale, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def without_output_projection(mixer):
-    mixer.o_proj = torch.nn.Identity()
-    return mixer
 
 
 # ----------------------------------------------------------------------------------------------------------- Eq. 2
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_mixer_is_eq_2_with_its_own_position_bias_in_values_and_gradients(mixer, length):
-    x = torch.randn(2, length, WIDTH, requires_grad=True)
-    output = mixer(x, **grid_of(mixer, length))
-    expected = eq_2(mixer, position_bias(mixer, length), x)
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [(x, "") for x in STRUCTURES] + [("simple causal", name) for name in contract.OPTIONS if name],
+)
+def test_a_mixer_is_eq_2_with_its_own_position_bias_in_values_and_gradients(structure, options):
+    mixer, x = build(structure, **contract.OPTIONS[options]), torch.randn(2, 33, WIDTH, requires_grad=True)
+    output, expected = mixer(x, **with_grid(mixer, 33)), eq_2(mixer, position_bias(mixer, 33), x)
     assert output.dtype == torch.float32
     assert_near(output, expected)
-    assert_gradients_near(gradients(output, mixer, x), gradients(expected, mixer, x))
+    assert_gradients_near(output, expected, mixer, x)
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize(("queries", "keys"), ((7, 12), (12, 7)))
+@pytest.mark.parametrize("padded", (False, True))
+def test_keys_and_values_may_have_another_length_and_padding(structure, queries, keys, padded):
+    mixer, query = build(structure), torch.randn(2, queries, WIDTH)
+    key, value = torch.randn(2, 2, keys, WIDTH)
+    mask = contract.padding_mask("right", 2, keys) if padded else torch.ones(2, keys)
+    w = position_bias(mixer, 12)[..., :queries, :keys].masked_fill(mask[:, None, None] == 0, -torch.inf)
+    actual = mixer(query, key, value, attention_mask=mask, **with_grid(mixer, 12))
+    assert_near(actual, eq_2(mixer, w, query, key, value))
+
+
+@structures(TYPICAL)
+@pytest.mark.parametrize("rows", (1, 2), ids=("a mask for all", "a mask per row"))
+def test_a_mask_takes_keys_out_of_eq_2(structure, rows):
+    mixer, x, mask = build(structure), torch.randn(2, 35, WIDTH, requires_grad=True), torch.rand(rows, 35, 35) < 0.6
+    output = mixer(x, attention_mask=mask, **with_grid(mixer, 35))
+    expected = eq_2(mixer, position_bias(mixer, 35).masked_fill(~mask.unsqueeze(1), -torch.inf), x)
+    assert_near(output, expected)
+    assert_gradients_near(output, expected, mixer, x)
+
+
+@structures(TYPICAL_SEQUENCES)
+@pytest.mark.parametrize("rows", (1, 2))
+def test_position_ids_choose_the_position_biases(structure, rows):
+    mixer, x = build(structure), torch.randn(2, 12, WIDTH)
+    positions = torch.stack([torch.randperm(50)[:12] for _ in range(rows)])
+    w = torch.stack([mixer.position_bias(50)[:, row[:, None], row] for row in positions]).double()
+    if mixer.causal:
+        w = w + torch.full((12, 12), -torch.inf).triu(1)
+    assert_near(mixer(x, position_ids=positions), eq_2(mixer, w, x))
+
+
+@structures(TYPICAL_SEQUENCES)
+def test_position_ids_that_count_real_tokens_equal_the_padding_mask_alone(structure):
+    mixer, x, mask = build(structure), torch.randn(2, 35, WIDTH), contract.padding_mask("holes", 2, 35)
+    expected = mixer(x, attention_mask=mask)
+    actual = mixer(x, attention_mask=mask.float(), position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
+    assert_near(actual[mask], expected[mask])
+    torch.testing.assert_close(mixer(x, attention_mask=mask.long()), expected)  # of any dtype
+
+
+@torch.no_grad()
+@structures(["full", "local"])
+def test_left_padding_of_separate_keys_does_not_count_either(structure):
+    mixer = build(structure)
+    query, memory = torch.randn(1, 3, WIDTH), torch.randn(1, 5, WIDTH)
+    padded = torch.cat([torch.randn(1, 2, WIDTH), memory], 1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    torch.testing.assert_close(mixer(query, padded, padded, attention_mask=mask), mixer(query, memory, memory))
 
 
 def test_a_square_is_the_default_grid():
-    mixer = AFTConv(WIDTH, num_heads=2, kernel_size=3, reparameterized=False)
-    x = torch.randn(1, 16, WIDTH)
+    mixer, x = build("conv 2-D"), torch.randn(1, 16, WIDTH)
     torch.testing.assert_close(mixer(x), mixer(x, grid_size=(4, 4)))
     assert not torch.allclose(mixer(x), mixer(x, grid_size=(2, 8)))
 
 
-@pytest.mark.parametrize("spatial_dims", (1, 2))
-def test_a_new_aft_conv_begins_as_aft_simple(spatial_dims):
-    mixer = AFTConv(WIDTH, num_heads=2, kernel_size=3, spatial_dims=spatial_dims)
+@pytest.mark.parametrize("options", ({}, {"spatial_dims": 1}), ids=str)
+def test_a_new_aft_conv_begins_as_aft_simple_and_learns_its_kernels_by_scale_and_shift(options):
+    mixer = AFTConv(WIDTH, num_heads=2, kernel_size=3, **options)
     assert mixer.position_bias(9).eq(0).all()
-
-
-def test_an_aft_conv_begins_to_learn_its_kernels_by_scale_and_shift():
-    mixer = AFTConv(WIDTH, num_heads=2, kernel_size=3)
     mixer(torch.randn(2, 16, WIDTH)).square().sum().backward()
     assert mixer.kernel.grad.eq(0).all()
     assert mixer.kernel_scale.grad.ne(0).all() and mixer.kernel_shift.grad.ne(0).all()
-
-
-# ---------------------------------------------------------------------------------------------------------- masks
-
-
-def padding_mask(side, length=35):
-    """Return a mask (2, T) in which only the first row has padding."""
-    mask = torch.ones(2, length, dtype=torch.bool)
-    if side == "left":
-        mask[0, :7] = False
-    elif side == "right":
-        mask[0, -7:] = False
-    else:
-        mask[0] = torch.rand(length) < 0.6
-        mask[0, 0], mask[0, 1] = False, True
-    return mask
-
-
-@pytest.mark.parametrize("dtype", (torch.int64, torch.float32), ids=str)
-def test_a_padding_mask_may_have_any_dtype(typical_sequence_mixer, dtype):
-    x, mask = torch.randn(2, 35, WIDTH), padding_mask("left")
-    expected = typical_sequence_mixer(x, attention_mask=mask)
-    torch.testing.assert_close(typical_sequence_mixer(x, attention_mask=mask.to(dtype)), expected)
-
-
-@pytest.mark.parametrize("rows", (1, 2), ids=("a mask for all", "a mask per row"))
-def test_a_mask_takes_keys_out_of_eq_2(typical_mixer, rows):
-    x = torch.randn(2, 35, WIDTH, requires_grad=True)
-    mask = torch.rand(rows, 35, 35) < 0.6
-    output = typical_mixer(x, attention_mask=mask, **grid_of(typical_mixer, 35))
-    w = position_bias(typical_mixer, 35).masked_fill(~mask.unsqueeze(1), -torch.inf)
-    expected = eq_2(typical_mixer, w, x)
-    assert_near(output, expected)
-    assert_gradients_near(gradients(output, typical_mixer, x), gradients(expected, typical_mixer, x))
-
-
-@pytest.mark.parametrize("hostile", (False, True), ids=("like keys", "padding 1e3 larger"))
-def test_padding_on_a_grid_takes_keys_out_of_eq_2(grid_mixer, hostile):
-    mask = padding_mask("holes")
-    x = torch.randn(2, 35, WIDTH)
-    key = x + 1e3 * ~mask.unsqueeze(-1) if hostile else x
-    w = position_bias(grid_mixer, 35).masked_fill(~mask[:, None, None], -torch.inf)
-    actual = grid_mixer(x, key, x, attention_mask=mask, grid_size=GRIDS[35])
-    assert_near(actual, eq_2(grid_mixer, w, x, key, x))
-
-
-# ---------------------------------------------------------------------------- keys of another length, and positions
-
-
-@pytest.mark.parametrize(("queries", "keys"), ((7, 12), (12, 7)))
-def test_keys_and_values_may_have_another_length(mixer, queries, keys):
-    query, key, value = torch.randn(2, queries, WIDTH), torch.randn(2, keys, WIDTH), torch.randn(2, keys, WIDTH)
-    w = position_bias(mixer, 12)[..., :queries, :keys]
-    actual = mixer(query, key, value, **grid_of(mixer, 12))
-    assert_near(actual, eq_2(mixer, w, query, key, value))
-
-
-@pytest.mark.parametrize(("queries", "keys"), ((9, 9), (7, 12), (12, 7)))
-@pytest.mark.parametrize("selected", range(5))
-@pytest.mark.parametrize("causal", (False, True))
-def test_every_place_of_a_kernel_can_be_selected_for_keys_of_any_length(queries, keys, selected, causal):
-    mixer = AFTConv(WIDTH, 1, 5, spatial_dims=1, causal=causal, selection="gumbel", reparameterized=False).eval()
-    with torch.no_grad():
-        mixer.kernel[0, selected] = 10.0
-    query, key = torch.randn(2, queries, WIDTH), torch.randn(2, keys, WIDTH)
-    w = position_bias(mixer, 12)[..., :queries, :keys]
-    assert_near(mixer(query, key, key), eq_2(mixer, w, query, key, key))
-
-
-def test_keys_of_another_length_may_be_padded(typical_mixer):
-    query, key, value = torch.randn(2, 7, WIDTH), torch.randn(2, 12, WIDTH), torch.randn(2, 12, WIDTH)
-    mask = padding_mask("right", 12)
-    w = position_bias(typical_mixer, 12)[..., :7, :].masked_fill(~mask[:, None, None], -torch.inf)
-    actual = typical_mixer(query, key, value, attention_mask=mask, **grid_of(typical_mixer, 12))
-    assert_near(actual, eq_2(typical_mixer, w, query, key, value))
-
-
-@pytest.mark.parametrize("rows", (1, 2))
-def test_position_ids_choose_the_position_biases(typical_sequence_mixer, rows):
-    mixer = typical_sequence_mixer
-    x = torch.randn(2, 12, WIDTH, requires_grad=True)
-    positions = torch.stack([torch.randperm(50)[:12] for _ in range(rows)])
-    output = mixer(x, position_ids=positions)
-    w = torch.stack([mixer.position_bias(50)[:, row[:, None], row] for row in positions]).double()
-    if mixer.causal:
-        w = w + torch.full((12, 12), -torch.inf).triu(1)
-    expected = eq_2(mixer, w, x)
-    assert_near(output, expected)
-    assert_gradients_near(gradients(output, mixer, x), gradients(expected, mixer, x))
-
-
-def test_position_ids_that_count_real_tokens_equal_the_padding_mask_alone(typical_sequence_mixer):
-    x, mask = torch.randn(2, 35, WIDTH), padding_mask("holes")
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    actual = typical_sequence_mixer(x, attention_mask=mask, position_ids=positions)
-    assert_near(actual[mask], typical_sequence_mixer(x, attention_mask=mask)[mask])
 
 
 # ------------------------------------------------------------------------------------------ w, as the paper defines it
@@ -321,7 +251,7 @@ def test_the_multiplier_multiplies_w_and_nothing_else(build):
     for parameter in mixer.parameters(recurse=False):
         torch.nn.init.normal_(parameter)
     plain.load_state_dict(mixer.state_dict())
-    grid = {"grid_size": (2, 3)} if is_grid(mixer) else {}
+    grid = with_grid(mixer, 6)
     inside = plain.position_bias(6, **grid)
     torch.testing.assert_close(mixer.position_bias(6, **grid), 7.0 * inside)
     x = torch.randn(2, 6, WIDTH)
@@ -339,23 +269,19 @@ def test_a_new_layer_has_the_same_w_for_every_multiplier(build):
             torch.nn.init.constant_(mixer.kernel_scale, 1 / multiplier)  # with the initial gamma = 0, w is 0
             # Standardization hides the size of the kernel, which determines the relative size of Adam's steps.
             assert mixer.kernel.std().item() == pytest.approx(0.1 / multiplier, rel=0.5)
-        biases.append(mixer.position_bias(6, **({"grid_size": (2, 3)} if is_grid(mixer) else {})))
+        biases.append(mixer.position_bias(6, **with_grid(mixer, 6)))
     torch.testing.assert_close(*biases)
 
 
-def test_a_selection_in_training_samples_the_multiplied_w():
+def test_the_entropy_and_a_selection_in_training_are_of_the_multiplied_w():
     mixer = AFTConv(WIDTH, 2, 3, reparameterized=False, selection="gumbel", position_bias_multiplier=7.0)
+    p = (7.0 * mixer.kernel.double().flatten(1)).softmax(-1)
+    assert mixer.position_bias_entropy().item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-5)
     torch.manual_seed(1)
     w = mixer.kernel_bias()
     torch.manual_seed(1)
     sample = torch.nn.functional.gumbel_softmax(7.0 * mixer.kernel.flatten(1), tau=0.5).view_as(mixer.kernel)
     torch.testing.assert_close(w, 7.0 * mixer.kernel * sample)
-
-
-def test_the_entropy_is_that_of_the_multiplied_w():
-    mixer = AFTConv(WIDTH, 2, 3, reparameterized=False, position_bias_multiplier=7.0)
-    p = (7.0 * mixer.kernel.double().flatten(1)).softmax(-1)
-    assert mixer.position_bias_entropy().item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("multiplier", (0.0, -1.0, math.inf, math.nan))
@@ -378,30 +304,13 @@ def test_a_constant_kernel_stays_finite_when_it_is_standardized():
 def test_position_bias_of_aft_alibi_falls_by_the_slopes_of_alibi(heads):
     """The slopes are 1/2, 1/4 .. 1/256 for 8 heads; 16 heads add the geometric means of neighbouring slopes."""
     step = 2 ** (-8 / heads)
-    mixer = AFTAlibi(16, heads)
-    w = mixer.position_bias(7)
+    w = AFTAlibi(16, heads).double().position_bias(7)
     assert w.shape == (heads, 7, 7)
     for i, t, s in product(range(heads), range(7), range(7)):
-        assert w[i, t, s].item() == pytest.approx(-(step ** (i + 1)) * (t - s), rel=1e-5)
+        assert w[i, t, s].item() == pytest.approx(-(step ** (i + 1)) * (t - s), rel=1e-12)
 
 
 # ---------------------------------------------------------------------- selection, entropy and the implicit attention
-
-
-@pytest.mark.parametrize("options", ({}, {"spatial_dims": 1}, {"spatial_dims": 1, "causal": True}), ids=str)
-@pytest.mark.parametrize("reparameterized", (True, False))
-def test_a_trained_selection_is_w_times_its_one_hot(options, reparameterized):
-    """Eq. 10 at inference: the chosen position keeps its learned size and sign."""
-    mixer = AFTConv(WIDTH, 2, 5, selection="gumbel", reparameterized=reparameterized, **options).eval()
-    if reparameterized:
-        torch.nn.init.normal_(mixer.kernel_scale)
-        torch.nn.init.normal_(mixer.kernel_shift)
-    chosen = mixer.kernel_bias().flatten(1)
-    mixer.selection = None
-    w = mixer.kernel_bias().flatten(1)
-    assert chosen.ne(0).sum(-1).eq(1).all()
-    torch.testing.assert_close(chosen.sum(-1), w.amax(-1))
-    assert chosen.ne(0).float().argmax(-1).equal(w.argmax(-1))
 
 
 @pytest.mark.parametrize("implementation", ("auto", "portable", "reference"))
@@ -418,45 +327,12 @@ def test_an_entry_of_minus_infinity_is_never_selected(options, implementation):
         torch.testing.assert_close(mixer(x), expected)
 
 
-@pytest.mark.parametrize("spatial_dims", (1, 2))
-def test_a_selection_in_training_multiplies_w_by_a_sample_of_the_gumbel_softmax_over_each_kernel(spatial_dims):
-    """Eq. 10 in training."""
-    mixer = AFTConv(WIDTH, 2, 5, spatial_dims=spatial_dims, selection="gumbel", reparameterized=False)
-    first, second = (mixer.kernel_bias() / mixer.kernel for _ in range(2))
-    assert not torch.allclose(first, second)
-    for sample in (first, second):
-        assert sample.shape == mixer.kernel.shape and (sample >= 0).all()
-        torch.testing.assert_close(sample.flatten(1).sum(-1), torch.ones(2))
-
-
-def test_a_colder_gumbel_softmax_selects_more_sharply():
-    def sharpness(temperature):
-        mixer = AFTConv(WIDTH, 2, 5, selection="gumbel", reparameterized=False, gumbel_temperature=temperature)
-        samples = [mixer.kernel_bias() / mixer.kernel for _ in range(50)]
-        return torch.stack([sample.flatten(1).amax(-1) for sample in samples]).mean()
-
-    assert sharpness(0.1) > sharpness(0.5) + 0.1 > sharpness(5.0) + 0.2
-
-
-@pytest.mark.parametrize("options", ({}, {"spatial_dims": 1}, {"spatial_dims": 1, "causal": True}), ids=str)
-def test_training_with_a_selection_is_eq_2_with_the_sampled_table(options):
-    mixer = AFTConv(WIDTH, 2, 3, selection="gumbel", reparameterized=False, **options)
-    x = torch.randn(2, 35, WIDTH, requires_grad=True)
-    torch.manual_seed(1)
-    output = mixer(x, **grid_of(mixer, 35))
-    torch.manual_seed(1)
-    expected = eq_2(mixer, position_bias(mixer, 35), x)
-    assert_near(output, expected)
-    actual_gradients = gradients(output, mixer, x)
-    assert actual_gradients["kernel"].ne(0).any()
-    assert_gradients_near(actual_gradients, gradients(expected, mixer, x))
-
-
 @pytest.mark.parametrize("options", ({}, {"reparameterized": False}, {"spatial_dims": 1}), ids=str)
 def test_position_bias_entropy_is_the_entropy_of_the_softmax_of_each_kernel(options):
     """Eq. 9."""
     mixer = AFTConv(WIDTH, 2, 5, **options)
     if mixer.kernel_scale is not None:
+        assert mixer.position_bias_entropy().item() == pytest.approx(2 * math.log(mixer.kernel[0].numel()), rel=1e-6)
         torch.nn.init.normal_(mixer.kernel_scale)
     expected = 0.0
     for kernel in mixer.kernel_bias().detach().numpy():
@@ -465,38 +341,28 @@ def test_position_bias_entropy_is_the_entropy_of_the_softmax_of_each_kernel(opti
     assert mixer.position_bias_entropy().item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_position_bias_entropy_of_a_new_layer_is_that_of_equal_chances():
-    assert AFTConv(WIDTH, 2, 5).position_bias_entropy().item() == pytest.approx(2 * math.log(25), rel=1e-6)
-
-
+@structures(TYPICAL)
 @pytest.mark.parametrize("kind", ("no mask", "padding", "a mask per row"))
-def test_the_implicit_attention_times_values_is_the_gated_average(typical_mixer, kind):
-    """Eq. 3."""
-    mixer = without_output_projection(typical_mixer)
-    x = torch.randn(2, 35, WIDTH)
-    mask = {"no mask": None, "padding": padding_mask("left"), "a mask per row": torch.rand(2, 35, 35) < 0.6}[kind]
-    options = {"attention_mask": mask, **grid_of(mixer, 35)}
+def test_the_implicit_attention_times_values_is_the_gated_average(structure, kind):
+    """Eq. 3. Gradients reach the attention."""
+    mixer, x = build(structure, use_output_projection=False), torch.randn(2, 35, WIDTH)
+    padding = contract.padding_mask("left", 2, 35)
+    mask = {"no mask": None, "padding": padding, "a mask per row": torch.rand(2, 35, 35) < 0.6}[kind]
+    options = {"attention_mask": mask, **with_grid(mixer, 35)}
     output, attention = mixer(x, output_attentions=True, **options)
     assert attention.shape == (2, WIDTH, 35, 35)
     real = mask if kind == "padding" else torch.ones(2, 35, dtype=torch.bool)
     assert_near(output[real], mixer(x, **options)[real])
     assert_near(torch.einsum("bdts,bsd->btd", attention, mixer.v_proj(x))[real], output[real])
-
-
-def test_gradients_reach_the_implicit_attention(typical_mixer):
-    output, attention = typical_mixer(torch.randn(2, 35, WIDTH), output_attentions=True, **grid_of(typical_mixer, 35))
     attention.retain_grad()
     output.sum().backward()
     assert attention.grad.ne(0).any()
 
 
-@pytest.mark.parametrize("spatial_dims", (1, 2))
-def test_the_implicit_attention_in_training_is_that_of_the_selection_which_made_the_output(spatial_dims):
-    mixer = AFTConv(
-        WIDTH, 2, 3, spatial_dims=spatial_dims, selection="gumbel", reparameterized=False, use_output_projection=False
-    )
-    x = torch.randn(2, 16, WIDTH)
-    output, attention = mixer(x, output_attentions=True)
+@structures([name for name in contract.SELECTIONS if "window alone" not in name])
+def test_the_implicit_attention_in_training_is_that_of_the_selection_which_made_the_output(structure):
+    mixer, x = build(structure, use_output_projection=False).train(), torch.randn(2, 35, WIDTH)
+    output, attention = mixer(x, output_attentions=True, **with_grid(mixer, 35))
     assert_near(torch.einsum("bdts,bsd->btd", attention, mixer.v_proj(x)), output)
 
 
@@ -513,22 +379,14 @@ WRONG = {
     "even kernel": (lambda: AFTConv(8, 2, 4), "kernel_size .* got 4"),
     "no kernel": (lambda: AFTConv(8, 2, 0, spatial_dims=1, causal=True), "kernel_size .* got 0"),
     "causal grid": (lambda: AFTConv(8, 2, 3, causal=True), "spatial_dims .* got 2 .causal=True"),
-    "three dimensions": (lambda: AFTConv(8, 2, 3, spatial_dims=3), "spatial_dims .* got 3"),
     "selection": (lambda: AFTConv(8, 2, 3, selection="gumble"), "gumble"),
     "longer than the table": (lambda: AFTFull(8, 16)(torch.zeros(1, 20, 8)), "20 .* 16"),
-    "longer than the windowed table": (lambda: AFTLocal(8, 16, 4, causal=True)(torch.zeros(1, 20, 8)), "20 .* 16"),
-    "bias longer than the table": (lambda: AFTFull(8, 16).position_bias(20), "20 .* 16"),
     "position beyond the table": (
         lambda: AFTFull(8, 16)(torch.zeros(1, 2, 8), position_ids=torch.tensor([[3, 19]])),
         "20 .* 16",
     ),
-    "keys longer than the table": (
-        lambda: AFTFull(8, 16)(torch.zeros(1, 2, 8), torch.zeros(1, 20, 8), torch.zeros(1, 20, 8)),
-        "20 .* 16",
-    ),
     "width": (lambda: AFTSimple(8)(torch.zeros(1, 5, 6)), r"query .* 8\), got \(1, 5, 6\)"),
     "dimensions": (lambda: AFTSimple(8)(torch.zeros(5, 8)), r"query .* got \(5, 8\)"),
-    "width of the key": (lambda: AFTSimple(8)(torch.zeros(1, 5, 8), torch.zeros(1, 5, 6)), r"key .* got \(1, 5, 6\)"),
     "key and value": (
         lambda: AFTSimple(8)(torch.zeros(1, 5, 8), torch.zeros(1, 6, 8), torch.zeros(1, 7, 8)),
         r"\(1, 6, 8\) .* \(1, 7, 8\)",
@@ -548,6 +406,10 @@ WRONG = {
     "mask per head": (
         lambda: AFTSimple(8)(torch.zeros(2, 5, 8), attention_mask=torch.ones(2, 1, 5, 5, dtype=torch.bool)),
         r"got \(2, 1, 5, 5\)",
+    ),
+    "mask to be added to logits": (
+        lambda: AFTFull(8, 16)(torch.zeros(1, 4, 8), attention_mask=torch.zeros(1, 4, 4)),
+        "boolean",
     ),
     "position ids": (
         lambda: AFTFull(8, 16)(torch.zeros(1, 5, 8), position_ids=torch.zeros(1, 4, dtype=torch.long)),
@@ -570,81 +432,13 @@ def test_a_wrong_input_is_a_value_error_that_names_it(call, message):
         call()
 
 
-def test_a_mixer_with_a_wrong_mask_says_which_shapes_fit(typical_mixer):
-    with pytest.raises(ValueError, match=r"\(2, 12\) or \(2 or 1, 12, 12\), got \(2, 11\)"):
-        typical_mixer(torch.zeros(2, 12, WIDTH), attention_mask=torch.ones(2, 11), **grid_of(typical_mixer, 12))
+# --------------------------------------------------------------------------------------------- padding and extremes
 
 
-def test_a_mask_to_be_added_to_logits_is_refused_rather_than_inverted():
-    mixer = AFTFull(WIDTH, 20)
-    with pytest.raises(ValueError, match="boolean"):
-        mixer(torch.randn(1, 4, WIDTH), attention_mask=torch.zeros(1, 4, 4))
-
-
+@structures(contract.CAUSAL_ONES)
 @torch.no_grad()
-@pytest.mark.parametrize("build", [partial(AFTFull, WIDTH, 20), partial(AFTLocal, WIDTH, 20, 3)])
-def test_left_padding_of_separate_keys_does_not_count_either(build):
-    mixer = build()
-    query, memory = torch.randn(1, 3, WIDTH), torch.randn(1, 5, WIDTH)
-    padded = torch.cat([torch.randn(1, 2, WIDTH), memory], 1)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
-    torch.testing.assert_close(mixer(query, padded, padded, attention_mask=mask), mixer(query, memory, memory))
-
-
-BUILDERS = {
-    "full causal": partial(AFTFull, WIDTH, 130, position_bias_dim=4, causal=True),
-    "local causal": partial(AFTLocal, WIDTH, 130, 3, position_bias_dim=4, causal=True),
-    "simple causal": partial(AFTSimple, WIDTH, causal=True),
-    "conv causal": partial(AFTConv, WIDTH, 2, 5, spatial_dims=1, causal=True),
-    "conv 2-D": partial(AFTConv, WIDTH, 2, 3),
-    "alibi causal": partial(AFTAlibi, WIDTH, 2),
-}
-
-
-def build_mixer(name):
-    """Build a mixer of `BUILDERS` in evaluation mode, with random position biases."""
-    mixer = BUILDERS[name]().eval()
-    for parameter_name, parameter in mixer.named_parameters():
-        if parameter_name.startswith(("position_bias", "kernel")):
-            torch.nn.init.normal_(parameter)
-    return mixer
-
-
-@pytest.mark.parametrize("name", ["full causal", "local causal", "conv causal", "conv 2-D"])
-def test_tangents_of_the_position_biases_alone_reach_the_output(name):
-    mixer = build_mixer(name).double()
-    x = torch.randn(2, 16, WIDTH, dtype=torch.float64)
-    parameters = {k: p.detach() for k, p in mixer.named_parameters() if k.startswith(("position_bias", "kernel"))}
-    tangents = {k: torch.randn_like(p) for k, p in parameters.items()}
-
-    def call(parameters):
-        return torch.func.functional_call(mixer, parameters, (x,))
-
-    step = 1e-6
-    moved = [call({k: p + sign * step * tangents[k] for k, p in parameters.items()}) for sign in (1, -1)]
-    with forward_ad.dual_level():
-        dual = {k: forward_ad.make_dual(p, tangents[k]) for k, p in parameters.items()}
-        tangent = forward_ad.unpack_dual(call(dual)).tangent
-    torch.testing.assert_close(tangent, (moved[0] - moved[1]) / (2 * step), rtol=1e-5, atol=1e-7)
-
-
-@torch.no_grad()
-def test_a_change_of_an_output_changes_nothing_else():
-    mixer = AFTSimple(WIDTH, use_query=False, use_output_projection=False)
-    y = mixer(torch.randn(1, 5, WIDTH))
-    y[:, 0] = 0
-    assert (y[:, 1:] != 0).any()
-    conv = build_mixer("conv causal")
-    x = torch.randn(1, 9, WIDTH)
-    expected = conv(x)
-    conv.kernel_bias().add_(5.0)
-    torch.testing.assert_close(conv(x), expected)
-
-
-@pytest.mark.parametrize("name", ["full causal", "local causal", "simple causal", "conv causal", "alibi causal"])
-@torch.no_grad()
-def test_padding_between_real_tokens_sees_nothing_of_the_future(name):
-    mixer, x = build_mixer(name), torch.randn(2, 12, WIDTH)
+def test_padding_between_real_tokens_sees_nothing_of_the_future(structure):
+    mixer, x = build(structure), torch.randn(2, 12, WIDTH)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, :3] = mask[1, 5] = False
     changed = x.clone()
@@ -656,10 +450,10 @@ def test_padding_between_real_tokens_sees_nothing_of_the_future(name):
     torch.testing.assert_close(y, reference(x, attention_mask=mask))
 
 
-@pytest.mark.parametrize("name", ["full causal", "local causal", "conv causal", "alibi causal"])
+@structures([name for name in TYPICAL_SEQUENCES if name in contract.CAUSAL_ONES])
 @torch.no_grad()
-def test_padding_in_packed_documents_takes_no_position(name):
-    mixer, x = build_mixer(name).double(), torch.randn(2, 12, WIDTH).double()
+def test_padding_in_packed_documents_takes_no_position(structure):
+    mixer, x = build(structure).double(), torch.randn(2, 12, WIDTH).double()
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, :3] = mask[1, 7] = False
     documents = Documents(torch.tensor([1] + [0] * 5 + [1] + [0] * 5).bool().expand(2, -1))
@@ -667,15 +461,12 @@ def test_padding_in_packed_documents_takes_no_position(name):
     for row in range(2):
         alone = [mixer(x[row : row + 1, part][:, mask[row, part]]) for part in (slice(0, 6), slice(6, 12))]
         torch.testing.assert_close(y[row][mask[row]], torch.cat(alone, 1)[0])
-    reference = copy.deepcopy(mixer)
-    reference.implementation = "reference"
-    torch.testing.assert_close(y, reference(x, attention_mask=mask, documents=documents))
 
 
-@pytest.mark.parametrize("size", [1e6, 1e13, 1e25])
-@pytest.mark.parametrize("name", ["simple causal", "local causal", "conv causal", "alibi causal", "full causal"])
-def test_large_values_beside_large_keys_stay_finite(name, size):
-    mixer, x = build_mixer(name), torch.randn(2, 64, WIDTH, requires_grad=True)
+@pytest.mark.parametrize("size", [1e6, 1e25])
+@structures(["simple causal", "local causal", "conv causal", "alibi causal", "full causal"])
+def test_large_values_beside_large_keys_stay_finite(structure, size):
+    mixer, x = build(structure), torch.randn(2, 64, WIDTH, requires_grad=True)
     with torch.no_grad():
         mixer.k_proj.weight.mul_(30 / mixer.k_proj(x).std())
         mixer.v_proj.weight.mul_(size)
@@ -685,11 +476,12 @@ def test_large_values_beside_large_keys_stay_finite(name, size):
 
 
 def test_a_key_per_head_goes_with_every_type():
-    assert AFTAlibi(8, 4, key_per_head=True)(torch.randn(2, 40, 8)).shape == (2, 40, 8)
-    assert AFTSimple(8, num_heads=2, causal=True, key_per_head=True)(torch.randn(2, 40, 8)).shape == (2, 40, 8)
+    for mixer in (AFTAlibi(8, 4, key_per_head=True), AFTSimple(8, num_heads=2, causal=True, key_per_head=True)):
+        x = torch.randn(2, 33, 8)
+        assert_near(mixer(x), eq_2(mixer, position_bias(mixer, 33), x))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
 def test_documents_may_be_none_at_all(shape):
     documents = Documents(torch.ones(shape, dtype=torch.bool))
-    assert build_mixer("local causal")(torch.randn(*shape, WIDTH), documents=documents).shape == (*shape, WIDTH)
+    assert build("local causal")(torch.randn(*shape, WIDTH), documents=documents).shape == (*shape, WIDTH)

@@ -1,22 +1,12 @@
-"""The AFT operation: the reference against loops over Eq. 2, the fields of a problem, and the choice of a backend."""
+"""The reference against loops over Eq. 2, and the fields of a problem."""
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from aft_hf.mixing_aft import (
-    Documents,
-    Mixing,
-    gather,
-    mixing_weights,
-    real_tokens_first,
-    reference_mixing,
-    scatter,
-    without_padding,
-)
+from aft_hf.mixing_aft import Documents, Mixing, mixing_weights, reference_mixing
 from aft_hf.position_biases_aft import Dense, NoBias
 
 
@@ -107,23 +97,3 @@ def test_mixing_weights_are_what_the_reference_averages_with(key_width):
     torch.testing.assert_close(weights.sum(-1), sees_something.double())
     averages = torch.einsum("bhfts,bhsf->bthf", weights.expand(-1, -1, FEATURES, -1, -1), value).flatten(2)
     torch.testing.assert_close(averages, reference_mixing(asked))
-
-
-# ---------------------------------------------------------------------------------------------------------- padding
-
-
-def test_real_tokens_come_first_in_their_order():
-    x = torch.arange(12.0).view(2, 6, 1)
-    order = real_tokens_first(PADDING)
-    moved = scatter(x, order)
-    assert moved[0, :3, 0].tolist() == [2, 3, 5] and moved[1].equal(x[1])
-    assert gather(moved, order).equal(x)
-
-
-def test_padding_is_hidden_whatever_it_is():
-    asked = problem(padding_mask=PADDING)
-    asked = replace(asked, key=torch.full_like(asked.key, math.nan), value=torch.full_like(asked.value, math.inf))
-    hidden, order = without_padding(asked, moved=False)
-    assert order is None and hidden.padding_mask is None
-    assert hidden.key[~PADDING].eq(-math.inf).all() and hidden.key[PADDING].isnan().all()
-    assert hidden.value[~PADDING].eq(0).all() and hidden.value[PADDING].eq(math.inf).all()

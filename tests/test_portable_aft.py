@@ -47,15 +47,11 @@ def on_grid(size, dtype=torch.float32, heads=2):
 
 @pytest.mark.parametrize("size", (1, 3, 7, 25), ids=lambda size: f"kernel {size}")
 @pytest.mark.parametrize("heads", (1, 2, WIDTH))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-def test_a_grid_too_large_for_a_table_is_convolved(size, heads, dtype, convolved):
-    assert_equal_to_the_reference(on_grid(size, dtype, heads), torch.randn(2, 72, WIDTH, dtype=dtype), grid_size=GRID)
-
-
-@pytest.mark.parametrize("grid_size", ((1, 1), (1, 4), (5, 1)), ids=str)
-def test_a_convolution_serves_any_grid(grid_size, convolved):
+@pytest.mark.parametrize("grid_size", (GRID, (1, 4), (5, 1)), ids=str)
+def test_a_grid_too_large_for_a_table_is_convolved(size, heads, grid_size, convolved):
     x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
-    assert_equal_to_the_reference(on_grid(3), x, grid_size=grid_size)
+    assert_equal_to_the_reference(on_grid(size, heads=heads), x, grid_size=grid_size)
+    assert_equal_to_the_reference(on_grid(size, torch.float64, heads), x.double(), grid_size=grid_size)
 
 
 @pytest.mark.parametrize("lowest", (-1.0, -20.0))

@@ -1,6 +1,5 @@
-"""The structures of w: every method of each against loops over its definition."""
+"""The structures of w: every method of each against its dense table, which test_mixers_aft.py defines."""
 
-import math
 from itertools import product
 
 import pytest
@@ -52,37 +51,6 @@ RELATIVE_1D = ("no bias", "decay", "lags", "causal lags", "lags alone")
 WINDOWS = ("window of factors", "window of a table", "window alone", "window of one")
 WINDOWS += ("window of factors, multiplied", "window of a table, multiplied")
 each = pytest.mark.parametrize("name", BIASES)
-
-
-def by_definition(biases, head: int, query: int, key: int) -> float:
-    """Return w between two positions by its definition."""
-    if isinstance(biases, NoBias):
-        return 0.0
-    if isinstance(biases, LinearDecay):
-        return -biases.slopes[head].item() * (query - key)
-    outside = -math.inf if biases.hides_outside else 0.0
-    if isinstance(biases, LagKernel):
-        size = biases.kernels.shape[1]
-        place = query - key if biases.causal else key - query + size // 2
-        return biases.kernels[head, place].item() if 0 <= place < size else outside
-    if isinstance(biases, GridKernel):
-        columns, size = biases.grid_size[1], biases.kernels.shape[1]
-        row, column = key // columns - query // columns + size // 2, key % columns - query % columns + size // 2
-        return biases.kernels[head, row, column].item() if 0 <= row < size and 0 <= column < size else outside
-    if isinstance(biases, Window) and abs(query - key) >= biases.size:
-        return outside
-    if biases.key is None:
-        return biases.multiplier * biases.query[head, query, key].item()
-    return biases.multiplier * (biases.query[head, query] @ biases.key[head, key]).item()
-
-
-@each
-def test_the_dense_table_is_w_by_its_definition(name):
-    biases = BIASES[name]()
-    dense = biases.dense(POSITIONS)
-    assert dense.shape == (HEADS, POSITIONS, POSITIONS)
-    for i, t, s in product(range(HEADS), range(POSITIONS), range(POSITIONS)):
-        assert dense[i, t, s].item() == pytest.approx(by_definition(biases, i, t, s), abs=1e-5)
 
 
 @each

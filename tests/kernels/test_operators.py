@@ -5,7 +5,8 @@ The reference makes a (B, T, T', d) tensor of all logits, so shapes are small.
 
 import ctypes
 import math
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from aft_hf.kernels.library import load_from, runnable_variants
 
 OPS = torch.ops.aft_hf_v1
 pytestmark = pytest.mark.skipif(not runnable_variants(), reason="no compiled kernels for this CPU")
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Problem(NamedTuple):
+class Causal(NamedTuple):
     """The arguments of `causal`."""
 
     query: torch.Tensor | None
@@ -30,33 +32,87 @@ class Problem(NamedTuple):
     first: torch.Tensor | None = None
     hides_outside: bool = False
 
-    def to(self, dtype: torch.dtype) -> "Problem":
-        """Return the problem with all floating-point tensors in a dtype."""
-        return Problem(*(x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in self))
+    def table(self) -> torch.Tensor:
+        """w of all pairs, (B, T, T', h), and -inf for hidden pairs."""
+        batch, length, _ = self.value.shape
+        t = torch.arange(length)
+        lags = t[:, None] - t
+        start = torch.zeros(batch, length, dtype=torch.long) if self.first is None else self.first
+        seen = (lags >= 0) & (t >= start[:, :, None]) & (start <= t)[:, None]
+        heads = operators.num_heads(self.bias, self.slopes)
+        w = torch.zeros(batch, length, length, heads, dtype=self.key.dtype)
+        if self.slopes is not None:
+            w = w - self.slopes * lags[..., None]
+        if self.bias is not None:
+            size, position = self.bias.shape[-1], (t - start).clamp(0, self.bias.shape[1] - 1)
+            rows = self.bias.expand(batch, -1, -1, -1)[torch.arange(batch)[:, None], position]
+            queries, keys = ((lags >= 0) & (lags < size)).nonzero(as_tuple=True)
+            of_pairs = rows[:, queries, :, size - 1 - queries + keys].transpose(0, 1)
+            w = w.index_put((torch.arange(batch)[:, None], queries, keys), of_pairs)
+            seen = seen & (lags < size) if self.hides_outside else seen
+        return w.masked_fill(~seen[..., None], -math.inf)
 
 
-def eq_2(query, key, value, bias, slopes, first, hides_outside) -> torch.Tensor:
+class Grid(NamedTuple):
+    """The arguments of `grid`."""
+
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor
+    rows: int
+    columns: int
+    hides_outside: bool = False
+
+    def table(self) -> torch.Tensor:
+        """w of all pairs, (1, T, T', h)."""
+        (heads, *size), tables = self.bias.shape, []
+        for i, j in ((i, j) for i in range(self.rows) for j in range(self.columns)):
+            w = self.bias.new_full((heads, self.rows, self.columns), -math.inf if self.hides_outside else 0.0)
+            taps = [(i + a - size[0] // 2, j + b - size[1] // 2, a, b) for a in range(size[0]) for b in range(size[1])]
+            taps = [x for x in taps if 0 <= x[0] < self.rows and 0 <= x[1] < self.columns]
+            row, column, a, b = torch.tensor(taps).unbind(1)
+            w = w.index_put((torch.arange(heads)[:, None], row, column), self.bias[:, a, b])
+            tables.append(w.flatten(1).T)
+        return torch.stack(tables)[None]
+
+
+class Table(NamedTuple):
+    """The arguments of `table`."""
+
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor
+    columns: int = 0
+    causal: bool = False
+
+    def table(self) -> torch.Tensor:
+        """w of all pairs, (1, T, T', h), and -inf for later keys."""
+        w = self.bias
+        if self.columns:
+            t = torch.arange(self.value.shape[1])
+            rows, columns = (w.shape[1] + 1) // 2, self.columns
+            down = t // columns - t[:, None] // columns + rows - 1
+            w = w[:, down, t % columns - t[:, None] % columns + columns - 1]
+        if self.causal:
+            w = w.masked_fill(torch.ones(w.shape[1:], dtype=torch.bool).triu(1), -math.inf)
+        return w.movedim(0, -1)[None]
+
+
+Problem = Causal | Grid | Table
+OPERATORS = {Causal: OPS.causal, Grid: OPS.grid, Table: OPS.table}
+
+
+def operator(problem: Problem) -> torch.Tensor:
+    return OPERATORS[type(problem)](*problem)
+
+
+def eq_2(problem: Problem) -> torch.Tensor:
     """Eq. 2 as printed, over all pairs."""
-    batch, length, width = value.shape
-    heads = operators.num_heads(bias, slopes)
-    key = key.repeat_interleave(width // key.shape[2], 2)
-    lags = torch.arange(length)[:, None] - torch.arange(length)
-    start = torch.zeros(batch, length, dtype=torch.long) if first is None else first
-    t = torch.arange(length)
-    seen = (lags >= 0) & (t[None, None] >= start[:, :, None]) & (start <= t)[:, None]
-    w = torch.zeros(batch, length, length, heads, dtype=key.dtype)
-    if slopes is not None:
-        w = w - slopes * lags[..., None]
-    if bias is not None:
-        size = bias.shape[-1]
-        rows = bias.expand(batch, -1, -1, -1)[torch.arange(batch)[:, None], (t - start).clamp(0, bias.shape[1] - 1)]
-        queries, keys = ((lags >= 0) & (lags < size)).nonzero(as_tuple=True)
-        of_pairs = rows[:, queries, :, size - 1 - queries + keys].transpose(0, 1)
-        w = w.index_put((torch.arange(batch)[:, None], queries, keys), of_pairs)
-        if hides_outside:
-            seen = seen & (lags < size)
-    logits = key[:, None] + w.repeat_interleave(width // heads, 3)
-    logits = logits.masked_fill(~seen[..., None], -math.inf)
+    query, key, value = problem[:3]
+    w, width = problem.table(), value.shape[2]
+    logits = key.repeat_interleave(width // key.shape[2], 2)[:, None] + w.repeat_interleave(width // w.shape[3], 3)
     nothing = (logits == -math.inf).all(2, keepdim=True)
     weights = torch.softmax(logits.masked_fill(nothing, 0.0), 2).masked_fill(nothing, 0.0)
     values = torch.where(weights == 0, 0.0, value[:, None])  # hidden values may be NaN
@@ -64,84 +120,146 @@ def eq_2(query, key, value, bias, slopes, first, hides_outside) -> torch.Tensor:
     return average if query is None else torch.sigmoid(query) * average
 
 
-def make(kind, batch, length, width, heads=1, window=5, *, scale=1.0, seed=0, query=True) -> Problem:
-    """Make a problem of a kind: "table", "kernel", "slopes", "none"."""
-    torch.manual_seed(seed)
-    keys = heads if kind == "kernel" else width
-    tensors = [torch.randn(batch, length, width) if query else None, scale * torch.randn(batch, length, keys)]
-    tensors.append(torch.randn(batch, length, width))
+def causal(kind, batch, length, width, heads=1, window=5, *, hides_outside=False, query=True) -> Causal:
+    """Make a causal problem of a kind: "rows" (a row of w per position), "kernel", "slopes", "none"."""
+    key_width = heads if kind == "kernel" else width
+    tensors = [torch.randn(batch, length, n) for n in (width, key_width, width)]
     bias = slopes = None
-    if kind == "table":
-        bias = torch.randn(1, length, heads, window)
-    elif kind == "kernel":
-        bias = torch.randn(1, 1, heads, window)
+    if kind in ("rows", "kernel"):
+        bias = torch.randn(1, length if kind == "rows" else 1, heads, window)
     elif kind == "slopes":
         slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
-    return Problem(*tensors, bias, slopes)
+    return Causal(tensors[0] if query else None, *tensors[1:], bias, slopes, hides_outside=hides_outside)
 
 
-def with_gradients(function, problem: NamedTuple, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output and the gradients of query, key, value and bias."""
-    inputs = [None if x is None else x.detach().clone().requires_grad_() for x in problem[:4]]
-    output = function(*inputs, *problem[4:])
-    wanted = [x for x in inputs if x is not None]
-    return [output.detach(), *torch.autograd.grad(output, wanted, weight.to(output.dtype), materialize_grads=True)]
+def grid(batch, rows, columns, width, heads, size, *, key_per_head=True, hides_outside=False) -> Grid:
+    key_width = heads if key_per_head else width
+    tensors = (torch.randn(batch, rows * columns, n) for n in (width, key_width, width))
+    return Grid(*tensors, torch.randn(heads, *size), rows, columns, hides_outside)
 
 
-def assert_exact(problem: Problem, dtype=torch.float32, factor=1.0) -> None:
-    rounded = problem.to(dtype)
-    rounded = rounded._replace(bias=problem.bias, slopes=problem.slopes)
+def table(batch, length, width, heads, *, key_per_head=False, rows=0, causal=False, query=True) -> Table:
+    """Make a problem with a table of all pairs, on a grid with so many rows if there are any."""
+    columns = length // rows if rows else 0
+    tensors = [torch.randn(batch, length, n) for n in (width, heads if key_per_head else width, width)]
+    bias = torch.randn(heads, 2 * rows - 1, 2 * columns - 1) if rows else torch.randn(heads, length, length)
+    return Table(tensors[0] if query else None, *tensors[1:], bias, columns, causal)
+
+
+def with_gradients(function, problem: Problem, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the output and the gradients of query, key, value and bias, by name."""
+    inputs = {
+        name: x.detach().clone().requires_grad_() for name, x in zip(problem._fields, problem[:4]) if x is not None
+    }
+    output = function(problem._replace(**inputs))
+    found = torch.autograd.grad(output, list(inputs.values()), weight.to(output.dtype), materialize_grads=True)
+    return {"output": output.detach()} | dict(zip(inputs, found))
+
+
+def to(problem: Problem, dtype: torch.dtype, count: int = 3) -> Problem:
+    """Convert the first `count` arguments, which are query, key, value, w, ..., to a dtype."""
+    changed = (x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in problem[:count])
+    return type(problem)(*changed, *problem[count:])
+
+
+def exact_results(
+    problem: Problem, dtype: torch.dtype = FP32
+) -> tuple[Problem, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the problem in a dtype, the gradient of its outputs, and its exact results."""
+    problem = to(problem, dtype)
     weight = torch.linspace(0.2, 1, problem.value.numel()).view(problem.value.shape).to(dtype)
-    found = with_gradients(OPS.causal, rounded, weight)
-    exact = with_gradients(eq_2, rounded.to(torch.float64), weight.double())
-    allowed = factor * 2e-5 if dtype == torch.float32 else 5e-3
-    names = ["output", *(n for n, x in zip(("query", "key", "value", "bias"), problem) if x is not None)]
-    largest = max(x.abs().max().item() for x in exact) if problem.value.numel() else 0.0
-    for name, x, y in zip(names, found, exact):
-        assert x.isfinite().all(), name
-        error = (x.double() - y).abs().max().item() if y.numel() else 0.0
-        scale = y.abs().max().item() if y.numel() and name in ("output", "value") else largest
+    return problem, weight, with_gradients(eq_2, to(problem, torch.float64, 5), weight.double())
+
+
+def assert_exact(problem: Problem, weight: torch.Tensor, exact: dict[str, torch.Tensor]) -> None:
+    """Check output and gradients. Logits are rounded, which is a relative error of their exponentials."""
+    found, is_bf16 = with_gradients(operator, problem, weight), problem.value.dtype == BF16
+    finite = [x[x.isfinite()].abs() for x in (problem.key, problem.bias) if x is not None]
+    logits = sum(x.max().item() for x in finite if x.numel())
+    allowed = (8 * math.sqrt(max(problem.value.shape[1], 64)) + LOGIT_ROUNDINGS * logits) * torch.finfo(FP32).eps
+    if is_bf16:  # factors of the matrix products of a table are rounded, too
+        allowed += torch.finfo(BF16).eps * (1.0 if isinstance(problem, Table) else 0.6)
+    largest = max((x.abs().max().item() for x in exact.values() if x.numel()), default=0.0)
+    for name, y in exact.items():
+        assert found[name].isfinite().all(), name
+        error, size = ((x.abs().max().item() if x.numel() else 0.0) for x in (found[name].double() - y, y))
+        # The gradient of a key or w is a sum of gradients of values times differences of values, which may cancel.
+        scale = size if name in ("output", "value") else largest
         assert error <= allowed * scale + 1e-30, f"{name}: error {error:.3g} of {scale:.3g}"
 
 
-KINDS = ("table", "kernel", "slopes", "none")
+LOGIT_ROUNDINGS = 4.0  # of K, of w, of K + w and of their common exponent
+KINDS = ("rows", "kernel", "slopes", "none")
 # (B, T, d, h, s): heads of several vectors, of one, of a part of one; primes; windows longer than the sequence.
-SHAPES = [
-    (1, 1, 8, 1, 1),
-    (2, 2, 8, 2, 3),
-    (1, 3, 37, 1, 5),
-    (2, 31, 16, 16, 4),
-    (1, 67, 24, 3, 7),
-    (2, 64, 64, 2, 9),
-    (1, 65, 48, 2, 80),
-    (1, 131, 16, 1, 33),
-    (0, 5, 8, 2, 3),
-    (2, 0, 8, 2, 3),
-]
+CAUSAL_SHAPES = [(1, 1, 8, 1, 1), (2, 2, 8, 2, 3), (1, 3, 37, 1, 5), (2, 31, 16, 16, 4), (1, 67, 24, 3, 7)]
+CAUSAL_SHAPES += [(2, 64, 64, 2, 9), (1, 65, 48, 2, 80), (1, 131, 16, 1, 33), (0, 5, 8, 2, 3), (2, 0, 8, 2, 3)]
+# (B, rows, columns, d, h, kernel size)
+GRID_SHAPES = [(2, 1, 1, 8, 8, (1, 1)), (1, 3, 4, 24, 24, (3, 3)), (2, 7, 9, 20, 10, (5, 5)), (0, 3, 3, 8, 8, (3, 3))]
+GRID_SHAPES += [(1, 14, 14, 16, 16, (11, 11)), (2, 5, 8, 37, 37, (3, 15)), (1, 1, 31, 16, 4, (1, 7))]
+GRID_SHAPES += [(1, 4, 6, 48, 2, (27, 27))]
+PROBLEMS = {f"{kind} {shape}": partial(causal, kind, *shape) for kind in KINDS for shape in CAUSAL_SHAPES}
+PROBLEMS |= {
+    f"{kind} {shape} alone": partial(causal, kind, *shape, hides_outside=True)
+    for kind in ("rows", "kernel")
+    for shape in CAUSAL_SHAPES
+}
+PROBLEMS |= {f"{kind} without query": partial(causal, kind, 2, 70, 16, 2, query=False) for kind in KINDS}
+PROBLEMS |= {
+    f"grid {shape}{' a key per feature' * (not shared)}{' alone' * alone}": partial(
+        grid, *shape, key_per_head=shared, hides_outside=alone
+    )
+    for shape in GRID_SHAPES
+    for shared in (True, False)
+    for alone in (True, False)
+}
+TABLES = {
+    "table (1, 1, 3, 1)": partial(table, 1, 1, 3, 1),
+    "table (2, 2, 8, 1) causal": partial(table, 2, 2, 8, 1, causal=True),
+    "table (3, 3, 40, 2)": partial(table, 3, 3, 40, 2),
+    "table without query": partial(table, 2, 37, 24, 3, query=False),
+    "table, a head per feature": partial(table, 2, 37, 37, 37),
+    "table (9, 61, 33, 1)": partial(table, 9, 61, 33, 1),
+    "table, a key per head": partial(table, 2, 37, 40, 2, key_per_head=True),
+    "table of a grid, a key per head": partial(table, 5, 35, 24, 4, key_per_head=True, rows=5),
+    "table of a grid, 40 rows": partial(table, 40, 12, 12, 2, key_per_head=True, rows=3),
+    "table, rows of the batch in two parts": partial(table, 5, 12, 120, 2, key_per_head=True),
+    "table of a grid, a head per feature": partial(table, 2, 35, 24, 24, rows=5),
+    "table of a grid of one column": partial(table, 2, 31, 6, 2, rows=31),
+    "table of a grid of one row": partial(table, 2, 31, 6, 3, key_per_head=True, rows=1, query=False),
+    "table (2, 37, 40, 1) causal": partial(table, 2, 37, 40, 1, causal=True),
+    "table of several blocks": partial(table, 1, 200, 20, 2, causal=True),
+    "table of several blocks, a key per head": partial(table, 1, 200, 20, 2, key_per_head=True, causal=True),
+    "table, empty batch": partial(table, 0, 37, 40, 2),
+}
+PROBLEMS |= TABLES
+# One problem for each branch of the kernels: one head, and heads of a part of a vector.
+TYPICAL = {
+    f"{kind}, {heads} heads": partial(causal, kind, 2, 130, 16, heads, 9) for kind in KINDS for heads in (1, 16)
+}
+TYPICAL |= {f"{name} alone": partial(TYPICAL[name], hides_outside=True) for name in TYPICAL if name[0] in "rk"}
+TYPICAL |= {
+    f"grid{' alone' * alone}{' a key per feature' * (not shared)}": partial(
+        grid, 2, 5, 7, 20, 10, (3, 5), key_per_head=shared, hides_outside=alone
+    )
+    for alone in (False, True)
+    for shared in (False, True)
+}
+TYPICAL |= {name: build for name, build in TABLES.items() if "several blocks" in name or "a head per" in name}
+TYPICAL |= {name: TABLES[name] for name in ("table (9, 61, 33, 1)", "table, a key per head")}
+TYPICAL |= {name: TABLES[name] for name in ("table of a grid, a key per head", "table (2, 37, 40, 1) causal")}
+each = partial(pytest.mark.parametrize, "name")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_values_and_gradients_are_those_of_eq_2(kind, shape, dtype, variant):
-    assert_exact(make(kind, *shape), dtype)
-
-
-@pytest.mark.parametrize("kind", ("table", "kernel"))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_outside_the_window_may_be_hidden(kind, shape, variant):
-    assert_exact(make(kind, *shape)._replace(hides_outside=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_query_is_optional(kind, variant):
-    assert_exact(make(kind, 2, 70, 16, 2, query=False))
+@each(PROBLEMS)
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_values_and_gradients_are_those_of_eq_2(name, dtype, variant):
+    assert_exact(*exact_results(PROBLEMS[name](), dtype))
 
 
 # ------------------------------------------------------------------------------------------------------ hostile values
 
 
-def one_key(place: int, size: float):
+def one_key(place: Any, size: float):
     def change(problem: Problem) -> Problem:
         problem.key[:, place] = size
         return problem
@@ -153,12 +271,11 @@ def ramp(first: float, last: float):
     return lambda p: p._replace(key=p.key + torch.linspace(first, last, p.key.shape[1])[:, None])
 
 
-def biases(size: float):
-    return lambda p: p if p.bias is None else p._replace(bias=size * torch.randn_like(p.bias).clamp(-2, 2) / 2)
-
-
-def large_biases_against_keys(problem: Problem) -> Problem:
-    return one_key(20, 200.0)(biases(300.0)(problem))
+def scaled(keys: float, biases: float):
+    """Multiply the keys, and spread w over a range of `biases`."""
+    return lambda p: p._replace(
+        key=keys * p.key, bias=None if p.bias is None else biases * torch.randn_like(p.bias).clamp(-2, 2) / 2
+    )
 
 
 HOSTILE = {
@@ -172,46 +289,64 @@ HOSTILE = {
     "one huge key, early": one_key(1, 1e4),
     "one huge key, late": one_key(-3, 1e4),
     "one tiny key": one_key(4, -1e4),
-    "biases of 300": biases(300.0),
-    "biases of 300 against keys of 200": large_biases_against_keys,
+    "biases of 300": scaled(1.0, 300.0),
+    "biases of 300 and keys x 90": scaled(90.0, 300.0),
+    "biases of 300 against keys of 200": lambda p: one_key(20, 200.0)(scaled(1.0, 300.0)(p)),
     "hidden keys": one_key(slice(3, 20), -math.inf),
     "hidden first keys": one_key(slice(0, 9), -math.inf),
     "values with an offset": lambda p: p._replace(value=p.value + 100),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("values", HOSTILE)
-@pytest.mark.parametrize("hides_outside", (False, True))
-def test_hostile_values_are_exact(kind, values, hides_outside, variant):
-    if hides_outside and kind in ("slopes", "none"):
-        return
-    # Logits of 1e4 are rounded to 1e-3.
-    factor = 50.0 if "1e4" in values or "ramp" in values or "huge" in values else 8.0
-    for heads in (1, 16):
-        problem = HOSTILE[values](make(kind, 2, 150, 16, heads, 9))
-        assert_exact(problem._replace(hides_outside=hides_outside), factor=factor)
+@cache
+def hostile(name: str) -> list[tuple[Problem, torch.Tensor, dict[str, torch.Tensor]]]:
+    return [exact_results(change(TYPICAL[name]())) for change in HOSTILE.values()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each(TYPICAL)
+def test_hostile_values_are_exact(name, variant):
+    for values, case in zip(HOSTILE, hostile(name)):
+        try:
+            assert_exact(*case)
+        except AssertionError as error:
+            raise AssertionError(values) from error
+
+
+@each([name for name in TYPICAL if "table" in name])
+def test_gradients_are_exact_where_values_share_an_offset(name, variant):
+    problem = TYPICAL[name]()
+    problem = problem._replace(value=(problem.value * 64).round() / 64 + 512.0)  # exact in float32
+    weight = torch.randn(problem.value.shape)
+    found = with_gradients(operator, problem, weight)
+    exact = with_gradients(eq_2, to(problem, torch.float64, 5), weight.double())
+    for key in ("key", "value", "bias"):
+        error = (found[key].double() - exact[key]).abs().max()
+        assert error <= 2e-5 * exact[key].abs().max(), key
+
+
+CAUSAL_NAMES = [name for name in TYPICAL if name[0] in "rksn" or "causal" in name or "several blocks" in name]
+
+
+@each(CAUSAL_NAMES)
 @pytest.mark.parametrize("size", (math.nan, math.inf, 1e4), ids=str)
-def test_later_tokens_reach_no_earlier_output_or_gradient(kind, size, variant):
-    for hides_outside in (False, True) if kind in ("table", "kernel") else (False,):
-        problem = make(kind, 1, 150, 16, 1)._replace(hides_outside=hides_outside)
-        weight = (torch.arange(150) < 101).float().view(1, -1, 1).expand(1, 150, 16)
-        expected = with_gradients(OPS.causal, problem, weight)
-        for name in ("key", "value", "query"):
-            changed = getattr(problem, name).clone()
-            changed[:, 101:] = size
-            found = with_gradients(OPS.causal, problem._replace(**{name: changed}), weight)
-            for x, y in zip(found[:4], expected[:4]) if math.isfinite(size) else [(found[0], expected[0])]:
-                torch.testing.assert_close(x[:, :101], y[:, :101], rtol=1e-5, atol=1e-5)
+def test_later_tokens_reach_no_earlier_output_or_gradient(name, size, variant):
+    problem = TYPICAL[name]()
+    length = problem.value.shape[1]
+    for end in {1, min(145, length - 1)}:
+        weight = (torch.arange(length) < end).float().view(1, -1, 1).expand(problem.value.shape)
+        expected = with_gradients(operator, problem, weight)
+        for which in ("key", "value", "query"):
+            changed = getattr(problem, which).clone()
+            changed[:, end:] = size
+            found = with_gradients(operator, problem._replace(**{which: changed}), weight)
+            for part in ("output", "query", "key", "value") if math.isfinite(size) else ("output",):
+                torch.testing.assert_close(found[part][:, :end], expected[part][:, :end], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("slope", (0.9, 1.5, 3.0, 10.0))
 def test_far_keys_count_for_any_slope(slope, variant):
-    problem = make("slopes", 2, 200, 16, 2)._replace(slopes=torch.full((2,), slope))
-    assert_exact(one_key(3, 300 * slope)(problem), factor=10.0)
+    problem = causal("slopes", 2, 200, 16, 2)._replace(slopes=torch.full((2,), slope))
+    assert_exact(*exact_results(one_key(3, 300 * slope)(problem)))
 
 
 def documents(batch: int, length: int, share: float, padding: bool) -> torch.Tensor:
@@ -227,82 +362,149 @@ def documents(batch: int, length: int, share: float, padding: bool) -> torch.Ten
     return first
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", (0.5, 0.1, 0.01))
+@each([name for name in TYPICAL if name[0] in "rksn"])
+@pytest.mark.parametrize("share", (0.5, 0.03))
 @pytest.mark.parametrize("padding", (False, True))
-@pytest.mark.parametrize("hides_outside", (False, True))
-def test_documents_and_padding_are_exact(kind, share, padding, hides_outside, variant):
-    first = documents(3, 150, share, padding)
-    hides_outside = hides_outside and kind in ("table", "kernel")
-    problem = make(kind, 3, 150, 16, 2, 6)._replace(first=first, hides_outside=hides_outside)
-    assert_exact(problem)
-    if padding:  # what is hidden stays there
+def test_documents_and_padding_are_exact_and_what_is_hidden_stays_there(name, share, padding, variant):
+    problem = TYPICAL[name]()._replace(first=documents(2, 130, share, padding))
+    assert_exact(*exact_results(problem))
+    if padding:
         weight = torch.ones_like(problem.value)
-        expected = with_gradients(OPS.causal, problem, weight)
-        hidden = (first > torch.arange(150)).unsqueeze(-1)
-        hostile = [x.masked_fill(hidden, math.nan) for x in problem[:3]]
-        found = with_gradients(OPS.causal, Problem(*hostile, *problem[3:]), weight)
+        hidden = (problem.first > torch.arange(130)).unsqueeze(-1)
+        hostile = problem._replace(
+            **{n: getattr(problem, n).masked_fill(hidden, math.nan) for n in ("query", "key", "value")}
+        )
+        expected, found = (with_gradients(operator, x, weight) for x in (problem, hostile))
         torch.testing.assert_close(found, expected)
 
 
-def test_hidden_keys_hide_values_that_are_not_finite(variant):
-    for kind in KINDS:
-        problem = make(kind, 2, 90, 16, 2, 6)
-        hidden = torch.rand(2, 90, 1) < 0.3
-        key, value = problem.key.masked_fill(hidden, -math.inf), problem.value.masked_fill(hidden, 0.0)
-        expected = with_gradients(OPS.causal, problem._replace(key=key, value=value), torch.ones_like(value))
-        value = value.masked_fill(hidden, math.nan)
-        found = with_gradients(OPS.causal, problem._replace(key=key, value=value), torch.ones_like(value))
+@each(TYPICAL)
+def test_hidden_keys_hide_values_that_are_not_finite(name, variant):
+    problem = TYPICAL[name]()
+    hidden = torch.rand(*problem.value.shape[:2], 1) < 0.3
+    problem = problem._replace(key=problem.key.masked_fill(hidden, -math.inf))
+    for size in (math.nan, math.inf, 1e30):
+        values = (problem.value.masked_fill(hidden, x) for x in (0.0, size))
+        expected, found = (operator(problem._replace(value=value)) for value in values)
         torch.testing.assert_close(found, expected)
 
 
-def test_a_query_that_sees_nothing_gives_0(variant):
-    for kind in KINDS:
-        problem = make(kind, 2, 70, 16, 2)
-        problem.key[0] = -math.inf
-        output, *gradients = with_gradients(OPS.causal, problem, torch.ones_like(problem.value))
-        assert output[0].eq(0).all() and output[1].ne(0).any()
-        assert all(x.isfinite().all() for x in gradients)
+def test_biases_of_minus_infinity_hide_tokens_from_some_queries(variant):
+    for key_per_head in (False, True):
+        problem = table(2, 37, 40, 2, key_per_head=key_per_head)
+        problem.bias[:, :20, 30] = -math.inf
+        expected = operator(problem)
+        problem.value[:, 30] = math.nan
+        torch.testing.assert_close(operator(problem)[:, :20], expected[:, :20])
 
 
-# ------------------------------------------------------------------------------------------------------------- layouts
+@each(TYPICAL)
+def test_a_query_that_sees_nothing_gives_0_and_no_gradients(name, variant):
+    problem = TYPICAL[name]()
+    problem.key[0] = -math.inf
+    if isinstance(problem, Table) and not problem.columns:
+        problem.bias[0, 7] = -math.inf
+    found = with_gradients(operator, problem, torch.ones_like(problem.value))
+    assert all(x.isfinite().all() for x in found.values())
+    assert found["output"][0].eq(0).all() and found["value"][0].eq(0).all() and found["key"][0].eq(0).all()
+    if len(problem.value) > 1:
+        assert found["output"][1].ne(0).any()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_inputs_may_be_parts_of_one_tensor_and_gradients_have_any_strides(dtype, variant):
-    together = torch.randn(70, 3, 3 * 24).to(dtype)  # (T, B, 3 d)
-    query, key, value = together.transpose(0, 1).chunk(3, -1)
-    bias = torch.randn(1, 70, 2, 6)
-    gradient = torch.randn(24, 70, 3).to(dtype).permute(2, 1, 0)
-    problem = Problem(query, key, value, bias)
-    contiguous = Problem(*(x.contiguous() for x in problem[:3]), bias)
-    inputs = [x.requires_grad_() for x in problem[:4]]
-    output = OPS.causal(*problem)
-    found = torch.autograd.grad(output, inputs, gradient)
-    expected = with_gradients(OPS.causal, contiguous, gradient.contiguous())
-    torch.testing.assert_close([output.detach(), *found], expected, rtol=0, atol=0)
-    expanded = torch.autograd.grad(OPS.causal(*problem), inputs, torch.ones((), dtype=dtype).expand(3, 70, 24))
-    assert all(x.isfinite().all() for x in expanded)
+# ------------------------------------------------------------------------------------------- layouts, threads, errors
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_threads_does_not_matter(kind, variant):
-    problem, before = make(kind, 3, 200, 96, 2, 9), torch.get_num_threads()
-    weight, results = torch.ones_like(problem.value), []
+@each(TYPICAL)
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_inputs_may_be_parts_of_one_tensor_and_gradients_have_any_strides(name, dtype, variant):
+    problem = to(TYPICAL[name](), dtype)
+    together = torch.cat(problem[:3], -1).transpose(0, 1).contiguous().transpose(0, 1)
+    parts = together.split([x.shape[-1] for x in problem[:3]], -1)
+    columns = [x.mT.contiguous().mT for x in problem[:3]]
+    gradient = torch.randn(problem.value.shape[::-1]).to(dtype).permute(2, 1, 0)
+    expected = with_gradients(operator, problem, gradient.contiguous())
+    for query, key, value in (parts, columns):
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        output = operator(type(problem)(*inputs, *problem[3:]))
+        found = [output.detach(), *torch.autograd.grad(output, inputs, gradient, retain_graph=True)]
+        torch.testing.assert_close(found, [expected[n] for n in ("output", "query", "key", "value")], rtol=0, atol=0)
+        one = torch.ones((), dtype=dtype).expand(problem.value.shape)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(output, inputs, one))
+
+
+@each([*(f"{kind}, 1 heads" for kind in KINDS), "grid", "table (9, 61, 33, 1)", "table of several blocks"])
+def test_the_number_of_threads_does_not_matter(name, variant):
+    problem, before = TYPICAL[name](), torch.get_num_threads()
+    weight, results = torch.randn_like(problem.value), []
     try:
         for count in (1, 2, 3, 64):
             torch.set_num_threads(count)
-            results.append(with_gradients(OPS.causal, problem, weight))
+            results.append(with_gradients(operator, problem, weight))
     finally:
         torch.set_num_threads(before)
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-5)
 
 
+def test_queries_and_keys_of_a_table_may_differ_in_number(variant):
+    problem = table(2, 37, 40, 2, query=False)
+    torch.testing.assert_close(operator(problem._replace(bias=problem.bias[:, :11])), operator(problem)[:, :11])
+
+
+def test_arguments_that_do_not_match_are_errors(variant):
+    of_causal, of_table = causal("rows", 2, 20, 16, 2, 4), table(2, 37, 40, 2)
+    wrong = [
+        of_causal._replace(query=torch.randn(2, 20, 8)),
+        of_causal._replace(key=torch.randn(2, 20, 4)),
+        of_causal._replace(bias=torch.randn(1, 20, 3, 4)),
+        of_causal._replace(bias=torch.randn(3, 20, 2, 4)),
+        of_causal._replace(bias=torch.randn(1, 0, 2, 4)),
+        of_causal._replace(bias=torch.randn(1, 20, 2, 4).bfloat16()),
+        of_causal._replace(slopes=torch.ones(2)),
+        of_causal._replace(first=torch.zeros(2, 19, dtype=torch.long)),
+        of_causal._replace(first=torch.zeros(2, 20)),
+        grid(2, 3, 4, 8, 4, (3, 3))._replace(rows=4),
+        grid(2, 3, 4, 8, 4, (3, 2)),
+        of_table._replace(query=of_table.query[..., :1]),
+        of_table._replace(key=of_table.key[..., :3]),
+        of_table._replace(bias=of_table.bias[..., :36]),
+        of_table._replace(columns=37),
+        of_table._replace(bias=of_table.bias[:, :36], query=of_table.query[:, :36], causal=True),
+    ]
+    for problem in wrong:
+        with pytest.raises(ValueError, match="do not match"):
+            operator(problem)
+    with pytest.raises(TypeError, match="bfloat16"):
+        operator(of_causal._replace(key=of_causal.key.bfloat16()))
+    state = empty_state(of_causal, 2)
+    for i in range(5):
+        for change in (lambda x: x[..., :1, :0], lambda x: x.double(), lambda x: x.mT.contiguous().mT):
+            changed = [change(x) if i == j else x for j, x in enumerate(state)]
+            if not all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(changed, state)):
+                with pytest.raises(ValueError, match="do not match"):
+                    OPS.causal_state(*of_causal, *changed)
+
+
+def test_a_thread_that_fails_is_an_error(variant):
+    parallel_for = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)(lambda *_: 1)
+    two = ctypes.c_uint32(2)
+    get_num_threads = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(
+        lambda count: ctypes.memmove(count, ctypes.addressof(two), 4) and 0
+    )
+    functions = (ctypes.cast(function, ctypes.c_void_p) for function in (parallel_for, get_num_threads))
+    operators.KERNELS.aft_use_threads_of_torch(*functions)
+    try:
+        for problem in (causal("rows", 4, 256, 64), grid(4, 16, 16, 64, 64, (3, 3)), table(4, 256, 64, 1)):
+            with pytest.raises(RuntimeError, match="failed"):
+                operator(problem)
+    finally:
+        load_from(library_path(variant))  # with the threads of PyTorch
+
+
 # -------------------------------------------------------------------------------------------------------------- states
 
 
-def empty_state(problem: Problem, heads: int) -> list[torch.Tensor]:
+def empty_state(problem: Causal, heads: int) -> list[torch.Tensor]:
     batch, _, width = problem.value.shape
     kept = 0 if problem.bias is None else problem.bias.shape[-1] - 1
     key_width = problem.key.shape[2] // heads
@@ -312,234 +514,101 @@ def empty_state(problem: Problem, heads: int) -> list[torch.Tensor]:
     return [keys, values, sums, shared, torch.full_like(shared, -1e30)]
 
 
-def piece(problem: Problem, begin: int, end: int, *, per_row: bool = False) -> Problem:
+def piece(problem: Causal, begin: int, end: int, *, per_row: bool = False) -> Causal:
     """Return the tokens begin .. end - 1, with their biases."""
-    query, key, value, bias = problem[:4]
+    bias = problem.bias
     if bias is not None:
         bias = bias[:, begin:end] if bias.shape[1] > 1 else bias
-        bias = bias.expand(len(value), -1, -1, -1).contiguous() if per_row else bias
-    return problem._replace(query=query[:, begin:end], key=key[:, begin:end], value=value[:, begin:end], bias=bias)
+        bias = bias.expand(len(problem.value), -1, -1, -1).contiguous() if per_row else bias
+    return problem._replace(bias=bias, **{n: getattr(problem, n)[:, begin:end] for n in ("query", "key", "value")})
 
 
 PIECES = ((150,), (1,) * 20, (70, 1, 1, 3, 75), (1, 149), (2, 3, 4, 5, 6, 7, 8))
+OF_STATES = [(kind, alone) for kind in KINDS for alone in (False, True) if kind in ("rows", "kernel") or not alone]
+
+
+@pytest.mark.parametrize(("kind", "hides_outside"), OF_STATES)
+@pytest.mark.parametrize("heads", (1, 3, 24))
+def test_a_prompt_may_be_given_in_pieces(kind, hides_outside, heads, variant):
+    for pieces in PIECES:
+        for scale in (1.0, 90.0):
+            problem = causal(kind, 2, sum(pieces), 24, heads, 6, hides_outside=hides_outside)
+            problem = problem._replace(key=scale * problem.key)
+            expected, state, start = operator(problem), empty_state(problem, heads), 0
+            for count in pieces:
+                part = piece(problem, start, start + count, per_row=start % 2 == 1)
+                found = OPS.causal_state(*part, *state)
+                torch.testing.assert_close(found, expected[:, start : start + count], rtol=2e-4, atol=2e-5)
+                start += count
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pieces", PIECES, ids=str)
-@pytest.mark.parametrize("scale", (1.0, 90.0))
-@pytest.mark.parametrize("heads", (1, 3, 24))
-@pytest.mark.parametrize("hides_outside", (False, True))
-def test_a_prompt_may_be_given_in_pieces(kind, pieces, scale, heads, hides_outside, variant):
-    if hides_outside and kind in ("slopes", "none"):
-        return
-    problem = make(kind, 2, sum(pieces), 24, heads, 6, scale=scale)._replace(hides_outside=hides_outside)
-    expected, state, start = OPS.causal(*problem), empty_state(problem, heads), 0
-    for count in pieces:
-        part = piece(problem, start, start + count, per_row=start % 2 == 1)
-        found = OPS.causal_state(*part, *state)
-        torch.testing.assert_close(found, expected[:, start : start + count], rtol=2e-4, atol=2e-5)
-        start += count
-
-
-def test_padding_after_the_tokens_of_a_row_is_not_added_to_its_state(variant):
-    for kind in KINDS:
-        problem = make(kind, 3, 80, 24, 3, 6)
-        counts = torch.tensor([80, 0, 33])
-        first = torch.where(torch.arange(80) < counts[:, None], 0, torch.arange(80) + 1)
-        state, given = empty_state(problem, 3), [x.clone() for x in problem[:3]]
-        for x in given:
-            x[torch.arange(80) >= counts[:, None]] = math.nan
-        found = OPS.causal_state(*given, *problem[3:5], first, False, *state)
-        for row, count in enumerate(counts):
-            part = piece(Problem(*(x[row : row + 1] for x in problem[:3]), *problem[3:]), 0, count)
-            alone = empty_state(part, 3)
-            expected = OPS.causal_state(*part, *alone) if count else torch.zeros(1, 0, 24)
-            torch.testing.assert_close(found[row, :count], expected[0])
-            torch.testing.assert_close([x[row] for x in state], [x[0] for x in alone])
-            assert found[row, count:].eq(0).all()
+def test_padding_after_the_tokens_of_a_row_is_not_added_to_its_state(kind, variant):
+    problem, counts = causal(kind, 3, 80, 24, 3, 6), torch.tensor([80, 0, 33])
+    first = torch.where(torch.arange(80) < counts[:, None], 0, torch.arange(80) + 1)
+    state, given = empty_state(problem, 3), [x.clone() for x in problem[:3]]
+    for x in given:
+        x[torch.arange(80) >= counts[:, None]] = math.nan
+    found = OPS.causal_state(*given, *problem[3:5], first, False, *state)
+    for row, count in enumerate(counts):
+        part = piece(Causal(*(x[row : row + 1] for x in problem[:3]), *problem[3:]), 0, count)
+        alone = empty_state(part, 3)
+        expected = OPS.causal_state(*part, *alone) if count else torch.zeros(1, 0, 24)
+        torch.testing.assert_close(found[row, :count], expected[0])
+        torch.testing.assert_close([x[row] for x in state], [x[0] for x in alone])
+        assert found[row, count:].eq(0).all()
 
 
 def test_a_state_may_be_in_bfloat16_problems_too(variant):
-    problem = make("table", 2, 40, 24, 3, 6).to(torch.bfloat16)._replace(bias=torch.randn(1, 40, 3, 6))
-    expected, state = OPS.causal(*problem), empty_state(problem, 3)
+    problem = to(causal("rows", 2, 40, 24, 3, 6), BF16)
+    expected, state = operator(problem), empty_state(problem, 3)
     found = [OPS.causal_state(*piece(problem, a, b), *state) for a, b in ((0, 30), (30, 31), (31, 40))]
     torch.testing.assert_close(torch.cat(found, 1), expected)
 
 
 # ----------------------------------------------------------------------------------------- operators are ordinary ones
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-def test_operators_pass_the_checks_of_pytorch(kind, dtype, variant):
-    problem = make(kind, 2, 20, 16, 2, 4).to(dtype)
-    problem = problem._replace(first=documents(2, 20, 0.2, True))
-    problem = Problem(
-        *(
-            x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() and i != 4 else x
-            for i, x in enumerate(problem)
-        )
-    )
-    torch.library.opcheck(OPS.causal.default, tuple(problem))
-    detached = [x.detach() if torch.is_tensor(x) else x for x in problem]
-    if dtype == torch.float32:
-        torch.library.opcheck(OPS.causal_backward.default, (torch.randn_like(detached[2]), *detached, True))
-        detached[5] = None
-        torch.library.opcheck(OPS.causal_state.default, (*detached, *empty_state(problem, 2)))
+SMALL = {kind: partial(causal, kind, 2, 9, 4, 2, 3) for kind in KINDS}
+SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 3)), "table": partial(table, 2, 7, 4, 2)}
+SMALL |= {"table of a grid": partial(table, 2, 6, 4, 2, key_per_head=True, rows=2)}
+SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True)}
 
 
-# --------------------------------------------------------------------------------------------------------------- grids
+def small(name: str, dtype: torch.dtype = FP32) -> tuple[Problem, list[torch.Tensor], Any]:
+    """Return a problem, its inputs that require gradients, and the operator as a function of them."""
+    problem = to(SMALL[name](), dtype, 5)
+    if isinstance(problem, Causal):
+        problem = problem._replace(first=documents(2, 9, 0.2, False))
+    names = [n for n, x in zip(problem._fields, problem[:4]) if x is not None]
+    inputs = [getattr(problem, n).requires_grad_() for n in names]
+    return problem, inputs, lambda *given: operator(problem._replace(**dict(zip(names, given))))
 
 
-class Grid(NamedTuple):
-    """The arguments of `grid`."""
-
-    query: torch.Tensor | None
-    key: torch.Tensor
-    value: torch.Tensor
-    kernels: torch.Tensor
-    rows: int
-    columns: int
-    hides_outside: bool = False
-
-
-def eq_2_on_a_grid(query, key, value, kernels, rows, columns, hides_outside) -> torch.Tensor:
-    """Eq. 2 as printed, query by query."""
-    (heads, *size), width, outputs = kernels.shape, value.shape[2], []
-    key = key.repeat_interleave(width // key.shape[2], 2)
-    for i, j in ((i, j) for i in range(rows) for j in range(columns)):
-        w = kernels.new_full((heads, rows, columns), -math.inf if hides_outside else 0.0)
-        taps = [(i + a - size[0] // 2, j + b - size[1] // 2, a, b) for a in range(size[0]) for b in range(size[1])]
-        taps = torch.tensor([x for x in taps if 0 <= x[0] < rows and 0 <= x[1] < columns]).unbind(1)
-        w = w.index_put((torch.arange(heads)[:, None], *taps[:2]), kernels[:, taps[2], taps[3]])
-        logits = key + w.flatten(1).T.repeat_interleave(width // heads, 1)  # (B, T, d)
-        nothing = (logits == -math.inf).all(1, keepdim=True)
-        weights = torch.softmax(logits.masked_fill(nothing, 0.0), 1).masked_fill(nothing, 0.0)
-        outputs.append((weights * torch.where(weights == 0, 0.0, value)).sum(1))
-    average = torch.stack(outputs, 1)
-    return average if query is None else torch.sigmoid(query) * average
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    (("rows", FP32), ("rows", torch.float64), ("slopes", FP32), ("grid", FP32), ("table", FP32)),
+    ids=str,
+)
+def test_operators_pass_the_checks_of_pytorch(name, dtype):
+    problem, *_ = small(name, dtype)
+    torch.library.opcheck(OPERATORS[type(problem)].default, tuple(problem))
+    if dtype == FP32 and name != "slopes":
+        detached = [x.detach() if torch.is_tensor(x) else x for x in problem]
+        backward = getattr(OPS, f"{type(problem).__name__.lower()}_backward")
+        torch.library.opcheck(backward.default, (torch.randn_like(detached[2]), *detached, True))
+        if isinstance(problem, Causal):
+            detached[5] = None
+            torch.library.opcheck(OPS.causal_state.default, (*detached, *empty_state(problem, 2)))
 
 
-def make_grid(batch, rows, columns, width, heads, size, key_per_head=True, scale=1.0) -> Grid:
-    torch.manual_seed(0)
-    query, value = (torch.randn(batch, rows * columns, width) for _ in range(2))
-    key = scale * torch.randn(batch, rows * columns, heads if key_per_head else width)
-    return Grid(query, key, value, torch.randn(heads, *size), rows, columns)
-
-
-def assert_grid_exact(problem: Grid, dtype=torch.float32, factor=1.0) -> None:
-    rounded = Grid(*(x.to(dtype) for x in problem[:3]), *problem[3:])
-    exact = Grid(*(x.double() for x in (*rounded[:3], problem.kernels)), *problem[4:])
-    weight = torch.linspace(0.2, 1, problem.value.numel()).view(problem.value.shape).to(dtype)
-    found, expected = with_gradients(OPS.grid, rounded, weight), with_gradients(eq_2_on_a_grid, exact, weight.double())
-    allowed = factor * 2e-5 if dtype == torch.float32 else 5e-3
-    largest = max((x.abs().max().item() for x in expected if x.numel()), default=0.0)
-    for name, x, y in zip(("output", "query", "key", "value", "kernels"), found, expected):
-        assert x.isfinite().all(), name
-        if y.numel():
-            error, scale = (x.double() - y).abs().max().item(), y.abs().max().item() if name == "output" else largest
-            assert error <= allowed * scale, f"{name}: error {error:.3g} of {scale:.3g}"
-
-
-# B, rows, columns, d, h, kernel size.
-GRID_SHAPES = [
-    (2, 1, 1, 8, 8, (1, 1)),
-    (1, 3, 4, 24, 24, (3, 3)),
-    (2, 7, 9, 20, 10, (5, 5)),
-    (1, 14, 14, 16, 16, (11, 11)),
-    (2, 5, 8, 37, 37, (3, 15)),
-    (1, 1, 31, 16, 4, (1, 7)),
-    (1, 4, 6, 48, 2, (27, 27)),
-    (0, 3, 3, 8, 8, (3, 3)),
-]
-
-
-@pytest.mark.parametrize("shape", GRID_SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("key_per_head", (True, False))
-@pytest.mark.parametrize("hides_outside", (False, True))
-def test_values_and_gradients_on_a_grid_are_those_of_eq_2(shape, dtype, key_per_head, hides_outside, variant):
-    assert_grid_exact(make_grid(*shape, key_per_head)._replace(hides_outside=hides_outside), dtype)
-
-
-GRID_HOSTILE = ["keys x 30", "keys x 90", "keys up to 1e4", "all keys 1e4", "all keys -1e4", "a rising ramp"]
-GRID_HOSTILE += ["one huge key, early", "one tiny key", "hidden keys", "values with an offset"]
-
-
-@pytest.mark.parametrize("values", GRID_HOSTILE)
-@pytest.mark.parametrize("size", (1.0, 300.0))
-@pytest.mark.parametrize("hides_outside", (False, True))
-def test_hostile_values_on_a_grid_are_exact(values, size, hides_outside, variant):
-    problem = HOSTILE[values](make_grid(2, 5, 7, 20, 10, (3, 5), values != "hidden keys"))
-    kernels = size * problem.kernels.clamp(-2, 2) / 2
-    factor = 50.0 if "1e4" in values or "ramp" in values or "huge" in values else 10.0
-    assert_grid_exact(problem._replace(kernels=kernels, hides_outside=hides_outside), factor=factor)
-
-
-def test_grids_with_threads_and_strides(variant):
-    together = torch.randn(30, 3, 3 * 40).transpose(0, 1)
-    problem = Grid(*together.chunk(3, -1), torch.randn(40, 3, 3), 5, 6)
-    contiguous = Grid(*(x.contiguous() for x in problem[:3]), *problem[3:])
-    before, weight = torch.get_num_threads(), torch.randn(40, 30, 3).permute(2, 1, 0)
-    expected = with_gradients(OPS.grid, contiguous, weight)
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            torch.testing.assert_close(with_gradients(OPS.grid, problem, weight), expected, rtol=1e-5, atol=1e-5)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_the_operators_of_a_grid_pass_the_checks_of_pytorch(variant):
-    problem = make_grid(2, 3, 4, 8, 4, (3, 3))
-    inputs = [x.requires_grad_() for x in problem[:4]]
-    torch.library.opcheck(OPS.grid.default, (*inputs, *problem[4:]))
-    detached = [x.detach() for x in inputs]
-    torch.library.opcheck(OPS.grid_backward.default, (detached[2], *detached, *problem[4:], True))
-    inputs = [x.detach().double().requires_grad_() for x in problem[:4]]
-    assert torch.autograd.gradcheck(lambda *x: OPS.grid(*x, *problem[4:]), inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda *x: OPS.grid(*x, *problem[4:]), inputs, fast_mode=True)
-
-
-def test_arguments_that_do_not_match_are_errors(variant):
-    problem = make("table", 2, 20, 16, 2, 4)
-    wrong = [
-        {"query": torch.randn(2, 20, 8)},
-        {"key": torch.randn(2, 20, 4)},
-        {"bias": torch.randn(1, 20, 3, 4)},
-        {"bias": torch.randn(3, 20, 2, 4)},
-        {"bias": torch.randn(1, 20, 2, 4).bfloat16()},
-        {"slopes": torch.ones(2)},
-        {"first": torch.zeros(2, 19, dtype=torch.long)},
-        {"first": torch.zeros(2, 20)},
-    ]
-    for change in wrong:
-        with pytest.raises(ValueError, match="do not match"):
-            OPS.causal(*problem._replace(**change))
-    with pytest.raises(TypeError, match="bfloat16"):
-        OPS.causal(*problem._replace(key=problem.key.bfloat16()))
-    state = empty_state(problem, 2)
-    for i in range(5):
-        with pytest.raises(ValueError, match="do not match"):
-            OPS.causal_state(*problem, *(x[..., :1, :0] if i == j else x for j, x in enumerate(state)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_gradients_are_right(kind, variant):
-    problem = make(kind, 1, 9, 4, 2, 3).to(torch.float64)._replace(first=documents(1, 9, 0.2, False))
-    inputs = [x.requires_grad_() for x in problem[:4] if x is not None]
-
-    def run(*inputs):
-        return OPS.causal(*inputs[:3], inputs[3] if len(inputs) > 3 else None, *problem[4:])
-
+@each(SMALL)
+def test_gradients_of_gradients_and_batched_gradients_are_right(name, variant):
+    _, inputs, run = small(name, torch.float64)
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
-
-
-def test_batched_gradients_are_the_gradients_one_by_one(variant):
-    problem = make("table", 2, 20, 16, 2, 4)
-    inputs = [x.requires_grad_() for x in problem[:4]]
-    output, given = OPS.causal(*problem), torch.randn(3, 2, 20, 16)
+    _, inputs, run = small(name)
+    output = run(*inputs)
+    given = torch.randn(3, *output.shape)
     batched = torch.autograd.grad(output, inputs, given, is_grads_batched=True, retain_graph=True)
     for i in range(3):
         expected = torch.autograd.grad(output, inputs, given[i], retain_graph=True)
@@ -553,26 +622,7 @@ def test_a_compiled_program_has_one_node(variant):
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return graph
 
-    problem = make("table", 2, 20, 16, 2, 4)
+    problem = causal("rows", 2, 20, 16, 2, 4)
     compiled = torch.compile(lambda *p: OPS.causal(*p), backend=backend, fullgraph=True)
-    torch.testing.assert_close(compiled(*problem), OPS.causal(*problem))
+    torch.testing.assert_close(compiled(*problem), operator(problem))
     assert graphs == [[OPS.causal]] or graphs == [[OPS.causal.default]]
-
-
-def test_a_thread_that_fails_is_an_error(variant):
-    parallel_for = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)(lambda *_: 1)
-    two = ctypes.c_uint32(2)
-    get_num_threads = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(
-        lambda count: ctypes.memmove(count, ctypes.addressof(two), 4) and 0
-    )
-    functions = (ctypes.cast(function, ctypes.c_void_p) for function in (parallel_for, get_num_threads))
-    operators.KERNELS.aft_use_threads_of_torch(*functions)
-    try:
-        with pytest.raises(RuntimeError, match="failed"):
-            OPS.causal(*make("table", 4, 256, 64))
-        with pytest.raises(RuntimeError, match="failed"):
-            OPS.grid(*make_grid(4, 16, 16, 64, 64, (3, 3)))
-        with pytest.raises(RuntimeError, match="failed"):
-            OPS.table(*make("none", 4, 256, 64)[:3], torch.zeros(1, 256, 256), 0, False)
-    finally:
-        load_from(library_path(variant))  # with the threads of PyTorch

@@ -1,11 +1,13 @@
 """How the core uses the operators: where they must not be used, and what must not depend on the process."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal
 from aft_hf.caching_aft import AFTLayerState
@@ -53,6 +55,15 @@ def test_gradients_are_the_same_in_every_repetition(mixer, threads):
             assert all(torch.equal(a, b) for a, b in zip(gradients(mixer, x), expected))
     finally:
         torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def test_a_pickled_mixer_computes_the_same_in_a_forked_worker_of_a_data_loader(mixer):
+    x = torch.randn(2, 36, 16)
+    expected, again = mixer(x), pickle.loads(pickle.dumps(mixer))
+    loader = DataLoader([0], num_workers=1, multiprocessing_context="fork", collate_fn=lambda _: again(x))
+    (found,) = loader
+    torch.testing.assert_close(found, expected)
 
 
 def test_transformations_of_functions_are_right_in_a_compiled_program(mixer):

@@ -14,7 +14,7 @@ from aft_hf.configuration_aft import AFT_TYPES, MIXING_IMPLEMENTATIONS
 RANGES = {field.name: field.metadata["range"] for field in fields(AFTConfig) if "range" in field.metadata}
 ACTIVATIONS = st.sampled_from(sorted(ACT2FN))
 DEVIATIONS = st.sampled_from([0.0, 0.02, 0.1, 1.0])
-SHARES = st.sampled_from([0.0, 0.1, 0.5, 0.99])
+SHARES = st.sampled_from([0, 0.1, 0.5, 0.99])
 
 
 @st.composite
@@ -38,6 +38,7 @@ def valid_configs(draw) -> dict[str, Any]:
         "layer_norm_eps": epsilon,
         "initializer_range": draw(st.sampled_from([1e-12, 0.02, 1.0])),
         "position_bias_init_std": draw(DEVIATIONS),
+        "position_bias_multiplier": draw(st.sampled_from([1, 20.0])),
         # Dropout can produce a zero vector, and the embedding of padding is one. There the slope of a LayerNorm is
         # 1 / sqrt(epsilon), 1e6 for 1e-12, and the product over seven such LayerNorms overflows in any model.
         "hidden_dropout_prob": draw(SHARES) if epsilon > 1e-12 else 0.0,

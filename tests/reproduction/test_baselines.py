@@ -124,8 +124,8 @@ def test_a_synthesizer_predicts_its_weights_without_keys():
 
 
 @pytest.mark.parametrize("name", TEXT_LAYERS)
-@pytest.mark.parametrize("kept", (40, 64, 65))
-@pytest.mark.parametrize("factor", (0.0, 1e-3, 3.0, 100.0))
+@pytest.mark.parametrize("kept", (40, 64))
+@pytest.mark.parametrize("factor", (0.0, 100.0))
 def test_later_tokens_change_nothing(name, kept, factor):
     torch.manual_seed(0)
     layer, x = TEXT_LAYERS[name](), 40 * torch.rand(1, 130, 1) * torch.randn(1, 130, WIDTH)

@@ -1,5 +1,7 @@
 """Processes that hold shards of a sequence compute what one process with the whole sequence computes."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,25 +70,30 @@ def build_inputs(kind: str) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def build_cases() -> dict[str, tuple[AFTForCausalLM, dict[str, torch.Tensor]]]:
-    """Build models and whole rows, by the name of the case."""
-    cases = {}
-    for aft_type in TYPES:
-        for kind in ("plain", "short", "padding", "documents", "both"):
-            cases[f"{aft_type}-{kind}"] = build_model(aft_type), build_inputs(kind)
-        cases[f"{aft_type}-hostile"] = build_model(aft_type, "hostile"), build_inputs("plain")
-    hidden = {"global_connectivity": False}
-    cases["local-window alone"] = build_model("local", **hidden), build_inputs("both")
-    cases["conv-window alone"] = build_model("conv", **hidden), build_inputs("documents")
-    cases["local-table"] = build_model("local", position_bias_dim=None), build_inputs("padding")
-    cases["local-wide"] = build_model("local", window_size=60), build_inputs("plain")
-    cases["conv-selected"] = build_model("conv", position_bias_selection="gumbel").eval(), build_inputs("plain")
-    cases["conv-entropy"] = build_model("conv", position_bias_entropy_weight=0.1), build_inputs("padding")
-    mixed = ["simple", "local"]
-    cases["mixed-reference"] = build_model(mixed, mixing_implementation="reference"), build_inputs("both")
-    cases["local-checkpointing"] = build_model("local"), build_inputs("plain")
-    cases["local-checkpointing"][0].gradient_checkpointing_enable({"use_reentrant": False})
-    return cases
+def checkpointed() -> AFTForCausalLM:
+    model = build_model("local")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+# Models, and the kind of their whole rows, by the name of the case.
+CASES: dict[str, tuple[Callable[[], AFTForCausalLM], str]] = {
+    f"{aft_type}-{kind}": (partial(build_model, aft_type), kind)
+    for aft_type in TYPES
+    for kind in ("plain", "short", "padding", "both")
+}
+CASES |= {
+    "local-documents": (partial(build_model, "local"), "documents"),
+    "local-window alone": (partial(build_model, "local", global_connectivity=False), "both"),
+    "conv-window alone": (partial(build_model, "conv", global_connectivity=False), "documents"),
+    "local-table": (partial(build_model, "local", position_bias_dim=None), "padding"),
+    "local-wide": (partial(build_model, "local", window_size=60), "plain"),
+    "conv-selected": (lambda: build_model("conv", position_bias_selection="gumbel").eval(), "plain"),
+    "conv-entropy": (partial(build_model, "conv", position_bias_entropy_weight=0.1), "padding"),
+    "mixed-reference": (partial(build_model, ["simple", "local"], mixing_implementation="reference"), "both"),
+    "local-checkpointing": (checkpointed, "plain"),
+}
+HOSTILE = {f"{aft_type}-hostile": (partial(build_model, aft_type, "hostile"), "plain") for aft_type in TYPES}
 
 
 def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
@@ -121,7 +128,7 @@ def compute(directory: Path) -> None:
     """Compute in each process all results that the tests compare."""
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
-    found = {name: outcome(*case, group) for name, case in build_cases().items()}
+    found = {name: outcome(build(), build_inputs(kind), group) for name, (build, kind) in (CASES | HOSTILE).items()}
     found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in TYPES for length in (50, 300)}
     found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
     found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
@@ -186,12 +193,7 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, torch.Tensor]]:
     """The results of one process."""
-    return {name: outcome(*case) for name, case in build_cases().items()}
-
-
-CASES = [f"{t}-{kind}" for t in TYPES for kind in ("plain", "short", "padding", "documents", "both")]
-CASES += ["local-window alone", "conv-window alone", "local-table", "local-wide", "conv-selected", "conv-entropy"]
-CASES += ["mixed-reference", "local-checkpointing"]
+    return {name: outcome(build(), build_inputs(kind)) for name, (build, kind) in (CASES | HOSTILE).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
