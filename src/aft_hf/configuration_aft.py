@@ -133,7 +133,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             N(0, 10^-2), read as a variance.
         position_bias_multiplier: Constant m by which the learned position biases are multiplied, 1 in the paper. The
             initial w does not depend on it, but under Adam, w changes m times as fast (sqrt(m) times if it is
-            factorized). Short training runs need a larger m: converted models have m = 1000.
+            factorized). Short training runs need a larger m: converted models have m = 2000.
         window_size: Window size s of `local` (Eq. 4): position biases are learned for |t - t'| < s.
         kernel_size: Kernel size s of `conv` (Eq. 6): s x s patches of images, s odd; lags 0 .. s - 1 of text.
         position_bias_reparameterized: Whether the kernels of `conv` are standardized and rescaled (Eq. 8).
