@@ -69,14 +69,14 @@ def _configuration() -> str:
     fields = {field.name: field for field in dataclasses.fields(AFTConfig)}
     sections = griffe.Docstring(AFTConfig.__doc__, parser="google").parse("google", warnings=False)
     lines = ["# Configuration", "`aft_hf.AFTConfig`: " + sections[0].value.replace("\n", " ")]
-    lines.append("A value of another type or out of range is a `ValueError`, as are fields that contradict each other.")
+    lines.append("A wrong type, a value out of range and contradicting fields are a `ValueError`.")
     for parameter in sections[1].value:
         field = fields.get(parameter.name, fields.get(f"_{parameter.name}"))
         allowed = field.metadata.get("range")
         range_ = f", {_number(allowed[0])} to {_number(allowed[1])}" if allowed else ""
         default = repr(field.default).replace("'", '"')
         meaning = parameter.description.replace("\n", " ")
-        lines.append(f"- **`{parameter.name}`** (`{_type(field.type)}`{range_}, default: `{default}`) – {meaning}")
+        lines.append(f"- **`{parameter.name}`** (`{_type(field.type)}`{range_}, default: `{default}`): {meaning}")
     return "\n\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def _recipe_keys() -> str:
     """Return the keys of recipes with their types, ranges and defaults: those that `aft-hf train --explain` prints."""
     from aft_hf.training.recipe import explain_keys
 
-    text = re.sub(r"^(\S+): (.*)\n", r"- **`\1`** (\2) –\n", explain_keys(), flags=re.MULTILINE)
+    text = re.sub(r"^(\S+): (.*)\n", r"- **`\1`** (\2):\n", explain_keys(), flags=re.MULTILINE)
     text = re.sub(r"^(?=Keys of|Other keys)", "## ", text, flags=re.MULTILINE)
     return f"# Keys of recipes\n\n[Training from recipes](../training.md#write-a-recipe) has an example.\n\n{text}"
 
