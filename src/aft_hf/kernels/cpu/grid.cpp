@@ -33,10 +33,11 @@ void for_tiles(int64_t count, const Use& use) {
 struct Kernel {
   Kernel(const GridProblem& p, int64_t feature)
       : first(feature), count(int(std::min<int64_t>(VL, p.width - first))), weights(p.taps()), m(weights), n(weights) {
+    for (int lane = 0; lane < count; ++lane) head[lane] = (first + lane) / (p.width / p.heads);
     vf most = p.hides_outside ? splat(NEVER) : vf{};
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
       vf w = {};
-      for (int lane = 0; lane < count; ++lane) w[lane] = p.kernels[p.head(first + lane) * p.taps() + tap];
+      for (int lane = 0; lane < count; ++lane) w[lane] = p.kernels[head[lane] * p.taps() + tap];
       const Scaled e = split_exp(w);
       m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }
@@ -47,6 +48,7 @@ struct Kernel {
 
   const int64_t first;  // feature
   const int count;
+  int64_t head[VL] = {};                // of each feature
   vf outside;                           // exp(0), and exp(w), divided by one power of two for all
   std::vector<vf> weights, m, n;        // exp(w) = m 2^n
   std::vector<vf> flipped;              // the weights in reverse order
@@ -74,10 +76,10 @@ class Task {
     begin(batch, kernel);
     products();
     sums(keys_, kernel.weights, [&](int64_t query, vf numerator, vf denominator) {
-      vf average = numerator / denominator;
-      if (any(denominator < SMALLEST)) average = careful_sums(query).average();
-      if (p.query) average *= sigmoid(read(p.query, p.query_batch, p.query_row, query));
-      write(p.output, query, average);
+      if (any(denominator < SMALLEST)) numerator = careful_sums(query).average(), denominator = splat(1.0f);
+      if (p.query)  // 1 / sigmoid(q)
+        denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, p.query_batch, p.query_row, query)));
+      write(p.output, query, numerator / denominator);
     });
   }
 
@@ -103,7 +105,7 @@ class Task {
       write(p.value_gradient, key, dvalue_[key] + weight * a);
       if (p.key_width == p.width) return write(p.key_gradient, key, of_key);
       for (int lane = 0; lane < kernel.count; ++lane)
-        key_gradient[key * heads + p.head(kernel.first + lane) - first_head] += of_key[lane];
+        key_gradient[key * heads + kernel.head[lane] - first_head] += of_key[lane];
     });
     for (int64_t row = 0; row < p.kernel_rows && dkernel; ++row)
       for_tiles(p.kernel_columns, [&](auto size, int64_t column) { add_gradients_of_taps<size>(row, column); });
@@ -132,7 +134,7 @@ class Task {
         key = read(p.key, p.key_batch, p.key_row, i);
       else
         for (int lane = 0; lane < kernel.count; ++lane)
-          key[lane] = to_float(((const S*)p.key)[batch * p.key_batch + i * p.key_row + p.head(kernel.first + lane)]);
+          key[lane] = to_float(((const S*)p.key)[batch * p.key_batch + i * p.key_row + kernel.head[lane]]);
       const Scaled e = split_exp(key);
       m_[i] = e.m, n_[i] = e.n, top_ = max(e.n, top_);
       v_[i] = e.m == 0.0f ? vf{} : read(p.value, p.value_batch, p.value_row, i);  // hidden values may be NaN
@@ -321,7 +323,8 @@ void run(const GridProblem& p, bool backward) {
           task.forward(batch, kernels[from]);
           continue;
         }
-        const int64_t head = from * VL / of_head, heads = p.head(std::min(to * VL, p.width) - 1) + 1 - head;
+        const Kernel& last = kernels[to - 1];
+        const int64_t head = kernels[from].head[0], heads = last.head[last.count - 1] + 1 - head;
         std::vector<float> of_keys(key_per_head ? p.length() * heads : 0);
         for (int64_t j = from; j < to; ++j)
           task.backward(batch, kernels[j], p.kernel_gradient ? &dkernels[part][j * p.taps()] : nullptr, of_keys.data(),
@@ -335,7 +338,7 @@ void run(const GridProblem& p, bool backward) {
     for (int64_t i = 0; i < int64_t(part.size()); ++i) {
       const Kernel& kernel = kernels[i / p.taps()];
       for (int lane = 0; lane < kernel.count; ++lane)
-        p.kernel_gradient[p.head(kernel.first + lane) * p.taps() + i % p.taps()] += part[i][lane];
+        p.kernel_gradient[kernel.head[lane] * p.taps() + i % p.taps()] += part[i][lane];
     }
 }
 

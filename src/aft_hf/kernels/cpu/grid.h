@@ -23,7 +23,6 @@ struct GridProblem {
   float* kernel_gradient;                      // filled with 0 by the caller; null if it is not needed
 
   int64_t length() const { return rows * columns; }
-  int64_t head(int64_t feature) const { return feature / (width / heads); }
   int64_t taps() const { return kernel_rows * kernel_columns; }
 };
 
