@@ -88,12 +88,22 @@ def test_a_config_of_a_much_larger_model_than_its_weights_is_refused_while_it_is
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_the_size_of_its_weights_is_loaded_whatever_the_size(saved, name, monkeypatch):
+def test_a_model_of_the_size_of_its_weights_is_loaded_and_a_hundred_times_that_is_not(saved, name, monkeypatch):
     monkeypatch.setattr(loading, "FREE_TENSORS", 0)
     monkeypatch.setattr(loading, "FREE_ELEMENTS", 0)
     # 4-bit weights have two elements in each byte.
     for dtype in ("float32", "bfloat16"):
         load_trained(MODELS[name][0], str(saved / name), dtype=dtype)
+    width, layers = ("n_embd", "n_layer") if name == "gpt2" else ("hidden_size", "num_hidden_layers")
+    for free, fields in (("FREE_TENSORS", {width: 512}), ("FREE_ELEMENTS", {layers: 400})):
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, free, 10**12)  # only the other bound counts
+            text = changed(saved / name, fields)
+            try:
+                with pytest.raises(UnreadableError, match="describes a model of over"):
+                    load(MODELS[name][0], str(saved / name))
+            finally:
+                (saved / name / "config.json").write_text(text)
 
 
 def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_path):

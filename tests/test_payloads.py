@@ -6,12 +6,12 @@ here.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 
 import datasets
@@ -35,7 +35,6 @@ from typer.testing import CliRunner
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.cli import app
-from aft_hf.conversion import save_converted
 from aft_hf.loading import load
 from aft_hf.publishing import publish
 from aft_hf.reading import UnreadableError
@@ -91,70 +90,39 @@ def trace(tmp_path):
     return tmp_path / "it-ran"
 
 
-def convert(folder):
-    save_converted(folder, folder.parent / "aft", kernel_size=3, num_heads=2)
-
-
-def call(*words):
-    done = CliRunner().invoke(app, [*map(str, words)])
-    if done.exception is not None:
-        raise done.exception
-
-
-def data_of(folder):
-    return folder.parents[1] / ("text.txt" if "text" in folder.name else "image.parquet")
-
-
-def evaluate(folder):
-    call("evaluate", folder, data_of(folder), *(["--block-size", "8"] if "text" in folder.name else []))
-
-
-def fit(folder):
-    options = ["--init", "attention", "--images", data_of(folder), "--kernel-size", "3", "--num-heads", "2"]
-    call("convert", folder, folder.parent / "aft", *options)
-
-
-def distill(folder):
-    options = ["--distill", "--steps", "1", "--batch-size", "2", "--images", data_of(folder), "--init", "paper"]
-    call("convert", folder, folder.parent / "aft", *options, "--kernel-size", "3", "--num-heads", "2")
-
-
-def draw(folder):
+def use(command: str, folder: Path) -> None:
+    """Run a command, or the demo, on a folder."""
+    text, aft = "text" in folder.name, folder.parent / "aft"
+    data = folder.parents[1] / ("text.txt" if text else "image.parquet")
+    sizes = ["--kernel-size", "3", "--num-heads", "2"]
+    distill = ["--distill", "--steps", "1", "--batch-size", "2", "--init", "paper"]
     kind = "attention" if folder.name == "vit" else "keys"
-    inputs = ["--text", "abc"] if "text" in folder.name else ["--images", data_of(folder)]
-    call("visualize", folder, kind, *inputs, "--out", folder.parent / "picture.png")
+    drawn = ["--text", "abc"] if text else ["--images", data]
+    tuning = ["--train", data, "--validation", data, "--block_size" if text else "--max_eval_samples", "8"]
+    tuning += ["--output_dir", aft, "--do_eval", "--use_cpu", "true", "--report_to", "none"]
+    words = {
+        "convert": ["convert", folder, aft, *sizes],
+        "fit": ["convert", folder, aft, *sizes, "--init", "attention", "--images", data],
+        "distill": ["convert", folder, aft, *sizes, *distill, "--images", data],
+        "evaluate": ["evaluate", folder, data, *(["--block-size", "8"] if text else [])],
+        "draw": ["visualize", folder, kind, *drawn, "--out", aft / "a.png"],
+        "finetune": ["finetune", "--model_name_or_path", folder, *tuning],
+    }
+    if command == "publish":
+        publish(folder, "me/tiny", dry_run=True, console=Console(quiet=True))
+    elif command == "show":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(Path(__file__).parents[1] / "spaces" / "demo"))
+            importlib.import_module("loading").load(str(folder))
+    else:
+        done = CliRunner().invoke(app, [*map(str, words[command])])
+        if done.exception is not None:
+            raise done.exception
 
 
-def finetune(folder):
-    name = "block_size" if "text" in folder.name else "max_eval_samples"
-    values = {"model_name_or_path": folder, "train": data_of(folder), "validation": data_of(folder), name: 8}
-    values |= {"output_dir": folder.parent / "aft", "use_cpu": True, "report_to": "none"}
-    options = [word for key, value in values.items() for word in (f"--{key}", value)]
-    call("finetune", "--do_eval", *options)
-
-
-def publish_dry(folder):
-    publish(folder, "me/tiny", dry_run=True, console=Console(quiet=True))
-
-
-def show(folder):
-    sys.path.insert(0, str(Path(__file__).parents[1] / "spaces" / "demo"))
-    try:
-        import loading
-    finally:
-        sys.path.pop(0)
-    loading.load(str(folder))
-
-
-COMMANDS = {
-    "convert": (convert, ["vit"]),
-    "evaluate": (evaluate, ["vit", "image", "text"]),
-    "publish": (publish_dry, ["image", "text"]),
-    "show": (show, ["image", "text"]),
-}
-CASES = [
-    pytest.param(command, name, id=f"{what} {name}") for what, (command, names) in COMMANDS.items() for name in names
-]
+COMMANDS = {"convert": ["vit"], "evaluate": ["vit", "image", "text"], "publish": ["image", "text"]}
+COMMANDS |= {"show": ["image", "text"]}
+CASES = [(command, name) for command, names in COMMANDS.items() for name in names]
 
 
 @pytest.fixture
@@ -172,7 +140,7 @@ def planted(folders, tmp_path, monkeypatch):
 
 def run(command, folder, trace):
     with contextlib.suppress(Exception):
-        command(folder)
+        use(command, folder)
     shutil.rmtree(folder.parent / "aft", ignore_errors=True)
     assert not trace.exists()
 
@@ -193,8 +161,8 @@ def test_payloads_run_where_they_are_asked_to(trace):
 
 @pytest.mark.parametrize(("command", "name"), CASES)
 def test_the_folders_are_whole_without_payloads(planted, command, name):
-    if command is not publish_dry:  # publish_dry refuses the short README
-        command(planted(name))
+    if command != "publish":  # which refuses the short README
+        use(command, planted(name))
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)
@@ -256,13 +224,8 @@ def test_no_module_in_the_folder_runs(planted, trace, command, name):
         run(command, folder, trace)
 
 
-MORE_CASES = [
-    *CASES,
-    pytest.param(fit, "vit", id="fit vit"),
-    pytest.param(distill, "vit", id="distill vit"),
-    *(pytest.param(draw, name, id=f"draw {name}") for name in ("vit", "image", "text")),
-    *(pytest.param(finetune, name, id=f"finetune {name}") for name in ("vit", "image", "text")),
-]
+MORE_CASES = [*CASES, ("fit", "vit"), ("distill", "vit")]
+MORE_CASES += [(command, name) for command in ("draw", "finetune") for name in ("vit", "image", "text")]
 
 
 def change_config(folder, **values):
@@ -287,8 +250,8 @@ def fetching(trace, monkeypatch):
 
 @pytest.mark.parametrize(("command", "name"), MORE_CASES)
 def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, fetching):
-    if command is not publish_dry:  # publish_dry refuses the short README
-        command(planted(name))
+    if command != "publish":  # which refuses the short README
+        use(command, planted(name))
     for value in ("someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"):
         folder = planted(name)
         change_config(folder, attn_implementation=value, _attn_implementation=value, use_kernels=True)

@@ -32,23 +32,15 @@ class Example(Document):
 
 
 UNREADABLE = {
-    "nothing": (b"", "is not JSON"),
     "half of an object": (b'{"count":', "is not JSON"),
     "no UTF-8": (b'{"count": "\xff"}', "is not JSON"),
     "100,000 levels of lists": (b"[" * 100_000, "recursion limit"),
-    "100,000 levels of objects": (b'{"a":' * 100_000, "recursion limit"),
     "an integer of 5,000 digits": (b'{"count": ' + b"1" * 5_000 + b"}", "number out of range"),
-    "null": (b"null", "None: must be an object"),
-    "a number": (b"7", "7: must be an object"),
-    "a string": (b'"text"', "'text': must be an object"),
     "a list": (b"[1]", "[1]: must be an object"),
     "a key that is missing": (b"{}", "count is missing"),
-    "null for a number": (b'{"count": null}', "count=None: must be a valid integer"),
     "a string for a number": (b'{"count": "1"}', "count='1': must be a valid integer"),
-    "a bool for a number": (b'{"count": true}', "count=True: must be a valid integer"),
     "infinity for an integer": (b'{"count": 1e999}', "count=inf: must be a valid integer"),
     "a number in a list of strings": (b'{"count": 1, "names": ["a", 2]}', "names.1=2: must be a valid string"),
-    "a list for a number": (b'{"count": 1, "share": [[]]}', "share=[[]]: must be a valid number"),
     "a long string for a number": (b'{"count": "' + b"x" * 10_000_000 + b'"}', "count='xxx"),
     "many wrong keys": (b'{"count": 1, "names": [1, 2, 3, 4, 5, 6]}', "; and 3 more"),
     "colours of a terminal": (b'{"count": "\\u001b[31mred"}', r"count='\x1b[31mred'"),
@@ -100,11 +92,21 @@ def test_the_caller_chooses_the_error(tmp_path):
         parse_json("{}", Example, "answer", OurError)
 
 
-@pytest.mark.parametrize("content", ['{"model_type": []}', '{"architectures": 5}', '{"architectures": "AFTModel"}'])
-@pytest.mark.parametrize("more", ["", ' , "auto_map": ["a"]', ', "auto_map": {"AutoModel": 1}'])
-def test_a_config_that_names_no_classes_is_refused(content, more):
-    with pytest.raises(UnreadableError, match="must be a valid"):
-        parse_json(content[:-1] + more + "}", ModelConfig, "config.json")
+@pytest.mark.parametrize("content", ['{"model_type": []}', '{"architectures": "AFTModel"}', '{"auto_map": ["a"]}'])
+def test_a_config_that_names_no_classes_is_refused(content):
+    with pytest.raises(UnreadableError, match=r"must be an? "):
+        parse_json(content, ModelConfig, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("num_hidden_layers", 2**12), ("num_labels", 2**22), ("d_model", 2**20), ("vocab_size", 2**27)],
+)
+def test_a_size_that_no_model_has_is_refused_by_name(name, largest):
+    assert getattr(parse_json(f'{{"{name}": {largest}}}', ModelConfig, "config.json"), name) == largest
+    for value in (largest + 1, 10**9, -(10**9)):
+        with pytest.raises(UnreadableError, match=f"config.json: {name}={value}: must be at most {largest}"):
+            parse_json(f'{{"{name}": {value}}}', ModelConfig, "config.json")
 
 
 @pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "", r"..\x"])
@@ -120,19 +122,14 @@ def header(content: bytes, length: int | None = None) -> bytes:
 
 ENTRY = b'{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
 HEADERS = {
-    "nothing": b"",
     "half of a length": b"\0\0\0",
     "a length of 0": header(b""),
     "a length beyond the file": header(b'{"a":', 1000),
     "a length beyond any": header(b"{}", 2**63),
-    "null": header(b"null"),
     "a list": header(b"[]"),
-    "100,000 levels": header(b'{"a":' * 100_000),
     "a tensor that is a number": header(b'{"a": 5}'),
     "a tensor without a shape": header(b'{"a": {"dtype": "F32", "data_offsets": [0, 8]}}'),
-    "a shape that is a string": header(ENTRY.replace(b"[2]", b'"2"').join([b'{"a": ', b"}"])),
     "a negative shape": header(ENTRY.replace(b"[2]", b"[-2]").join([b'{"a": ', b"}"])),
-    "a huge shape": header(ENTRY.replace(b"[2]", b"[1" + b"0" * 400 + b"]").join([b'{"a": ', b"}"])),
     "metadata that are a list": header(b'{"__metadata__": [], "a": ' + ENTRY + b"}"),
 }
 

@@ -72,7 +72,7 @@ class ImageDemo:
         """
         pixels, best = self.pixels(image), (0.0, 1, 1)
         for layer in range(self.num_layers):
-            _, maps = patch_maps(self.model, pixels, layer=layer)
+            maps = patch_maps(self.model, pixels, layer=layer)
             weights, keys = maps.weights.flatten(1), maps.keys.flatten(1)
             moved = (weights - keys).abs().sum(1)  # (h,), twice the weight that moved
             spread = torch.special.entr(weights).sum(1)  # nats
@@ -92,7 +92,7 @@ class ImageDemo:
             raise ValueError(f"The heads are 1 to {self.num_heads}; there is no head {head}.")
         pixels = self.pixels(image)
         grid_size = self.grid_size(pixels)
-        _, maps = patch_maps(self.model, pixels, layer=layer - 1, query=query)
+        maps = patch_maps(self.model, pixels, layer=layer - 1, query=query)
         query = (grid_size[0] // 2, grid_size[1] // 2) if query is None else query
         maps = PatchMaps(*(each.numpy() for each in maps))
         return mark_patch(self.seen(pixels), grid_size, query), *_pictures(maps, head - 1), _all_heads(maps, head - 1)

@@ -69,19 +69,10 @@ def benchmark_command(
 
 
 def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dict[str, tuple[float, int]]]:
-    """Measure saved models side by side.
+    """Measure saved models side by side, with the options of `build_call`.
 
-    Args:
-        sources: directories or Hub ids.
-        turns: timed calls of each model.
-        **options: of `build_call`. Without a size, all models get the own size of the first one.
-
-    Returns:
-        The size of the inputs in words and, by source, the median seconds and the peak bytes (0 if not known) of a
-        call.
-
-    Raises:
-        ValueError: a model cannot be loaded, or does not take such inputs.
+    Without a size, all models get the own size of the first one. Returns the size of the inputs in words and, by
+    source, the median seconds and the peak bytes (0 if not known) of a call.
     """
     keep_freed_memory()
     calls, units = {}, set()
@@ -99,11 +90,7 @@ def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dic
 
 
 def build_call(source: str, *, size: int | None, batch_size: int, training: bool, bf16: bool) -> tuple[Call, str, int]:
-    """Load a model.
-
-    Returns:
-        A call of it on random images or texts, the unit of their size ("px" or "tokens"), and their size.
-    """
+    """Return a call of a saved model on random images or texts, the unit of their size ("px", "tokens"), the size."""
     model = load(_model_class(load(AutoConfig, source)), source, dtype="float32").to("cuda" if ON_GPU else "cpu")
     config, takes = model.config, inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True, "use_cache": False}
@@ -147,13 +134,8 @@ def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool
 def seconds_in_turns(calls: Mapping[Any, Call], turns: int, warmup: int = 2) -> dict[Any, list[float]]:
     """Time calls that take turns (A B A B ...), so that other load on the machine affects all of them.
 
-    Args:
-        calls: the calls by any key.
-        turns: timed calls of each.
-        warmup: calls of each before that; only one of a call that takes longer than `LONG_CALL`.
-
-    Returns:
-        The seconds of each timed call.
+    Each call is made `warmup` times before it is timed, but only once if it takes longer than `LONG_CALL`. Returns the
+    seconds of each timed call by the key of the call.
     """
     first = {name: _seconds(call) for name, call in calls.items()}
     for _ in range(warmup - 1):

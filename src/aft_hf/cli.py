@@ -18,6 +18,7 @@ from .conversion import (
     KERNEL_SIZE,
     POSITION_BIAS_DIM,
     POSITION_BIAS_MULTIPLIER,
+    REPORT_NAME,
     WINDOW_SIZE,
     ConversionReport,
     ImagesOnDisk,
@@ -52,10 +53,7 @@ def _print_versions(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_versions, is_eager=True, help="Print the versions for bug reports, and exit."
-        ),
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions, and exit.")
     ] = False,
 ) -> None:
     # No docstring: it would replace the help of the application.
@@ -74,11 +72,7 @@ app.command("benchmark")(benchmark_command)
 app.command("visualize")(visualize_command)
 
 
-@app.command(
-    "transformers",
-    add_help_option=False,
-    context_settings=others,
-)
+@app.command("transformers", add_help_option=False, context_settings=others)
 def transformers_command(context: typer.Context) -> None:
     """Run a command of transformers with AFT registered, for example `aft-hf transformers serve MODEL` or `chat`."""
     from transformers.cli.transformers import app as commands  # slow to import
@@ -96,108 +90,66 @@ in_model, in_source, in_start, in_distillation = (
 def convert(
     context: typer.Context,
     source: Annotated[
-        str,
-        typer.Argument(
-            help="ViT or DeiT checkpoint of transformers, timm or the original DeiT: directory, Hub id or file."
-        ),
+        str, typer.Argument(help="ViT or DeiT of transformers, timm or DeiT: directory, file or Hub id.")
     ],
     out: Annotated[Path, typer.Argument(help="Directory to write the converted AFT model to.")],
     aft_type: Annotated[
         list[str] | None,
-        in_model(
-            help="AFT type: conv (the default), full, local or simple. For one type per layer, repeat the option or "
-            "separate types by commas."
-        ),
+        in_model(help="conv (default), full, local or simple; for one per layer, repeat it or separate by commas."),
     ] = None,
     kernel_size: Annotated[int, in_model(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
     num_heads: Annotated[
-        int | None,
-        in_model(
-            help="Number of position-bias heads h, a divisor of the hidden size. Default: 1; with conv, one for each "
-            "24 features."
-        ),
+        int | None, in_model(help="Position-bias heads h. Default: 1; with conv, one for each 24 features.")
     ] = None,
     window_size: Annotated[int, in_model(help="Window size s of local.")] = WINDOW_SIZE,
     position_bias_dim: Annotated[
         int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
     ] = POSITION_BIAS_DIM,
     position_bias_multiplier: Annotated[
-        float,
-        in_model(help="Constant that multiplies the position biases, so that they learn faster. The paper has 1."),
+        float, in_model(help="Factor on position biases, so that they learn faster. The paper has 1.")
     ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[
-        str | None,
-        in_model(help="Image size in pixels: 224, or 224x384 for height x width. Default: that of the source."),
+        str | None, in_model(help="224, or 224x384 for height x width. Default: that of the source.")
     ] = None,
     num_labels: Annotated[
-        int | None,
-        in_model(min=1, metavar="<int>", help="Number of classes of the new classifier, if the source has none."),
+        int | None, in_model(min=1, metavar="<int>", help="Classes of a new classifier, if the source has none.")
     ] = None,
     init: Annotated[
         str | None,
         in_start(
             help="Initial position biases, and keys of conv: paper (those of a new model) or attention (fitted to the "
-            "attention of the source on --images). Default: attention with --distill if all layers are conv; "
-            "otherwise paper."
+            "source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
         ),
     ] = None,
     images: Annotated[
         Path | None,
-        in_start(
-            help="Images for --init attention and --distill: a folder of images, an image file, or parquet files."
-        ),
+        in_start(help="Images for --init attention and --distill: a folder of images, a file, or parquet files."),
     ] = None,
     num_images: Annotated[int, in_start(help="Number of images that --init attention uses.")] = 256,
     distill: Annotated[
-        bool,
-        in_distillation("--distill", help="Train the AFT on the outputs of the source for --images, without labels."),
+        bool, in_distillation("--distill", help="Train the AFT on the source's outputs for --images, without labels.")
     ] = False,
     minutes: Annotated[
         float | None, in_distillation(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES}.")
     ] = None,
-    steps: Annotated[
-        int | None,
-        in_distillation(help="Budget of --distill in optimizer steps, in place of --minutes. Makes it reproducible."),
-    ] = None,
+    steps: Annotated[int | None, in_distillation(help="Budget in steps, in place of --minutes; reproducible.")] = None,
     batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
     learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
-    augmentation: Annotated[
-        str,
-        in_distillation(
-            help="Augmentation of the images of --distill: none, shift, crop or resized_crop. crop and resized_crop "
-            "also flip."
-        ),
-    ] = "shift",
+    augmentation: Annotated[str, in_distillation(help="none, shift, or with flips crop or resized_crop.")] = "shift",
     augmentation_probability: Annotated[
-        float,
-        in_distillation(
-            help="Probability that --distill augments an image. 1 is for a source that was trained with this "
-            "augmentation."
-        ),
+        float, in_distillation(help="Share of augmented images. 1 is for a source that was trained so.")
     ] = 0.5,
     seed: Annotated[
-        int,
-        in_start(
-            min=0,
-            max=2**32 - 1,
-            metavar="<int>",
-            help="Seed of new weights and, with --distill, of the order and augmentation of the images.",
-        ),
+        int, in_start(min=0, max=2**32 - 1, metavar="<int>", help="Seed of new weights and of --distill.")
     ] = 0,
     source_image_size: Annotated[
-        str | None,
-        in_source(help="Image size of the source if its checkpoint does not contain it; format as --image-size."),
+        str | None, in_source(help="Image size of the source if its checkpoint does not contain it.")
     ] = None,
     source_num_heads: Annotated[
-        int | None,
-        in_source(
-            help="Number of attention heads of the source if its checkpoint does not contain it. Default: width / 64, "
-            "or 16 at the widths of huge and giant ViTs."
-        ),
+        int | None, in_source(help="Attention heads of the source if unknown. Default: width / 64; 16 if huge.")
     ] = None,
     overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept."),
+        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept.")
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.
@@ -242,9 +194,8 @@ def convert(
     )
     suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
     console = plain_console()
-    console.print(report.table())
     for line in (
-        report.summary(),
+        f"{report.summary()}; {REPORT_NAME} names them",
         _proof(report),
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",

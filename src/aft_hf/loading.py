@@ -48,15 +48,9 @@ def find_file(source: str, filename: str, error: type[ValueError] = UnreadableEr
 
     Args:
         source: a directory or a Hub id.
-        filename: the name of the file in it.
-        error: the class of the error to raise.
+        filename: the name of the file in it. If there is none, the result is None.
+        error: the class of the error to raise if it cannot be downloaded, or is not a regular file.
         **hub: options of `transformers.utils.cached_file`, such as `revision`.
-
-    Returns:
-        The path; None if `source` has no such file.
-
-    Raises:
-        UnreadableError, or the given `error`: the file cannot be downloaded, or is not a regular file.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():
@@ -72,9 +66,6 @@ def read_config(
     """Read the config.json of a saved model of any type, and refuse it if a value is impossible for any model.
 
     The arguments are those of `find_file`, and `trusted`: whether code that the config names may be executed.
-
-    Raises:
-        UnreadableError, or the given `error`: there is no such model, or its config.json cannot be used.
     """
     name = str(source)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(WEIGHT_SUFFIXES)
@@ -123,9 +114,6 @@ def read_image_processor(
 
     As in transformers, an entry `image_processor` of processor_config.json replaces preprocessor_config.json.
     The arguments are those of `find_file`.
-
-    Raises:
-        UnreadableError, or the given `error`: the file cannot be used.
     """
     optional = hub | {"_raise_exceptions_for_connection_errors": False}
     if path := find_file(str(source), PROCESSOR_NAME, error, **optional):
@@ -150,9 +138,6 @@ def load(
     Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
     `trust_remote_code=True` is set. A `config` in `options` must be a result of this function. A tokenizer or image
     processor is tried on a small input.
-
-    Raises:
-        UnreadableError, or the given `error`: the source cannot be loaded.
     """
     options = {"trust_remote_code": False, **options}
     trusted = options["trust_remote_code"]
@@ -210,10 +195,6 @@ def no_larger_than_weights(directory: Path, error: type[ValueError] = Unreadable
 
     Weights that are missing would be initialized, which takes time and memory. The fields that determine the size
     depend on the model type, so the tensors are counted while transformers builds the model on the meta device.
-
-    Args:
-        directory: the directory of the config and the weights.
-        error: the class of the error to raise.
     """
     tensors = elements = size = 0
 
@@ -246,9 +227,6 @@ def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any
 
     transformers initializes missing weights randomly and leaves out layers that the config does not have, so
     measurements of such a model would be meaningless.
-
-    Raises:
-        UnreadableError: the source cannot be loaded, weights are missing, or its weights have other layers.
     """
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):

@@ -2,7 +2,8 @@
 
 A JSON document of any content, size or depth either becomes a `Document` with the declared types, or raises an error
 of one line. `explained` guards reads by other libraries: it converts any exception to a one-line error. `reported`
-guards a whole command: it prints any exception as one line.
+guards a whole command: it prints any exception as one line. Where a function takes the class of the error, that is
+`UnreadableError` by default.
 """
 
 import os
@@ -11,18 +12,20 @@ import reprlib
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
 LARGEST_HEADER = 100_000_000  # bytes, as in the library safetensors
 LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
 SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
+COMPLETE = "complete_message"  # type of the errors of `complete_message`
 TRACEBACK = "AFT_HF_TRACEBACK"  # environment variable: if it is set, a command that fails shows the traceback
 
 # Exceptions that end the process. A panic of a library in Rust, such as tokenizers, is no `Exception` either.
@@ -173,10 +176,7 @@ def parse_json(
         content: the text; at most 200 levels of nesting, and integers of at most 4300 digits.
         kind: the type: a `Document`, or any type that pydantic supports, such as dict[str, Any].
         source: the origin of the text, for error messages.
-        error: the class of the error to raise.
-
-    Raises:
-        UnreadableError, or the given `error`: the text is not JSON, or not of that type.
+        error: the class of the error to raise if the text is not JSON, or not of that type.
     """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
@@ -185,21 +185,12 @@ def parse_json(
 
 
 def read_json(path: Path, kind: type[Content], error: type[ValueError] = UnreadableError) -> Content:
-    """Read a JSON file as a value of type `kind`; see `parse_json`.
-
-    Raises:
-        UnreadableError, or the given `error`: the file does not exist, is not a regular file (reading a pipe might
-            never end), is larger than `LARGEST_JSON`, or does not contain JSON of that type.
-    """
+    """Read a regular file of up to `LARGEST_JSON` bytes as a value of type `kind`; see `parse_json`."""
     return parse_json(_content(path, error), kind, str(path), error)
 
 
 def read_text(path: Path, error: type[ValueError] = UnreadableError) -> str:
-    """Read a text file in UTF-8, with the checks of `read_json`.
-
-    Raises:
-        UnreadableError, or the given `error`: the file cannot be read, or is not UTF-8.
-    """
+    """Read a text file in UTF-8, with the checks of `read_json`."""
     try:
         return _content(path, error).decode()
     except UnicodeDecodeError as problem:
@@ -215,11 +206,7 @@ def _content(path: Path, error: type[ValueError]) -> bytes:
 
 
 def read_safetensors_header(path: Path, error: type[ValueError] = UnreadableError) -> dict[str, TensorHeader]:
-    """Read the header of a safetensors file: dtype, shape and offsets of each tensor by name, without the tensors.
-
-    Raises:
-        UnreadableError, or the given `error`: the file is not a valid safetensors file.
-    """
+    """Read the header of a safetensors file: dtype, shape and offsets of each tensor by name, without the tensors."""
     damaged = f"{path}: damaged or truncated safetensors file"
     with _opened(path, error) as file:
         start = file.read(8)
@@ -248,14 +235,8 @@ def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[
 
     Put it around a single call of the library: `with explained(f"{name}: no readable config.json"): ...`. Libraries
     index into parsed content, so a file with unexpected content can cause any exception. Only interrupts,
-    `MemoryError`, `ModuleNotFoundError` and errors that are already one line pass unchanged.
-
-    Args:
-        what: the beginning of the message.
-        error: the class of the error to raise.
-
-    Raises:
-        UnreadableError, or the given `error`: `what`, with the message of the exception in parentheses.
+    `MemoryError`, `ModuleNotFoundError` and errors that are already one line pass unchanged. The message is `what`,
+    with that of the exception in parentheses.
     """
     try:
         yield
@@ -267,12 +248,9 @@ def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[
 
 @contextmanager
 def reported(program: str) -> Iterator[None]:
-    """Context manager for a whole command: print any error as one line, without a traceback, and exit with status 1.
+    """Context manager for a whole command: print any error as a line after the name `program`, and exit with status 1.
 
     An error that is neither a ValueError nor an OSError may be a bug, so its line also names the code that raised it.
-
-    Args:
-        program: the name of the program, with which the line begins.
     """
     try:
         yield
@@ -300,8 +278,13 @@ def _sentence(error: BaseException) -> str:
     return f"{described(error)} in {frame.name} ({frame.filename}:{frame.lineno}); {TRACEBACK}=1 shows the traceback"
 
 
-def explain(problems: ValidationError) -> str:
-    """Describe the problems of a document in one line: the key, its value, and the allowed values."""
+def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda key: "") -> str:
+    """Describe the problems of a document in one line: the key, its value, and the allowed values.
+
+    Args:
+        problems: the error of pydantic.
+        suggest: function that returns the end of the message about an unknown key.
+    """
     lines: dict[str, str] = {}
     for problem in problems.errors(include_url=False):
         if problem["type"] == "json_invalid":
@@ -309,8 +292,14 @@ def explain(problems: ValidationError) -> str:
         # For a union, pydantic reports one problem per type, with the type as the last part of the key.
         key = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        if problem["type"] == "missing":
+        if "instance of" in message:  # of a class that a user does not know
+            message = "must be a mapping of keys to values"
+        if problem["type"] == COMPLETE:
+            line = message
+        elif problem["type"] == "missing":
             line = f"{key} is missing"
+        elif problem["type"] == "extra_forbidden":
+            line = f"unknown key {shortened(key)}{suggest(key)}"
         else:
             line = f"{f'{key}=' if key else ''}{shown(problem['input'])}: {message}"
         lines.setdefault(key, line)
@@ -319,10 +308,14 @@ def explain(problems: ValidationError) -> str:
     return "; ".join(shorter[:SHOWN_PROBLEMS]) + more
 
 
+def complete_message(text: str) -> PydanticCustomError:
+    """Return an error for a validator whose message names the keys itself; `explain` passes it on as it is."""
+    return PydanticCustomError(COMPLETE, "{text}", {"text": text})
+
+
 def _is_type(part: int | str) -> bool:
-    return (
-        isinstance(part, str) and re.fullmatch(r"str|int|float|bool|none|[A-Z]\w+|(list|dict)\[.*\]", part) is not None
-    )
+    types = r"str|int|float|bool|none|[A-Z]\w+|(list|dict)\[.*\]"
+    return isinstance(part, str) and re.fullmatch(types, part) is not None
 
 
 def shown(value: Any) -> str:

@@ -20,6 +20,7 @@ from aft_hf.analysis import (
     key_features,
     on_patches,
     pictures,
+    plot_position_biases,
     save,
 )
 from aft_hf.cli import app
@@ -161,11 +162,13 @@ def test_letters_and_curves_stand_out_on_light_and_dark_pages(page):
 
 
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
-    pictures.save(pictures.draw_maps(bias_maps(image_model()), scale="signed", label="w"), tmp_path / "w.png")
+    plot_position_biases(image_model(), tmp_path / "w.png")
     pixels = np.asarray(Image.open(tmp_path / "w.png").convert("RGBA")).reshape(-1, 4)
     assert (pixels[:, 3] == 0).mean() > 0.2
     opaque = {tuple(pixel[:3]) for pixel in pixels[pixels[:, 3] == 255]}
     assert tuple(int(pictures.INK[i : i + 2], 16) for i in (1, 3, 5)) in opaque and (0, 0, 0) not in opaque
+    red_minus_blue = [int(pixel[0]) - int(pixel[2]) for pixel in opaque]
+    assert max(red_minus_blue) > 60 and min(red_minus_blue) < -60  # biases of both signs
 
 
 def test_the_same_picture_is_the_same_file(tmp_path):
@@ -173,11 +176,6 @@ def test_the_same_picture_is_the_same_file(tmp_path):
     for name in ("a.svg", "b.svg"):
         pictures.save(pictures.draw_maps(maps, scale="own"), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_hidden_positions_do_not_spoil_the_scale():
-    assert pictures._limit(np.array([-np.inf, 2.0, -3.0])) == pytest.approx(3.0, rel=1e-2)
-    assert pictures._limit(np.zeros(3)) == 1.0
 
 
 # ------------------------------------------------------------------------------------------------------------ command
@@ -283,8 +281,8 @@ def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options
     assert message in str(done.exception)
 
 
-@pytest.mark.parametrize("name", [r"x$\frac$y", r"$\foo{$", "a$b$c"])
-def test_a_name_with_dollars_is_no_formula(tmp_path, name):
+def test_a_name_with_dollars_is_no_formula(tmp_path):
+    name = r"x$\frac$y"
     losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
     results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses, "evaluations": []}
     save(draw_losses([(name, results)]), tmp_path / "losses.svg")

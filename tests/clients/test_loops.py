@@ -16,11 +16,8 @@ OPTIONS = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_ste
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"bf16": True},
-        {"gradient_checkpointing": True},
-        {"auto_find_batch_size": True},
-        {"label_smoothing_factor": 0.1},
+        {"bf16": True, "gradient_checkpointing": True},
+        {"auto_find_batch_size": True, "label_smoothing_factor": 0.1},
     ],
     ids=str,
 )

@@ -10,18 +10,13 @@ from aft_hf.conversion import adapt_to_image_size
 
 peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
 
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ADAPTERS = {
-    "LoRA": lambda: peft.LoraConfig(r=2, target_modules=PROJECTIONS),
     "LoRA everywhere": lambda: peft.LoraConfig(r=2, target_modules="all-linear"),
-    "DoRA": lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=PROJECTIONS),
+    "DoRA": lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "word_embeddings", "lm_head"]),
     "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj", "fc2"], feedforward_modules=["fc2"]),
     "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"]),
-    "LoRA of tokens": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "word_embeddings"]),
-    "DoRA of tokens": lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=["word_embeddings", "lm_head"]),
-    "LoRA of positions": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "position_embeddings"]),
+    "LoRA of embeddings": lambda: peft.LoraConfig(r=2, target_modules=["word_embeddings", "position_embeddings"]),
     "some tokens": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=list(range(99))),
-    "some positions": lambda: peft.TrainableTokensConfig(target_modules=["position_embeddings"], token_indices=[1, 2]),
     "saved embeddings": lambda: peft.LoraConfig(
         r=2, target_modules=["q_proj"], modules_to_save=["word_embeddings", "position_embeddings", "layernorm"]
     ),

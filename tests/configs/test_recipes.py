@@ -182,163 +182,99 @@ def conv(width, kernel, heads, **more):
 
 FROM_DEIT = {"epochs": 100, "global_batch_size": 64, "data.image_size": 384}
 RANDOM = {"kernel_size": 25, "num_heads": 32, "aft_type": "conv", "hidden_size": 768, "num_hidden_layers": 12}
-SIMPLE_24, LOCAL_24 = "enwik8/aft_simple_l24_d256", "enwik8/aft_local_32_l24_d256"
-SMALL = "imagenet/aft_conv_small_{}_384".format
+RANDOM = {f"config.{name}": value for name, value in RANDOM.items()}
+POSITIONS = {"max_position_embeddings": 1024}
+REFORMER = {"model_type": "reformer", "num_hidden_layers": 12, "hidden_size": 512, "num_attention_heads": 8}
+REFORMER = {f"config.{name}": value for name, value in (REFORMER | POSITIONS).items()} | {"data.seq_len": 1024}
+RESNET = {"config.model_type": "resnet", "config.depths": [3, 4, 6, 3], "data.image_size": 224}
+FACTORS = {"window_size": 256, "position_bias_dim": 64, "position_bias_init_std": 0.1}
+BATCH = {"global_batch_size": 32}
+LENGTH = {"data.seq_len": 1024}
 
-# Every row that has a recipe: (recipe, score, hyper-parameters in addition to TRAINING). Accuracies are in 0 .. 1.
-PAPER = {
-    "Table 2: Transformer, L = 12, d = 512, h = 4": (
-        "cifar10/transformer_l12_d512_h4",
-        2.88,
-        transformer(12, 512, 4, global_batch_size=32),
-    ),
-    "Table 2: Transformer, L = 24, d = 256, h = 2": (
-        "cifar10/transformer_l24_d256_h2",
-        2.86,
-        transformer(24, 256, 2, global_batch_size=32),
-    ),
-    "Table 2: AFT-local-256, L = 12, d = 512": (
-        "cifar10/aft_local_256_l12_d512",
-        2.80,
-        pixels("local", 12, 512, window_size=256, position_bias_dim=64, position_bias_init_std=0.1),
-    ),
-    "Table 2: AFT-local-256, L = 24, d = 256": (
-        "cifar10/aft_local_256_l24_d256",
-        2.74,
-        pixels("local", 24, 256, window_size=256, position_bias_dim=64, position_bias_init_std=0.1),
-    ),
-    "Table 2: AFT-simple, L = 24, d = 256": ("cifar10/aft_simple_l24_d256", 2.89, pixels("simple", 24, 256)),
-    "Table 3: factorized": ("cifar10/aft_local_256_l24_d256", 2.74, {"config.position_bias_dim": 64}),
-    "Table 3: not factorized": (
-        "cifar10/aft_local_256_l24_d256_unfactorized",
+# Every row that has a recipe, by table and folder: (recipe, score, hyper-parameters in addition to TRAINING).
+CIFAR = {
+    "2: Transformer, L = 12, d = 512, h = 4": ("transformer_l12_d512_h4", 2.88, transformer(12, 512, 4, **BATCH)),
+    "2: Transformer, L = 24, d = 256, h = 2": ("transformer_l24_d256_h2", 2.86, transformer(24, 256, 2, **BATCH)),
+    "2: AFT-local-256, L = 12, d = 512": ("aft_local_256_l12_d512", 2.80, pixels("local", 12, 512, **FACTORS)),
+    "2: AFT-local-256, L = 24, d = 256": ("aft_local_256_l24_d256", 2.74, pixels("local", 24, 256, **FACTORS)),
+    "2: AFT-simple, L = 24, d = 256": ("aft_simple_l24_d256", 2.89, pixels("simple", 24, 256)),
+    "3: factorized": ("aft_local_256_l24_d256", 2.74, {"config.position_bias_dim": 64}),
+    "3: not factorized": (
+        "aft_local_256_l24_d256_unfactorized",
         2.84,
-        pixels("local", 24, 256, window_size=256, position_bias_dim=None, position_bias_init_std=0.1),
+        pixels("local", 24, 256, **FACTORS | {"position_bias_dim": None}),
     ),
-    "Table 4: Transformer, L = 12, d = 512, h = 8": (
-        "enwik8/transformer_l12_d512_h8",
-        1.137,
-        transformer(12, 512, 8, **{"data.seq_len": 1024}),
-    ),
-    "Table 4: Transformer, L = 24, d = 256, h = 4": (
-        "enwik8/transformer_l24_d256_h4",
-        1.130,
-        transformer(24, 256, 4, **{"data.seq_len": 1024}),
-    ),
-    "Table 4: Reformer, L = 12, d = 512, h = 8": (
-        "enwik8/reformer_l12_d512_h8",
-        1.195,
-        {"config.model_type": "reformer", "config.num_hidden_layers": 12, "config.hidden_size": 512}
-        | {"config.num_attention_heads": 8, "config.max_position_embeddings": 1024, "data.seq_len": 1024},
-    ),
-    "Table 4: Synthesizer, L = 12, d = 512, h = 8": (
-        "enwik8/synthesizer_l12_d512_h8",
-        1.298,
-        baseline("synthesizer"),
-    ),
-    "Table 4: Linear Transformer, L = 12, d = 512, h = 8": (
-        "enwik8/linear_transformer_l12_d512_h8",
-        1.207,
-        baseline("linear"),
-    ),
-    "Table 4: Performer, L = 12, d = 512, h = 8": ("enwik8/performer_l12_d512_h8", 1.199, baseline("performer")),
-    "Table 4: AFT-local-32, L = 12, d = 512": (
-        "enwik8/aft_local_32_l12_d512",
-        1.180,
-        aft("local", 12, 512, window_size=32, position_bias_dim=256, max_position_embeddings=1024),
-    ),
-    "Table 4: AFT-local-32, L = 24, d = 256": (LOCAL_24, 1.154, window(32)),
-    "Table 4: AFT-simple, L = 24, d = 256": (SIMPLE_24, 1.209, aft("simple", 24, 256, max_position_embeddings=1024)),
-    "Table 5: window 0": (SIMPLE_24, 1.209, aft("simple", 24, 256)),
-    "Table 5: window 1": ("enwik8/aft_local_1_l24_d256", 1.205, window(1)),
-    "Table 5: window 2": ("enwik8/aft_local_2_l24_d256", 1.176, window(2)),
-    "Table 5: window 4": ("enwik8/aft_local_4_l24_d256", 1.165, window(4)),
-    "Table 5: window 8": ("enwik8/aft_local_8_l24_d256", 1.162, window(8)),
-    "Table 5: window 32": (LOCAL_24, 1.154, window(32)),
-    "Table 5: window 64": ("enwik8/aft_local_64_l24_d256", 1.160, window(64)),
-    "Table 5: window 128": ("enwik8/aft_local_128_l24_d256", 1.165, window(128)),
-    "Table 5: window 256": ("enwik8/aft_local_256_l24_d256", 1.164, window(256)),
-    "Table 5: window 512": ("enwik8/aft_local_512_l24_d256", 1.171, window(512)),
-    "Table 5: window 1024": ("enwik8/aft_local_1024_l24_d256", 1.173, window(1024)),
-    "Table 6: T = 1024": (LOCAL_24, 1.154, {"data.seq_len": 1024}),
-    "Table 6: T = 2048": (
-        "enwik8/aft_local_32_l24_d256_t2048",
-        1.135,
-        window(32) | {"data.seq_len": 2048, "config.max_position_embeddings": 2048},
-    ),
-    "Table 6: T = 4096": (
-        "enwik8/aft_local_32_l24_d256_t4096",
-        1.134,
-        window(32) | {"data.seq_len": 4096, "config.max_position_embeddings": 4096},
-    ),
-    "Table 7: ResNet50": (
-        "imagenet/resnet50",
-        0.769,
-        {"config.model_type": "resnet", "config.depths": [3, 4, 6, 3], "data.image_size": 224},
-    ),
-    "Table 7: DeiT tiny": ("imagenet/deit_tiny", 0.722, deit(192, 3)),
-    "Table 7: DeiT small": ("imagenet/deit_small", 0.799, deit(384, 6)),
-    "Table 7: Lambda tiny": ("imagenet/lambda_tiny", 0.724, lambda_model(192, 3)),
-    "Table 7: Lambda small": ("imagenet/lambda_small", 0.800, lambda_model(384, 6)),
-    "Table 7: AFT-full tiny": ("imagenet/aft_full_tiny", 0.724, image("full", 192, num_heads=1)),
-    "Table 7: AFT-full small": ("imagenet/aft_full_small", 0.798, image("full", 384, num_heads=1)),
-    "Table 7: AFT-conv tiny 11/32": ("imagenet/aft_conv_tiny_11_32", 0.739, conv(192, 11, 32)),
-    "Table 7: AFT-conv tiny 11/192": ("imagenet/aft_conv_tiny_11_192", 0.748, conv(192, 11, 192)),
-    "Table 7: AFT-conv small 11/16": ("imagenet/aft_conv_small_11_16", 0.802, conv(384, 11, 16)),
-    "Table 7: AFT-conv small 11/384": (SMALL(11), 0.808, conv(384, 11, 384)),
-    "Table 7: AFT-conv small 15/384": (SMALL(15), 0.810, conv(384, 15, 384)),
-    "Table 8: AFT-conv ft 25/32": ("imagenet/aft_conv_base_25_32_384_from_deit", 0.834, FROM_DEIT),
-    "Table 8: AFT-conv rand 25/32": (
-        "imagenet/aft_conv_base_25_32_384_rand",
-        0.816,
-        FROM_DEIT | {f"config.{name}": value for name, value in RANDOM.items()},
-    ),
-    "Table 9: factorized": ("imagenet/aft_full_small", 0.798, image("full", 384)),
-    "Table 9: not factorized": (
-        "imagenet/ablation_aft_full_small_unfactorized",
+}
+LOCAL_12 = aft("local", 12, 512, window_size=32, position_bias_dim=256, **POSITIONS)
+ENWIK8 = {
+    "4: Transformer, L = 12, d = 512, h = 8": ("transformer_l12_d512_h8", 1.137, transformer(12, 512, 8, **LENGTH)),
+    "4: Transformer, L = 24, d = 256, h = 4": ("transformer_l24_d256_h4", 1.130, transformer(24, 256, 4, **LENGTH)),
+    "4: Reformer, L = 12, d = 512, h = 8": ("reformer_l12_d512_h8", 1.195, REFORMER),
+    "4: Synthesizer, L = 12, d = 512, h = 8": ("synthesizer_l12_d512_h8", 1.298, baseline("synthesizer")),
+    "4: Linear Transformer, L = 12, d = 512, h = 8": ("linear_transformer_l12_d512_h8", 1.207, baseline("linear")),
+    "4: Performer, L = 12, d = 512, h = 8": ("performer_l12_d512_h8", 1.199, baseline("performer")),
+    "4: AFT-local-32, L = 12, d = 512": ("aft_local_32_l12_d512", 1.180, LOCAL_12),
+    "4: AFT-local-32, L = 24, d = 256": ("aft_local_32_l24_d256", 1.154, window(32)),
+    "4: AFT-simple, L = 24, d = 256": ("aft_simple_l24_d256", 1.209, aft("simple", 24, 256, **POSITIONS)),
+    "5: window 0": ("aft_simple_l24_d256", 1.209, aft("simple", 24, 256)),
+    "6: T = 1024": ("aft_local_32_l24_d256", 1.154, LENGTH),
+}
+WINDOWS = {1: 1.205, 2: 1.176, 4: 1.165, 8: 1.162, 32: 1.154, 64: 1.160, 128: 1.165, 256: 1.164, 512: 1.171}
+for size, score in (WINDOWS | {1024: 1.173}).items():
+    ENWIK8[f"5: window {size}"] = (f"aft_local_{size}_l24_d256", score, window(size))
+for length, score in ((2048, 1.135), (4096, 1.134)):
+    longer = {"data.seq_len": length, "config.max_position_embeddings": length}
+    ENWIK8[f"6: T = {length}"] = (f"aft_local_32_l24_d256_t{length}", score, window(32) | longer)
+ABLATED = "ablation_aft_conv_small_{}".format
+IMAGENET = {
+    "7: ResNet50": ("resnet50", 0.769, RESNET),
+    "7: DeiT tiny": ("deit_tiny", 0.722, deit(192, 3)),
+    "7: DeiT small": ("deit_small", 0.799, deit(384, 6)),
+    "7: Lambda tiny": ("lambda_tiny", 0.724, lambda_model(192, 3)),
+    "7: Lambda small": ("lambda_small", 0.800, lambda_model(384, 6)),
+    "7: AFT-full tiny": ("aft_full_tiny", 0.724, image("full", 192, num_heads=1)),
+    "7: AFT-full small": ("aft_full_small", 0.798, image("full", 384, num_heads=1)),
+    "7: AFT-conv tiny 11/32": ("aft_conv_tiny_11_32", 0.739, conv(192, 11, 32)),
+    "7: AFT-conv tiny 11/192": ("aft_conv_tiny_11_192", 0.748, conv(192, 11, 192)),
+    "7: AFT-conv small 11/16": ("aft_conv_small_11_16", 0.802, conv(384, 11, 16)),
+    "7: AFT-conv small 11/384": ("aft_conv_small_11_384", 0.808, conv(384, 11, 384)),
+    "7: AFT-conv small 15/384": ("aft_conv_small_15_384", 0.810, conv(384, 15, 384)),
+    "8: AFT-conv ft 25/32": ("aft_conv_base_25_32_384_from_deit", 0.834, FROM_DEIT),
+    "8: AFT-conv rand 25/32": ("aft_conv_base_25_32_384_rand", 0.816, FROM_DEIT | RANDOM),
+    "9: factorized": ("aft_full_small", 0.798, image("full", 384)),
+    "9: not factorized": (
+        "ablation_aft_full_small_unfactorized",
         0.782,
         image("full", 384, position_bias_dim=None),
     ),
-    "Table 10: re-parameterized": (SMALL(7), 0.808, conv(384, 7, 384)),
-    "Table 10: naive": (
-        "imagenet/ablation_aft_conv_small_7_384_naive",
-        0.794,
-        conv(384, 7, 384, position_bias_reparameterized=False),
-    ),
-    "Table 11: kernel 3": (SMALL(3), 0.799, conv(384, 3, 384)),
-    "Table 11: kernel 7": (SMALL(7), 0.808, conv(384, 7, 384)),
-    "Table 11: kernel 11": (SMALL(11), 0.808, conv(384, 11, 384)),
-    "Table 11: kernel 15": (SMALL(15), 0.810, conv(384, 15, 384)),
-    "Table 11: kernel 25": (SMALL(25), 0.807, conv(384, 25, 384)),
-    "Table 11: kernel 27": (SMALL(27), 0.810, conv(384, 27, 384)),
-    "Table 11: DeiT small": ("imagenet/deit_small", 0.799, deit(384, 6)),
-    "Table 12: kernel 11, with query": (SMALL(11), 0.808, conv(384, 11, 384)),
-    "Table 12: kernel 15, with query": (SMALL(15), 0.810, conv(384, 15, 384)),
-    "Table 12: kernel 11, without query": (
-        "imagenet/ablation_aft_conv_small_11_384_no_query",
-        0.793,
-        conv(384, 11, 384, use_query=False),
-    ),
-    "Table 12: kernel 15, without query": (
-        "imagenet/ablation_aft_conv_small_15_384_no_query",
-        0.795,
-        conv(384, 15, 384, use_query=False),
-    ),
-    "Section 5.3: global connectivity": (SMALL(7), 0.808, conv(384, 7, 384)),
-    "Section 5.3: no global connectivity": (
-        "imagenet/ablation_aft_conv_small_7_384_no_global",
-        0.799,
-        conv(384, 7, 384, global_connectivity=False),
-    ),
-    "Section 8: entropy regularization": (
-        "imagenet/ablation_aft_conv_small_11_384_entropy",
-        0.809,
-        conv(384, 11, 384, position_bias_entropy_weight=0.001),
-    ),
-    "Section 8: one position per head": (
-        "imagenet/ablation_aft_conv_small_11_384_gumbel",
-        0.799,
-        conv(384, 11, 384, position_bias_selection="gumbel", gumbel_temperature=0.5),
-    ),
+    "10: re-parameterized": ("aft_conv_small_7_384", 0.808, conv(384, 7, 384)),
+    "10: naive": (ABLATED("7_384_naive"), 0.794, conv(384, 7, 384, position_bias_reparameterized=False)),
+    "11: DeiT small": ("deit_small", 0.799, deit(384, 6)),
+}
+for size, score in {3: 0.799, 7: 0.808, 11: 0.808, 15: 0.810, 25: 0.807, 27: 0.810}.items():
+    IMAGENET[f"11: kernel {size}"] = (f"aft_conv_small_{size}_384", score, conv(384, size, 384))
+for size, score, without in ((11, 0.808, 0.793), (15, 0.810, 0.795)):
+    IMAGENET[f"12: kernel {size}, with query"] = (f"aft_conv_small_{size}_384", score, conv(384, size, 384))
+    no_query = (ABLATED(f"{size}_384_no_query"), without, conv(384, size, 384, use_query=False))
+    IMAGENET[f"12: kernel {size}, without query"] = no_query
+NO_GLOBAL = conv(384, 7, 384, global_connectivity=False)
+ENTROPY = conv(384, 11, 384, position_bias_entropy_weight=0.001)
+GUMBEL = conv(384, 11, 384, position_bias_selection="gumbel", gumbel_temperature=0.5)
+OF_SECTIONS = {
+    "5.3: global connectivity": ("aft_conv_small_7_384", 0.808, conv(384, 7, 384)),
+    "5.3: no global connectivity": (ABLATED("7_384_no_global"), 0.799, NO_GLOBAL),
+    "8: entropy regularization": (ABLATED("11_384_entropy"), 0.809, ENTROPY),
+    "8: one position per head": (ABLATED("11_384_gumbel"), 0.799, GUMBEL),
+}
+PAPER = {
+    f"{kind} {row}": (f"{folder}/{name}", score, says)
+    for kind, folder, rows in (
+        ("Table", "cifar10", CIFAR),
+        ("Table", "enwik8", ENWIK8),
+        ("Table", "imagenet", IMAGENET),
+        ("Section", "imagenet", OF_SECTIONS),
+    )
+    for row, (name, score, says) in rows.items()
 }
 
 

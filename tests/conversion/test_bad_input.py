@@ -8,20 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoints import OPTIONS, SIZES, TIMM, save_pth, save_timm, timm_tensors
+from checkpoints import OPTIONS, TIMM, save_pth, timm_tensors
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BeitConfig,
-    BeitModel,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    GPT2Config,
-    GPT2Model,
-    SwinConfig,
-    SwinForImageClassification,
-    ViTForImageClassification,
-)
+from transformers import ViTForImageClassification
 
 from aft_hf import cli, convert_deit
 from aft_hf.conversion import ConversionError, save_converted
@@ -67,10 +57,6 @@ def damage_tensor(change):
     return damage
 
 
-def damage_value(name, value):
-    return damage_tensor(lambda tensors: tensors[name].view(-1)[:1].fill_(value))
-
-
 def change_config(**values):
     def damage(path):
         config = json.loads((path / "config.json").read_text())
@@ -104,11 +90,15 @@ LAYER = "vit.encoder.layer"
             r"is \(24, 41\).* needs \(24, 40\)",
         ),
         (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
-        (damage_value("vit.layernorm.bias", torch.nan), r"vit.layernorm.bias holds NaN .*\(1 of 24 values\)"),
-        (damage_value(f"{LAYER}.1.output.dense.weight", torch.inf), "output.dense.weight holds NaN or infinity"),
-        (damage_value(f"{LAYER}.0.attention.attention.query.weight", -torch.inf), "query.weight holds NaN"),
+        (
+            damage_tensor(lambda t: t["vit.layernorm.bias"][:1].fill_(-torch.inf)),
+            r"bias holds NaN .*\(1 of 24 values\)",
+        ),
         (replaced("config.json", "{"), "config.json"),
+        (replaced("config.json", '{"name": "mine"}'), "neither a config.json of transformers"),
+        (lambda path: (path / "config.json").unlink(), "no config.json in it"),
         (change_config(hidden_size="wide"), "config.json"),
+        (change_config(transformers_weights="other.safetensors"), "transformers_weights"),
         (change_config(patch_size=0), r"config\.json: patch_size=0: must be one positive"),
         (change_config(num_hidden_layers=3), "its config has 3 layers, its weights have 2"),
         (damage_index("[]"), r"index\.json: \[\]: must be an object"),
@@ -116,31 +106,14 @@ LAYER = "vit.encoder.layer"
             damage_index('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'),
             "model-00001-of-00002.safetensors is missing",
         ),
-        (replaced("preprocessor_config.json", "{bad"), "preprocessor_config.json"),
         (replaced("preprocessor_config.json", "[]"), "preprocessor_config.json"),
+        (replaced("preprocessor_config.json", '{"image_processor_type": "NoProcessor"}'), "vit: cannot be loaded"),
+        (replaced("processor_config.json", '{"image_processor": {"size": 1000000000}}'), "image_processor.size"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(vit, tmp_path, damage, message):
     damage(vit)
     assert_refused(vit, tmp_path, message)
-
-
-def other_model(architecture):
-    if architecture == "clip":
-        return CLIPVisionModel(CLIPVisionConfig(**SIZES))
-    if architecture == "swin":
-        return SwinForImageClassification(
-            SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1], num_heads=[2])
-        )
-    return GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
-
-
-@pytest.mark.parametrize("architecture", ["clip", "swin", "gpt2"])
-def test_a_checkpoint_of_another_architecture_is_refused_by_name(tmp_path, capsys, monkeypatch, architecture):
-    other_model(architecture).save_pretrained(tmp_path / "other")
-    code, line = command(capsys, monkeypatch, tmp_path / "other", tmp_path / "aft")
-    assert code == 1 and f"type '{architecture}" in line and "'vit', 'deit'" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 # ---------------------------------------------------------------------------------------------------- bare files, timm
@@ -173,16 +146,12 @@ def test_code_in_a_pickle_does_not_run(tmp_path, capsys, monkeypatch, wrap, save
     assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_truncated_pickle_is_refused(tmp_path, zipped):
-    torch.save(timm_tensors(), tmp_path / "deit.pth", _use_new_zipfile_serialization=zipped)
-    content = (tmp_path / "deit.pth").read_bytes()
-    (tmp_path / "deit.pth").write_bytes(content[: len(content) // 2])
-    assert_refused(tmp_path / "deit.pth", tmp_path, "damaged or truncated", **TIMM)
-
-
-def test_a_file_without_a_state_dict_is_refused(tmp_path):
+def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
     path = tmp_path / "deit.pth"
+    for zipped in (True, False):
+        torch.save(timm_tensors(), path, _use_new_zipfile_serialization=zipped)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        assert_refused(path, tmp_path, "damaged or truncated", **TIMM)
     for content in (b"hello world\n", b"", b"{}"):
         path.write_bytes(content)
         assert_refused(path, tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
@@ -193,11 +162,6 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path):
     assert_refused(tmp_path / "vit.npz", tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
 
 
-def test_a_file_of_transformers_needs_its_directory(vit, tmp_path):
-    alone = (vit / "model.safetensors").rename(tmp_path / "alone.safetensors")
-    assert_refused(alone, tmp_path, "give its directory")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -206,7 +170,6 @@ def test_a_file_of_transformers_needs_its_directory(vit, tmp_path):
         (lambda t: t.pop("patch_embed.proj.weight"), "patch_embed.proj.weight is missing"),
         (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
         (lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}), "head_dist.weight is no tensor"),
-        (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(71, 24)}), r"\(71, 24\)"),
         (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}), r"qkv.weight is \(73, 24\)"),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
@@ -224,9 +187,7 @@ def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change,
     [
         ({}, "give source_image_size"),
         ({"source_image_size": 32}, "do not fit its 7 positions"),
-        ({"source_image_size": (17, 24)}, "do not fit its 7 positions"),
         ({"source_image_size": (16, 24), "source_num_heads": 5}, "5 heads do not divide"),
-        ({"source_image_size": (16, 24), "source_num_heads": 0}, "0 heads do not divide"),
         (
             {
                 "source_image_size": (16, 24),
@@ -249,19 +210,6 @@ def test_what_is_no_source_is_a_type_error_that_says_what_is_allowed(source):
         convert_deit(source)
 
 
-def test_a_model_of_another_kind_is_refused_by_its_class():
-    config = BeitConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, image_size=32, patch_size=8)
-    with pytest.raises(
-        ValueError, match=r"type 'beit' cannot be .*relative position biases.*; give one of 'vit', 'deit'"
-    ):
-        convert_deit(BeitModel(config))
-
-
-def test_a_model_in_memory_has_no_files_to_verify_against(tmp_path):
-    with pytest.raises(TypeError, match="files of the source"):
-        save_converted(torch.nn.Linear(2, 2), tmp_path / "aft")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, capsys, monkeypatch, dtype):
     tensors = {name: tensor.to(dtype) for name, tensor in timm_tensors().items()}
@@ -276,23 +224,8 @@ def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, capsys,
 
 def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tmp_path):
     assert_refused(vit, tmp_path, "leave out source_image_size", source_image_size=48)
-    with pytest.raises(ConversionError, match=r"ViTForImageClassification: .* leave out source_image_size"):
+    with pytest.raises(ConversionError, match="leave out source_image_size"):
         convert_deit(ViTForImageClassification.from_pretrained(vit), source_num_heads=1)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"architecture": 3}, "architecture=3: must be a valid string"),
-        ({"model_args": {"act_layer": "mish"}}, "act_layer='mish': must be"),
-        ({"model_args": {"num_heads": "many"}}, "model_args.num_heads='many': must be a valid integer"),
-        ({"pretrained_cfg": {"input_size": [3, 40, 40]}}, "do not fit"),
-    ],
-)
-def test_what_timm_calls_something_else_is_refused(tmp_path, config, message):
-    save_timm(tmp_path / "timm", **config)
-    save_file(timm_tensors(), tmp_path / "timm" / "model.safetensors")
-    assert_refused(tmp_path / "timm", tmp_path, message)
 
 
 # ----------------------------------------------------------------------------------------------------- missing sources
@@ -302,13 +235,6 @@ def test_what_timm_calls_something_else_is_refused(tmp_path, config, message):
 def test_a_missing_directory_or_file_is_said_so(tmp_path, name):
     with pytest.raises(ConversionError, match="no such directory or file"):
         convert_deit(name.format(tmp_path), **OPTIONS)
-
-
-def test_a_directory_without_a_config_is_said_so(tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "empty", tmp_path, "no config.json in it")
-    (tmp_path / "empty" / "config.json").write_text('{"name": "mine"}')
-    assert_refused(tmp_path / "empty", tmp_path, "neither a config.json of transformers")
 
 
 def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
@@ -342,25 +268,17 @@ def test_a_directory_with_something_in_it_is_kept(vit, tmp_path):
     assert [path.name for path in target.iterdir()] == ["precious.txt"]
 
 
-@pytest.mark.parametrize("target", ["vit", "."])
-def test_the_source_is_never_written_over(vit, tmp_path, target):
+def test_the_source_and_the_working_directory_are_never_replaced(vit, tmp_path, monkeypatch):
     before = sorted(path.name for path in vit.iterdir())
-    with pytest.raises(ConversionError, match="holds the source"):
-        save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
-    assert sorted(path.name for path in vit.iterdir()) == before
-
-
-def test_the_working_directory_is_never_replaced(vit, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ConversionError, match="working directory"):
-        save_converted(vit, ".", **OPTIONS)
-
-
-def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
     (tmp_path / "file").write_text("mine")
+    for target, message in (("vit", "holds the source"), (".", "holds the source"), ("here", "working directory")):
+        with pytest.raises(ConversionError, match=message):
+            save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
     with pytest.raises(ConversionError, match="cannot be written"):
         save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)
+    assert sorted(path.name for path in vit.iterdir()) == before
 
 
 # ------------------------------------------------------------------------------------------------------------ options
@@ -374,7 +292,6 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(vit, tmp_path):
         ({"num_heads": 5}, "num_heads=5"),
         ({"num_heads": 0}, "num_heads"),
         ({"image_size": 33}, "image_size=33"),
-        ({"image_size": 0}, "image_size"),
         ({"aft_type": "fast"}, "'aft_type'.*'fast'"),
         ({"aft_type": "alibi"}, "alibi"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
@@ -390,14 +307,14 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
     ("arguments", "message"),
     [
         (["--init", "attention"], "needs images"),
-        (["--init", "attention", "--images", "nowhere"], "no such file or folder"),
         (["--init", "attention", "--images", "empty"], "no images in it"),
         (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
         (["--init", "attention", "--images", "unreadable", "--num-images", 0], "at least 1"),
         (["--init", "attention", "--images", "bad.parquet"], "cannot be read as a file of type parquet"),
         (["--images", "pictures"], "--images needs --distill or --init attention"),
-        (["--init", "magic"], "init must be one of"),
         (["--image-size", "large"], "--image-size 'large'"),
+        (["--learning-rate", 1, "--steps", 3], "--steps needs --distill, --learning-rate needs --distill"),
+        (["--distill"], "--distill needs --images"),
         (["--aft-type", "conv,fast"], "'fast'"),
     ],
 )

@@ -1,12 +1,10 @@
 """Tests of the conversion report: it is complete, can be executed again, and matches the saved files."""
 
-import io
 import json
 
 import pytest
 import torch
-from checkpoints import OPTIONS, TIMM, save_distilled_deit, save_pth, save_vit
-from rich.console import Console
+from checkpoints import OPTIONS, TIMM, save_pth
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -20,17 +18,6 @@ def deit3(tmp_path):
     """The file of a DeiT-III, whose conversion to `simple` uses all kinds of steps except casts and means."""
     save_pth(tmp_path / "deit3.pth", layer_scale="ls{}.gamma", position_of_cls=False)
     return tmp_path / "deit3.pth"
-
-
-def test_the_report_refuses_an_incomplete_account(vit):
-    model, report = convert_deit(vit, **OPTIONS)
-    tensors, last = load_file(vit / "model.safetensors"), report.tensors[-1]
-    sources = [name for record in report.tensors for name in record.sources]
-    targets = [record.target for record in report.tensors if record.target is not None]
-    assert sorted(sources) == sorted(tensors) and sorted(targets) == sorted(model.state_dict())
-    for records in (report.tensors[:-1], [*report.tensors, last], report.tensors[1:]):
-        with pytest.raises(ValueError, match="exactly once"):
-            ConversionReport(source="vit", tensors=records).check(tensors, model.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"distilled": True}, {"layer_scale": "ls{}.gamma"}, {"bias": False}], ids=str)
@@ -51,17 +38,6 @@ def test_every_part_of_a_fused_tensor_is_accounted_for_exactly_once(tmp_path, op
             assert records[0].shape == tuple(tensor.shape) or records[0].steps
 
 
-def test_the_account_for_people_fits_80_columns_with_whole_names(vit):
-    _, report = convert_deit(vit, **OPTIONS)
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(report.table())
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= 80
-    for name in ("aft.layers.N.mixer.v_proj", "from vit.encoder.layer.N.attention.attention.value"):
-        assert any(line.rstrip().endswith(name) for line in lines)
-    assert report.summary() == "30 tensors (0.01 M) copied, 14 tensors (0.00 M) new, 10 tensors (0.00 M) dropped"
-
-
 def test_a_saved_report_says_with_what_and_how_it_was_made(deit3, tmp_path):
     _, report = save_converted(deit3, tmp_path / "aft", aft_type="simple", image_size=48, **TIMM)
     written = json.loads((tmp_path / "aft" / REPORT_NAME).read_text())
@@ -73,6 +49,8 @@ def test_a_saved_report_says_with_what_and_how_it_was_made(deit3, tmp_path):
     assert records["aft.embeddings.position_embeddings"]["steps"] == steps
     assert records["aft.layers.1.mlp.fc2.weight"]["steps"] == [["scale", "blocks.1.ls2.gamma"]]
     assert ConversionReport.model_validate_json(report.model_dump_json()) == report
+    counts = ("32 tensors (0.01 M) copied", "8 tensors (0.00 M) new", "8 tensors (0.00 M) dropped")
+    assert report.summary() == ", ".join([*counts, "4 tensors (0.00 M) folded"])
 
 
 @pytest.mark.parametrize(
@@ -99,21 +77,6 @@ def test_a_step_that_nobody_knows_is_refused(step):
 
 
 # ------------------------------------------------------------------------------------------------------ verification
-
-
-@pytest.mark.parametrize("aft_type", ["conv", "simple"])
-def test_verification_compares_every_copied_tensor(deit3, tmp_path, aft_type):
-    options = {"aft_type": aft_type, "image_size": 48, "kernel_size": 3, "num_heads": 4, **TIMM}
-    _, report = save_converted(deit3, tmp_path / "aft", **options)
-    # 2 layers of 6 modules, patch embedding, norm, classifier, each with weight and bias; class token, positions.
-    count = 24 + 6 + (2 if aft_type == "simple" else 0)
-    assert verify_conversion(deit3, tmp_path / "aft") == count == len(report.with_status("copied"))
-
-
-def test_a_distilled_deit_verifies(tmp_path):
-    save_distilled_deit(tmp_path / "deit")
-    save_converted(tmp_path / "deit", tmp_path / "aft", **OPTIONS)
-    assert verify_conversion(tmp_path / "deit", tmp_path / "aft") == 30
 
 
 def test_one_changed_bit_is_found_in_the_target_or_the_source(vit, tmp_path):
@@ -176,18 +139,3 @@ def test_what_is_saved_loads_with_its_image_processor_and_report(vit, tmp_path):
     assert report.options["image_processor"] == "of the source"
     (vit / "preprocessor_config.json").unlink()
     assert convert_deit(vit, **OPTIONS)[1].options["image_processor"].startswith("assumed")
-
-
-def test_the_margin_that_is_cropped_grows_with_the_image(deit3, tmp_path):
-    save_converted(deit3, tmp_path / "aft", image_size=48, **OPTIONS, **TIMM)
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "aft")
-    # 32 / 0.875 = 36.57 is rounded down to 36, and 36 * 48 / 32 = 54.
-    assert processor.size["shortest_edge"] == 54
-    assert (processor.crop_size["height"], processor.crop_size["width"]) == (48, 48)
-
-
-def test_a_conversion_can_be_made_from_a_relative_path(tmp_path, monkeypatch):
-    save_vit(tmp_path / "vit")
-    monkeypatch.chdir(tmp_path)
-    save_converted("vit", "aft", **OPTIONS)
-    assert (tmp_path / "aft" / "model.safetensors").exists()

@@ -11,6 +11,8 @@ from transformers import (
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
+    GPT2Config,
+    GPT2Model,
     ViTMAEConfig,
     ViTMAEForPreTraining,
 )
@@ -76,22 +78,21 @@ def test_the_decoder_of_vit_mae_is_left_behind():
 
 
 REFUSED = {
-    "registers": (
-        lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**WITHOUT_MLP)),
-        "'dinov2_with_registers' cannot be converted .its register tokens",
-    ),
-    "gates": (lambda: dinov2(use_swiglu_ffn=True), "SwiGLU.*; take a smaller DINOv2"),
-    "clip": (lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES)), "a norm before its first block"),
+    "dinov2_with_registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**WITHOUT_MLP)),
+    "clip_vision_model": lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES)),
+    "gpt2": lambda: GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10)),
+    "SwiGLU": lambda: dinov2(use_swiglu_ffn=True),
 }
 
 
-@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("name", "build"), REFUSED.items(), ids=REFUSED)
 @pytest.mark.parametrize("saved", (True, False), ids=("saved", "in memory"))
-def test_what_has_more_than_a_vit_is_refused_with_the_reason(tmp_path, build, message, saved):
+def test_what_is_no_vit_is_refused_by_its_type(tmp_path, name, build, saved):
     model = build()
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name) as error:
         read_source(tmp_path if saved else model)
+    assert "\n" not in str(error.value)
 
 
 READ = "deit_tiny_patch16_224 deit_small_distilled_patch16_224 deit_base_patch16_384 deit3_small_patch16_224"

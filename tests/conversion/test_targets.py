@@ -40,17 +40,6 @@ def test_types_with_a_class_token_keep_it_and_its_positions(deit, aft_type):
     }
 
 
-def test_the_factorized_biases_of_full_have_the_rank_of_the_paper_or_none(deit):
-    path, _ = deit
-    model, _ = convert_deit(path, aft_type="full", **TIMM)
-    assert model.aft.layers[0].mixer.position_bias_query.shape == (1, 17, 128)
-    model, _ = convert_deit(path, aft_type="full", position_bias_dim=None, num_heads=2, **TIMM)
-    assert model.aft.layers[0].mixer.position_bias_table.shape == (2, 17, 17)
-    model, _ = convert_deit(path, aft_type="local", window_size=5, position_bias_dim=7, **TIMM)
-    assert model.aft.layers[0].mixer.window == 5
-    assert model.aft.layers[0].mixer.position_bias_query.shape == (1, 17, 7)
-
-
 @pytest.mark.parametrize("image_size", [48, (24, 40)])
 def test_positions_are_interpolated_and_the_class_token_keeps_its_own(deit, image_size):
     path, tensors = deit
@@ -59,14 +48,6 @@ def test_positions_are_interpolated_and_the_class_token_keeps_its_own(deit, imag
     kept = model.aft.embeddings.position_embeddings[0]
     assert torch.equal(kept[0], positions[0])
     torch.testing.assert_close(kept[1:], resized(positions[2:], (4, 4), grid))
-
-
-def test_positions_of_an_image_that_is_not_square_are_interpolated(tmp_path):
-    tensors = save_pth(tmp_path / "deit.pth", grid=(2, 3))
-    source = {"source_image_size": (16, 24), **TIMM}
-    model, _ = convert_deit(tmp_path / "deit.pth", aft_type="full", image_size=(32, 24), **source)
-    expected = resized(tensors["pos_embed"][0, 1:], (2, 3), (4, 3))
-    torch.testing.assert_close(model.aft.embeddings.position_embeddings[0, 1:], expected)
 
 
 def test_a_class_token_without_a_position_gets_a_zero(tmp_path):

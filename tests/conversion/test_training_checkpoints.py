@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from aft_hf import convert_deit
-from aft_hf.conversion import ConversionError, read_source, save_converted, verify_conversion
+from aft_hf.conversion import ConversionError, read_source
 
 
 def under(prefix, tensors):
@@ -54,7 +53,7 @@ PREFIXES += ("encoder.trunk.", "student.")
 KEYS = ("state_dict", "model", "module", "net", "model_state_dict", "state", "weights")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prefixes=st.lists(st.sampled_from(PREFIXES), max_size=3),
     keys=st.lists(st.sampled_from(KEYS), max_size=3),
@@ -69,34 +68,7 @@ def test_names_of_wrappers_and_keys_around_the_weights_do_not_matter(tmp_path, p
     assert_read(tmp_path / "checkpoint.pth", tensors)
 
 
-def wrapped_linear():
-    """A module of tensors with the names of timm, that tools of torch can wrap."""
-    module, tensors = nn.Module(), timm_tensors()
-    for name, tensor in tensors.items():
-        parent = module
-        *path, last = name.split(".")
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.register_parameter(last, nn.Parameter(tensor))
-    return module, tensors
-
-
-def test_what_torch_itself_wraps_is_read(tmp_path):
-    module, tensors = wrapped_linear()
-    wrapped = {
-        "averaged": AveragedModel(module),
-        "averaged parallel": AveragedModel(nn.DataParallel(module)),
-        "compiled": torch.compile(module),
-        "compiled and averaged": torch.compile(AveragedModel(module)),
-    }
-    for name, model in wrapped.items():
-        torch.save(model.state_dict(), tmp_path / f"{name}.pt")
-        assert_read(tmp_path / f"{name}.pt", tensors)
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "model.", "vit.", "model.vit_model.module."])
+@pytest.mark.parametrize("prefix", ["_orig_mod.module.", "model.vit_model.module."])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_of_transformers_lose_the_names_of_wrappers_too(tmp_path, prefix, shards):
     save_vit(tmp_path)
@@ -109,16 +81,6 @@ def test_weights_of_transformers_lose_the_names_of_wrappers_too(tmp_path, prefix
     if shards > 1:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert_copied(convert_deit(tmp_path, **OPTIONS)[0], transformers_copies(tensors, "vit."))
-
-
-def test_a_conversion_without_the_names_of_wrappers_is_verified(tmp_path):
-    tensors = timm_tensors()
-    content = {"state_dict": under("model.module.", tensors) | {"model.n_averaged": torch.tensor(3)}}
-    torch.save(content, tmp_path / "last.ckpt")
-    model, report = save_converted(tmp_path / "last.ckpt", tmp_path / "aft", **OPTIONS, **TIMM)
-    assert_copied(model, timm_copies(tensors))
-    assert report.options["source_weights"] == "state_dict.model"
-    assert verify_conversion(tmp_path / "last.ckpt", tmp_path / "aft") == len(report.with_status("copied"))
 
 
 @pytest.mark.parametrize(
@@ -148,13 +110,8 @@ def test_what_is_no_vit_is_refused_by_the_cause(tmp_path, prefix, name, reason):
     ("prefix", "scalars"),
     [
         ("", ["blocks.0.ls1.gamma", "blocks.0.ls2.gamma", "blocks.1.ls1.gamma", "blocks.1.ls2.gamma"]),
-        ("", ["blocks.1.gamma_2"]),
-        ("", ["blocks.0.alpha"]),
-        ("", ["logit_scale"]),
         ("model.", ["model.logit_scale"]),
         ("1.", ["0.mean", "0.std"]),
-        ("model.", ["temperature"]),
-        ("", ["blocks.0.attn.qkv.scale"]),
     ],
 )
 def test_a_scalar_that_is_no_counter_is_refused_by_its_name(tmp_path, prefix, scalars):
@@ -167,9 +124,6 @@ def test_a_scalar_that_is_no_counter_is_refused_by_its_name(tmp_path, prefix, sc
     [
         ("n_averaged", torch.tensor(3)),
         ("model.n_averaged", torch.tensor(3.0)),
-        ("head_drop.num_batches_tracked", torch.tensor(3.0)),
-        ("steps", torch.tensor(3.0)),
-        ("seen", torch.tensor(3, dtype=torch.int32)),
         ("initted", torch.tensor(True)),
     ],
 )
@@ -186,9 +140,6 @@ def test_counters_and_flags_of_wrappers_are_left_out(tmp_path, name, value):
     ("raw", "averaged", "prefix"),
     [
         ("state_dict", "state_dict_ema", ""),
-        ("model", "model_ema", ""),
-        ("model", "model_ema", "module."),
-        ("model", "ema", ""),
         ("module", "EMA", ""),
         ("model", "ema_state_dict", "module."),
         ("model", "swa_model", "module."),
@@ -233,8 +184,7 @@ def test_of_several_models_none_is_taken_silently(tmp_path, content, names):
 
 @pytest.mark.parametrize(
     "raw",
-    ["model_no_ema", "non_ema", "no-swa", "without_ema", "model_before_swa", "preEMA", "pre_ema", "raw.ema"]
-    + ["RAW_EMA", "not_averaged", "unaveraged", "before averaging"],
+    ["model_no_ema", "non_ema", "no-swa", "model_before_swa", "preEMA", "raw.ema", "unaveraged"],
 )
 def test_a_name_that_denies_averaging_is_no_name_of_averaged_weights(tmp_path, raw):
     averaged, other = timm_tensors(), timm_tensors()
@@ -242,40 +192,6 @@ def test_a_name_that_denies_averaging_is_no_name_of_averaged_weights(tmp_path, r
     assert "holds 2 models (" in refusal(tmp_path / "checkpoint.pth")
     torch.save({"model_ema": averaged, raw: other}, tmp_path / "checkpoint.pth")
     assert assert_read(tmp_path / "checkpoint.pth", averaged) == "model_ema"
-
-
-class Average:
-    """An average of weights as an object of a training script."""
-
-    def __init__(self):
-        self.values = {"blocks": [torch.zeros(2, 2)]}
-
-
-@pytest.mark.parametrize(
-    ("beside", "name"),
-    [
-        ({"ema": {"decay": 0.9, "shadow_params": [torch.zeros(2)]}}, "ema.shadow_params.0"),
-        ({"ema": [torch.zeros(2), torch.zeros(2)]}, "ema."),
-        ({"model_ema": {"blocks0attn": torch.zeros(2)}}, "model_ema.blocks0attn"),
-        ({"swa_vector": torch.zeros(9)}, "swa_vector"),
-        ({"optimizer": {"state": {0: {"swa_buffer": torch.zeros(2)}}}}, "optimizer.state.0.swa_buffer"),
-        ({"callbacks": {"WeightAveraging": {"average_model_state": {"w": torch.zeros(2)}}}}, "average_model_state.w"),
-        ({"ema": Average()}, "ema.state.values.blocks.0"),
-        ({"ema": wrapped_linear()[0]}, "ema.state"),
-    ],
-)
-def test_averaged_weights_in_another_form_are_not_passed_over(tmp_path, beside, name):
-    torch.save({"model": timm_tensors(), **beside}, tmp_path / "checkpoint.pth")
-    message = refusal(tmp_path / "checkpoint.pth")
-    assert f"holds averaged weights ({name}" in message or f"{name})" in message
-
-
-def test_what_is_said_about_averaging_without_weights_is_ignored(tmp_path):
-    tensors = timm_tensors()
-    said = {"ema": {"decay": 0.9, "step": torch.tensor(3), "params": []}, "swa_lrs": [0.1]}
-    said["ema"]["self"] = said
-    torch.save({"model": tensors, **said, "no_ema": [torch.zeros(2)]}, tmp_path / "checkpoint.pth")
-    assert assert_read(tmp_path / "checkpoint.pth", tensors) == "model"
 
 
 # ------------------------------------------------------------------------------------------------- objects and formats
@@ -292,11 +208,7 @@ class Settings:
     "beside",
     [
         argparse.Namespace(lr=1e-3, out=pathlib.Path("out"), sizes=(1, 2)),
-        pathlib.PurePosixPath("out"),
-        np.float64(0.8),
         np.arange(3),
-        Settings(),
-        torch.float16,
         {"nested": [Settings(), np.int64(3)]},
     ],
     ids=lambda value: type(value).__name__,
@@ -310,13 +222,13 @@ def test_objects_beside_the_weights_are_ignored(tmp_path, beside):
 
 
 def test_a_whole_model_in_a_pickle_is_told_from_its_state_dict(tmp_path):
-    torch.save(wrapped_linear()[0], tmp_path / "model.pth")
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
     assert "holds no state dict of a ViT or DeiT" in refusal(tmp_path / "model.pth")
-    torch.save({"epoch": 3, "net": wrapped_linear()[0]}, tmp_path / "model.pth")
+    torch.save({"epoch": 3, "net": nn.Linear(2, 2)}, tmp_path / "model.pth")
     assert "its keys are epoch, net" in refusal(tmp_path / "model.pth")
 
 
-@pytest.mark.parametrize("suffix", [".pth.tar", ".ckpt", ".tar", ".bin", ".safetensors", ".model", ""])
+@pytest.mark.parametrize("suffix", [".pth.tar", ".safetensors", ""])
 def test_the_content_decides_on_the_format(tmp_path, suffix):
     tensors, path = timm_tensors(), tmp_path / f"checkpoint{suffix}"
     save_file(tensors, path)

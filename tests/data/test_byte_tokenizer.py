@@ -1,23 +1,14 @@
 """The byte tokenizer: ids are bytes, encoding is lossless, and AutoTokenizer loads it."""
 
-import random
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from aft_hf import build_byte_tokenizer
 
 
-TEXTS = [
-    "",
-    " ",
-    "plain",
-    "  two  spaces ",
-    "Grüße\r\n\tan alle",
-    "日本語 \U0001f389\U0001f469\u200d\U0001f467",
-    "foo's 'll <s> \u2028 \x00\x7f",
-    "\u017f\u0301",
-]
+TEXTS = ["", "  two  spaces ", "Grüße\r\n", "日本語 \U0001f389", "foo's <s> \u2028 \x00\x7f", "\u017f\u0301"]
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +16,10 @@ def tokenizer():
     return build_byte_tokenizer()
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@given(text=st.text())
 def test_ids_are_the_bytes_of_utf8_and_decode_to_the_text(tokenizer, text):
     ids = tokenizer(text).input_ids
-    assert ids == list(text.encode())
-    assert tokenizer.decode(ids) == text
-
-
-def test_any_unicode_text_survives(tokenizer):
-    source = random.Random(0)
-    for _ in range(200):
-        points = [source.choice([source.randrange(256), source.randrange(0xD800), source.randrange(0xE000, 0x110000)])]
-        points += [source.randrange(0x250) for _ in range(30)]
-        text = "".join(map(chr, points))
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
 
 
 def test_every_byte_has_its_own_id_and_special_tokens_follow(tokenizer):

@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
 from aft_hf.data.classification import BatchAugmentation, TrainingImages, crop_box
-from aft_hf.data.order import SampleKey
+from aft_hf.data.samples import SampleKey
 
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
@@ -45,13 +44,12 @@ def test_an_image_that_no_crop_fits_into_gives_its_centre():
 
 def test_training_images_are_bytes_with_the_number_of_their_class():
     pixels = np.random.default_rng(0).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    features = Features({"image": Image(), "label": Value("string")})
-    rows = Dataset.from_dict({"image": [PILImage.fromarray(pixels)], "label": ["cat"]}, features=features)
-    whole = TrainingImages(rows, {"cat": 3}, size=6, crop_scale=None, seed=0)[SampleKey(0, 0)]
+    row = {"image": PILImage.fromarray(pixels), "label": "cat"}
+    whole = TrainingImages({"cat": 3}, size=6, crop_scale=None, seed=0)(row, SampleKey(0, 0))
     assert whole["labels"] == 3 and whole["pixel_values"].dtype == torch.uint8
     assert np.array_equal(whole["pixel_values"].permute(1, 2, 0).numpy(), pixels)
-    cropped = TrainingImages(rows, {"cat": 3}, size=6, crop_scale=(0.1, 0.9), seed=0)
-    once, again, later = (cropped[SampleKey(epoch, 0)]["pixel_values"] for epoch in (0, 0, 1))
+    cropped = TrainingImages({"cat": 3}, size=6, crop_scale=(0.1, 0.9), seed=0)
+    once, again, later = (cropped(row, SampleKey(epoch, 0))["pixel_values"] for epoch in (0, 0, 1))
     assert torch.equal(once, again) and not torch.equal(once, later)
 
 
@@ -107,7 +105,7 @@ def test_erasing_makes_a_part_of_each_image_noise(batch):
 
 
 def test_the_same_seed_gives_the_same_batch(batch):
-    augment = BatchAugmentation(5, MEAN, STD, operations=2, erasing=0.25, mixup=0.8, cutmix=1.0)
+    augment = BatchAugmentation(5, MEAN, STD, rand_augment_operations=2, erasing=0.25, mixup=0.8, cutmix=1.0)
     results = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)

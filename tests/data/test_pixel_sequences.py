@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image
 from PIL import Image as PILImage
 
-from aft_hf.data.order import SampleKey
 from aft_hf.data.pixel_sequences import START_TOKEN, PixelSequences, pixels_to_tokens, tokens_to_image
+from aft_hf.data.samples import SampleKey
 
 
-def rows_of(*pixels: np.ndarray) -> Dataset:
-    images = [PILImage.fromarray(each) for each in pixels]
-    return Dataset.from_dict({"image": images}, features=Features({"image": Image()}))
+def sample_of(pixels: np.ndarray, size: int = 4, key: SampleKey | None = None) -> dict[str, torch.Tensor]:
+    return PixelSequences(size, seed=1)({"image": PILImage.fromarray(pixels)}, key)
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def pixels() -> np.ndarray:
 
 
 def test_tokens_are_the_channels_of_each_pixel_in_raster_order(pixels):
-    sample = PixelSequences(rows_of(pixels), image_size=4)[0]
+    sample = sample_of(pixels)
     for row in range(4):
         for column in range(4):
             for channel in range(3):
@@ -44,7 +42,7 @@ def test_tokens_that_are_no_image_are_errors():
 
 
 def test_larger_images_are_averaged_over_areas(pixels):
-    sample = PixelSequences(rows_of(pixels), image_size=2)[0]
+    sample = sample_of(pixels, 2)
     expected = pixels.reshape(2, 2, 2, 2, 3).mean((1, 3))
     assert (
         np.abs(sample["labels"].reshape(2, 2, 3).numpy() - expected).max() < 1
@@ -54,7 +52,7 @@ def test_larger_images_are_averaged_over_areas(pixels):
 @pytest.mark.parametrize("shape", ((2, 4, 3), (4, 2, 3), (8, 4, 3)))
 def test_an_image_that_is_not_square_becomes_square(shape):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    labels = PixelSequences(rows_of(pixels), image_size=4)[0]["labels"].reshape(4, 4, 3).numpy()
+    labels = sample_of(pixels)["labels"].reshape(4, 4, 3).numpy()
     repeated = pixels.repeat(-(-4 // shape[0]), 0).repeat(4 // shape[1], 1)
     expected = repeated.reshape(4, repeated.shape[0] // 4, 4, 3).mean(1)
     assert np.abs(labels - expected).max() <= 0.5
@@ -62,9 +60,9 @@ def test_an_image_that_is_not_square_becomes_square(shape):
 
 def test_training_flips_half_of_the_images_and_shifts_all_channels_of_an_image_by_one_number_clipped(pixels):
     pixels[0, 0] = (0, 255, 128)
-    dataset, shifts, flips = PixelSequences(rows_of(pixels), image_size=4, seed=1), set(), 0
+    shifts, flips = set(), 0
     for epoch in range(400):
-        result = dataset[SampleKey(epoch, 0)]["labels"].reshape(4, 4, 3).numpy()
+        result = sample_of(pixels, key=SampleKey(epoch, 0))["labels"].reshape(4, 4, 3).numpy()
         found = [
             (flip, shift)
             for flip in (False, True)
@@ -78,12 +76,11 @@ def test_training_flips_half_of_the_images_and_shifts_all_channels_of_an_image_b
 
 
 def test_a_sample_of_training_is_the_same_whenever_it_is_read(pixels):
-    dataset = PixelSequences(rows_of(pixels), image_size=4, seed=1)
-    first, again = dataset[SampleKey(3, 0)], dataset[SampleKey(3, 0)]
+    first, again = (sample_of(pixels, key=SampleKey(3, 0)) for _ in range(2))
     assert torch.equal(first["labels"], again["labels"])
 
 
 def test_grey_images_have_three_equal_channels():
     grey = np.arange(16, dtype=np.uint8).reshape(4, 4)
-    labels = PixelSequences(rows_of(grey), image_size=4)[0]["labels"].reshape(4, 4, 3)
+    labels = sample_of(grey)["labels"].reshape(4, 4, 3)
     assert (labels == torch.tensor(grey)[..., None]).all()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("datasets_cache")
 def test_texts_are_joined_and_lose_nothing_but_the_rest():
     texts = ["a first text", "", "é", "and the last one"]
     joined = "".join(texts).encode()
-    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(), 8, mark_ends=False)
+    blocks = group_into_blocks(Dataset.from_dict({"text": texts}), build_byte_tokenizer(eos_token=None), 8)
     assert blocks.column_names == ["input_ids", "labels"] and blocks["labels"][:] == blocks["input_ids"][:]
     assert all(len(block) == 8 for block in blocks["input_ids"])
     tokens = [token for block in blocks["input_ids"] for token in block]
@@ -39,10 +39,14 @@ def test_a_short_text_gives_no_block():
     assert len(group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), 5)) == 0
 
 
-def test_the_separator_is_between_all_texts_of_a_file():
+def test_the_separator_is_between_all_texts_of_a_file_which_is_written_again_when_they_change():
     texts = [str(i) for i in range(2001)]  # they are written a thousand at a time
     path = join_texts(Dataset.from_dict({"text": texts}), "text", "|é|")
     assert path.read_text(encoding="utf-8") == "|é|".join(texts)
+    written = path.stat().st_mtime_ns
+    assert join_texts(Dataset.from_dict({"text": texts}), "text", "|é|") == path  # it is written once
+    assert path.stat().st_mtime_ns == written
+    assert join_texts(Dataset.from_dict({"text": texts[:-1]}), "text", "|é|") != path
 
 
 @pytest.mark.parametrize("block_size", [1, 0, -4])

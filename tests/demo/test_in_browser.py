@@ -243,15 +243,6 @@ def test_what_a_visitor_gets_wrong_is_said_on_the_page(app, open_page):
     assert "Traceback" not in page.content()
 
 
-def test_a_file_that_is_no_image_is_refused(app, open_page, tmp_path):
-    page = open_page(app)
-    path = tmp_path / "broken.png"
-    path.write_bytes(b"no image at all")
-    upload(page, "#image-upload", path)
-    page.get_by_text("cannot be read as an image").wait_for()
-    assert "Traceback" not in page.content()
-
-
 def test_the_lower_half_of_an_image_is_completed(app, open_page, picture):
     page = open_page(app)
     open_tab(page, "Draw")
@@ -262,34 +253,25 @@ def test_the_lower_half_of_an_image_is_completed(app, open_page, picture):
     assert len(sources) == 6 and page.locator("#pixels img").first.bounding_box()["width"] > 100
 
 
-def test_a_phone_shows_every_tab_without_scrolling_sideways(app, open_page, picture):
+def test_a_phone_shows_the_results_of_every_tab_on_the_first_screen(app, open_page):
     page = open_page(app, "phone")
-    assert no_wider_than(page)
+    assert ends_above_the_fold(page, "#image-label") and no_wider_than(page)
     open_tab(page, "Write")
     set_count(page, 20)
     page.fill("#prompt textarea", "a" * 30)  # one long word
     press(page, "#write", page.locator(".aft-text"))
-    assert no_wider_than(page)
-    open_tab(page, "Draw")
-    upload(page, "#pixel-upload", picture)
-    page.wait_for_selector("#pixel-upload img")
-    press(page, "#draw", page.get_by_text("Drawing 4"))
-    assert no_wider_than(page)
-
-
-def test_on_a_phone_the_results_are_on_the_first_screen(app, open_page):
-    page = open_page(app, "phone")
-    assert ends_above_the_fold(page, "#image-label")
-    open_tab(page, "Write")
-    press(page, "#write", page.locator(".aft-text"))
-    assert ends_above_the_fold(page, "#text")
+    assert ends_above_the_fold(page, "#text") and no_wider_than(page)
     open_tab(page, "Draw")
     press(page, "#draw", page.get_by_text("Drawing 1"))
-    assert ends_above_the_fold(page, "#pixels img")
+    assert ends_above_the_fold(page, "#pixels img") and no_wider_than(page)
 
 
-def test_images_and_files_that_are_too_large_are_refused(app, open_page, tmp_path):
+def test_files_that_are_no_image_or_too_large_are_refused(app, open_page, tmp_path):
     page = open_page(app)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image at all")
+    upload(page, "#image-upload", broken)
+    page.get_by_text("cannot be read as an image").wait_for()
     many = tmp_path / "many.png"  # few bytes, many pixels
     Image.new("1", (9000, 9000)).save(many)
     upload(page, "#image-upload", many)
@@ -301,24 +283,18 @@ def test_images_and_files_that_are_too_large_are_refused(app, open_page, tmp_pat
     assert "Traceback" not in page.content()
 
 
-def test_a_visitor_is_told_what_a_small_model_can_do(app, open_page):
-    page = open_page(app)
-    for tab, expected in (
-        ("Classify", "calls any other"),
-        ("Write", "say nothing"),
-        ("Draw", "what it was trained on"),
-    ):
-        open_tab(page, tab)
-        page.locator(".aft-about:visible", has_text=expected).wait_for()
-
-
 def test_the_models_of_the_repository_are_on_the_page_within_seconds(open_page, tmp_path):
     process, url = serve(tmp_path)
     try:
         page = open_page(url, "phone")
-        for tab, name in (("Classify", "cifar10-aft-conv"), ("Write", "shakespeare-bytes"), ("Draw", "digits-pixels")):
+        for tab, name, told in (
+            ("Classify", "cifar10-aft-conv", "calls any other"),
+            ("Write", "shakespeare-bytes", "say nothing"),
+            ("Draw", "digits-pixels", "what it was trained on"),
+        ):
             open_tab(page, tab)
             page.locator(".aft-about:visible", has_text=name).wait_for()
+            page.locator(".aft-about:visible", has_text=told).wait_for()
             assert no_wider_than(page)
         page.close()  # before its server
     finally:

@@ -90,14 +90,11 @@ def test_any_override_is_applied_or_refused(folder, key, value):
 
 
 BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30))])
-MERGES = "\n".join(
-    ["b0: &b0 {x: 1}", *(f"b{i}: &b{i} {{<<: [{', '.join([f'*b{i - 1}'] * 10)}]}}" for i in range(1, 20))]
-)
 # Inputs that once gave another error or a hang: (YAML, overrides, part of the error message).
 FOUND = {
-    "aliases of aliases": (BOMB, (), "more than"),
-    "merged aliases": (MERGES, (), "more than"),
-    "an alias of itself": ("a: &a [*a]", (), "nested deeper"),
+    "aliases of aliases": (BOMB, (), "aliases (*) are not supported"),
+    "a merged alias": ("a: &a {x: 1}\nb: {<<: *a}", (), "aliases (*) are not supported"),
+    "an alias of itself": ("a: &a [*a]", (), "aliases (*) are not supported"),
     "100,000 lists": ("[" * 100_000, (), "not YAML"),
     "100,000 objects": ("{a: " * 100_000, (), "not YAML"),
     "a long integer": ("seed: " + "1" * 5_000, (), "not YAML"),

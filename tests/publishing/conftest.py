@@ -16,6 +16,8 @@ import tiny
 from hub import Hub
 from processes import HERE
 
+from aft_hf.publishing import write_card
+
 
 @pytest.fixture
 def hub():
@@ -61,4 +63,14 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     for task in ("text", "image"):
         tiny.save(tiny.build(task, "conv"), root / task)
+    return root
+
+
+@pytest.fixture(scope="session")
+def carded(saved, tmp_path_factory):
+    """The saved models with their cards, which take time to draw. Copy them before changing them."""
+    root = tmp_path_factory.mktemp("carded")
+    for task in ("text", "image"):
+        shutil.copytree(saved / task, root / task)
+        write_card(root / task, repo_id="me/tiny")
     return root

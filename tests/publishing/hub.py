@@ -1,10 +1,10 @@
-"""A mock server of the Hub: the part of its HTTP API that the real clients need to push and load models, in memory.
+"""A mock server of the Hub: the part of its HTTP API that the real client needs to upload models, in memory.
 
     with Hub() as hub:
         HfApi(endpoint=hub.url, token=WRITE).create_repo("me/model")
 
 It listens on the loopback interface. Large files are uploaded by LFS to a storage under another host name, as on the
-Hub, in one part or in several. `Hub.fail` injects faults.
+Hub. `Hub.fail` injects faults.
 """
 
 import base64
@@ -45,25 +45,22 @@ class Blob:
 
 @dataclass
 class Repository:
-    """A repository. Commits are dictionaries of files by path, and refs name commits."""
+    """A repository with one branch. Commits are dictionaries of files by path."""
 
     private: bool = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
+    head: str = ""
 
-    def commit(self, ref: str, files: dict[str, Blob], message: str) -> str:
-        """Add a commit atomically: the ref moves when all files are known."""
-        listing = json.dumps([len(self.commits), ref, {path: blob.oid for path, blob in files.items()}])
-        oid = hashlib.sha1(listing.encode()).hexdigest()
-        self.commits[oid] = files
-        self.refs[ref] = oid
-        self.messages.append(message)
-        return oid
+    def commit(self, files: dict[str, Blob]) -> str:
+        """Add a commit atomically: the branch moves when all files are known."""
+        listing = json.dumps([len(self.commits), {path: blob.oid for path, blob in files.items()}])
+        self.head = hashlib.sha1(listing.encode()).hexdigest()
+        self.commits[self.head] = files
+        return self.head
 
-    def files(self, ref: str = "main") -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
         """Return the contents of the files by path, for comparison in tests."""
-        return {path: blob.content for path, blob in self.commits[self.refs[ref]].items()}
+        return {path: blob.content for path, blob in self.commits[self.head].items()}
 
 
 @dataclass
@@ -86,14 +83,12 @@ class ApiError(Exception):
 
 
 class Hub:
-    """The server and its state. LFS files larger than `part_size` are uploaded in parts of that size."""
+    """The server and its state."""
 
-    def __init__(self, part_size: int | None = None):
-        self.part_size = part_size
+    def __init__(self):
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}  # LFS by sha256, verified
         self.unverified: dict[str, bytes] = {}
-        self.parts: dict[str, dict[int, bytes]] = {}
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.lock = threading.RLock()
@@ -140,7 +135,7 @@ class Hub:
         return repository
 
     def commit_of(self, repository: Repository, revision: str) -> str:
-        oid = repository.refs.get(revision, revision)
+        oid = repository.head if revision == "main" else revision
         if oid not in repository.commits:
             raise ApiError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return oid
@@ -255,13 +250,6 @@ def require_write(token: str | None) -> None:
         raise ApiError(403, "you must use a write token")
 
 
-@route("GET", "/api/whoami-v2")
-def whoami(handler, token, body):
-    if token is None:
-        raise ApiError(401, "Invalid credentials in Authorization header")
-    return as_json({"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": token}}})
-
-
 @route("POST", "/api/repos/create")
 def create_repo(handler, token, body):
     require_write(token)
@@ -274,7 +262,7 @@ def create_repo(handler, token, body):
         raise ApiError(409, "You already created this model repo", url=f"{handler.hub.url}/{repo_id}")
     private = asked.get("visibility") == "private" or bool(asked.get("private"))
     repository = handler.hub.repositories[repo_id] = Repository(private)
-    repository.commit("main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit")
+    repository.commit({".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)})
     return as_json({"url": f"{handler.hub.url}/{repo_id}", "name": repo_id, "id": repo_id})
 
 
@@ -284,53 +272,12 @@ def repo_info(handler, token, body, repo_id, revision):
     oid = handler.hub.commit_of(repository, revision or "main")
     siblings = [{"rfilename": path} for path in repository.commits[oid]]
     if "blobs" in handler.query:
-        for sibling, (path, blob) in zip(siblings, repository.commits[oid].items()):
-            told = entry(path, blob)
-            sibling |= {"blobId": told["oid"], "size": told["size"]}
+        for sibling, blob in zip(siblings, repository.commits[oid].values()):
+            sibling |= {"blobId": blob.oid, "size": len(blob.content)}
             if blob.lfs:
-                sibling["lfs"] = {"sha256": blob.oid, "size": told["size"], "pointerSize": 130}
+                sibling["lfs"] = {"sha256": blob.oid, "size": len(blob.content), "pointerSize": 130}
     info = {"_id": "0", "id": repo_id, "modelId": repo_id, "sha": oid, "private": repository.private}
     return as_json(info | {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
-
-
-@route("GET", rf"/api/models/{REPO}/refs")
-def refs(handler, token, body, repo_id):
-    repository = handler.hub.repository(repo_id, token)
-    found = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in repository.refs.items()]
-    pulls = [each for each in found if each["name"].startswith("refs/pr/")]
-    return as_json({"branches": [each for each in found if each not in pulls], "pullRequests": pulls, "tags": []})
-
-
-@route("POST", rf"/api/models/{REPO}/branch/(?P<branch>.+)")
-def create_branch(handler, token, body, repo_id, branch):
-    require_write(token)
-    repository = handler.hub.repository(repo_id, token)
-    if branch in repository.refs:
-        raise ApiError(409, f"Reference already exists: refs/heads/{branch}")
-    start = json.loads(body or b"{}").get("startingPoint", "main")
-    repository.refs[branch] = handler.hub.commit_of(repository, start)
-    return as_json({})
-
-
-@route("GET", rf"/api/models/{REPO}/tree/(?P<revision>refs/pr/\d+|[^/]+)(/(?P<folder>.+))?")
-def tree(handler, token, body, repo_id, revision, folder):
-    repository = handler.hub.repository(repo_id, token)
-    files = repository.commits[handler.hub.commit_of(repository, revision)]
-    prefix = f"{folder.rstrip('/')}/" if folder else ""
-    found = [entry(path, blob) for path, blob in files.items() if path.startswith(prefix)]
-    if prefix and not found:
-        raise ApiError(404, f"{folder} does not exist", "EntryNotFound")
-    return as_json(found)
-
-
-def entry(path: str, blob: Blob) -> dict:
-    pointer = {"oid": blob.oid, "size": len(blob.content), "pointerSize": 130}
-    return {
-        "type": "file",
-        "path": path,
-        "size": len(blob.content),
-        "oid": hashlib.sha1(blob.oid.encode()).hexdigest() if blob.lfs else blob.oid,
-    } | ({"lfs": pointer} if blob.lfs else {})
 
 
 @route("POST", "/api/validate-yaml")
@@ -407,13 +354,6 @@ def lfs_batch(handler, token, body, repo_id):
         answer = {"oid": item["oid"], "size": item["size"], "authenticated": True}
         if item["oid"] not in hub.objects:
             upload = {"href": f"{hub.storage}/{item['oid']}"}
-            if hub.part_size is not None and item["size"] > hub.part_size:
-                numbers = range(1, -(-item["size"] // hub.part_size) + 1)
-                urls = {str(number): f"{hub.storage}/{item['oid']}/part/{number}" for number in numbers}
-                upload = {
-                    "href": f"{hub.url}/api/complete/{item['oid']}",
-                    "header": {"chunk_size": str(hub.part_size)} | urls,
-                }
             answer["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/{repo_id}.git/info/lfs/verify"}}
         answers.append(answer)
     return as_json({"transfer": "basic", "objects": answers})
@@ -425,19 +365,6 @@ def lfs_put(handler, token, body, oid):
         raise ApiError(400, "a token was sent to the storage")
     store(handler.hub, oid, body)
     return 200, b"", {}
-
-
-@route("PUT", r"/storage/(?P<oid>[0-9a-f]{64})/part/(?P<number>\d+)")
-def lfs_put_part(handler, token, body, oid, number):
-    handler.hub.parts.setdefault(oid, {})[int(number)] = body
-    return 200, b"", {"ETag": hashlib.md5(body).hexdigest()}
-
-
-@route("POST", "/api/complete/(?P<oid>[0-9a-f]{64})")
-def lfs_complete(handler, token, body, oid):
-    parts = handler.hub.parts.pop(oid)
-    store(handler.hub, oid, b"".join(parts[part["partNumber"]] for part in json.loads(body)["parts"]))
-    return as_json({"success": True})
 
 
 def store(hub: Hub, oid: str, content: bytes) -> None:
@@ -466,8 +393,7 @@ def commit(handler, token, body, repo_id, revision):
     for line in lines:
         key, value = line["key"], line["value"]
         if key == "header":
-            header = value
-            if header.get("parentCommit") not in (None, parent):
+            if value.get("parentCommit") not in (None, parent):
                 raise ApiError(412, "A commit has happened since. Please refresh and try again.")
         elif key == "file":
             files[value["path"]] = Blob(base64.b64decode(value["content"]), False)
@@ -480,43 +406,5 @@ def commit(handler, token, body, repo_id, revision):
                 raise ApiError(400, f"no such file: {value['path']}")
         else:
             raise ApiError(400, f"unknown operation {key}")
-    content = {}
-    if handler.query.get("create_pr") == ["1"]:
-        number = 1 + sum(ref.startswith("refs/pr/") for ref in repository.refs)
-        revision = f"refs/pr/{number}"
-        content["pullRequestUrl"] = f"{hub.url}/{repo_id}/discussions/{number}"
-    oid = repository.commit(revision, files, header["summary"])
-    return as_json(content | {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{repo_id}/commit/{oid}"})
-
-
-def resolve(handler, token, body, repo_id, revision, path):
-    repository = handler.hub.repository(repo_id, token)
-    oid = handler.hub.commit_of(repository, revision)
-    blob = repository.commits[oid].get(path)
-    headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
-    if blob is None:
-        message = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
-        return 404, b"Entry not found", headers | message
-    if blob.lfs:
-        linked = {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(len(blob.content))}
-        return 302, b"", headers | linked | {"Location": f"{handler.hub.storage}/{blob.oid}"}
-    return ranged(handler, blob.content, headers | {"ETag": f'"{blob.oid}"'})
-
-
-def stored(handler, token, body, oid):
-    if token is not None:
-        raise ApiError(400, "a token was sent to the storage")
-    return ranged(handler, handler.hub.objects[oid], {"ETag": f'"{oid}"'})
-
-
-def ranged(handler, content: bytes, headers: dict) -> tuple[int, bytes, dict]:
-    match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    if match is None:
-        return 200, content, headers
-    start = int(match[1])
-    return 206, content[start:], headers | {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-
-
-for _method in ("GET", "HEAD"):
-    route(_method, rf"/{REPO}/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<path>.+)")(resolve)
-    route(_method, "/storage/(?P<oid>[0-9a-f]{64})")(stored)
+    oid = repository.commit(files)
+    return as_json({"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{repo_id}/commit/{oid}"})

@@ -5,11 +5,8 @@ import os
 import shutil
 
 import pytest
-import torch
-from PIL import Image
 from rich.console import Console
 
-from aft_hf import AFTForImageClassification
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 
 
@@ -47,7 +44,7 @@ def dry_run(directory, **options):
     return done, console.export_text()
 
 
-@pytest.mark.parametrize("name", [".README.md.tmp", ".position_biases.png", "README.md", "position_biases.png"])
+@pytest.mark.parametrize("name", [".README.md.tmp", "README.md", "losses.png"])
 @pytest.mark.parametrize("write", [write_card, lambda directory: publish(directory, "me/tiny", dry_run=True)])
 def test_a_planted_link_is_not_written_through(directory, outside, name, write):
     (directory / name).symlink_to(outside)
@@ -97,29 +94,18 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
     assert "letmein" not in str(error.value)
 
 
-@pytest.mark.parametrize("license", [None, "mit"])
 @pytest.mark.parametrize("card", [None, "---\nlicense: gpl-3.0\n---\n# Mine\n", "generated_from_trainer\n"])
-def test_a_dry_run_changes_nothing_in_the_folder(directory, license, card):
+def test_a_dry_run_changes_nothing_in_the_folder(directory, card):
     if card is not None:
         (directory / "README.md").write_text(card)
-    shutil.copyfile(directory / "config.json", directory / "results.json.bak")
     before = listing(directory)
     if card is not None and "Mine" in card:
         with pytest.raises(PublishError, match="lacks library_name"):
-            dry_run(directory, license=license)
+            dry_run(directory)
     else:
-        done, said = dry_run(directory, license=license)
-        assert {"README.md", "position_biases.png", "config.json"} <= set(done.files)
-        assert f"license {license or 'apache-2.0'}" in said and "nothing was uploaded" in said
-        assert "## Limits and risks" in said  # the card
-    assert listing(directory) == before
-
-
-def test_what_is_unfit_is_refused_before_a_card_is_written(directory):
-    (directory / "model.pt").write_bytes(b"")
-    before = listing(directory)
-    with pytest.raises(PublishError, match="is a pickle"):
-        publish(directory, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
+        done, said = dry_run(directory)
+        assert {"README.md", "config.json"} <= set(done.files)
+        assert "license apache-2.0" in said and "nothing was uploaded" in said
     assert listing(directory) == before
 
 
@@ -128,22 +114,3 @@ def test_files_are_named_as_they_are_called(directory):
         (directory / name.replace("/", "\N{DIVISION SLASH}")).write_text("mine")
     _, said = dry_run(directory)
     assert "[red]notes[" in said and ".hidden[" in said
-
-
-def test_a_picture_of_ours_is_drawn_anew_for_another_model_and_one_of_the_users_stays(directory):
-    picture = directory / "position_biases.png"
-    write_card(directory)
-    first = picture.read_bytes()
-    write_card(directory)
-    assert picture.read_bytes() == first
-    with torch.no_grad():
-        model = AFTForImageClassification.from_pretrained(directory)
-        model.aft.layers[0].mixer.kernel.copy_(torch.eye(3))
-    model.save_pretrained(directory)
-    write_card(directory)
-    assert picture.read_bytes() != first
-    Image.new("RGB", (4, 4)).save(directory / "mine.png")
-    for content in (b"no picture", (directory / "mine.png").read_bytes()):
-        picture.write_bytes(content)
-        write_card(directory)
-        assert picture.read_bytes() == content

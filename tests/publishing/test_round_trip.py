@@ -41,59 +41,34 @@ def nobody_is_asked(monkeypatch):
     monkeypatch.setattr("builtins.input", ask)
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    """Models of all types of both tasks; `without_aft_hf.py` has checked, trained and saved each of them twice."""
-    directory = tmp_path_factory.mktemp("cases")
-    path = tiny.write_all_cases(directory)
-    listed = json.loads(path.read_text())
-    done = run(HERE / "without_aft_hf.py", path, env=environment(directory / "cache"))
-    return listed, done.stdout
-
-
 @pytest.mark.slow
-def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(cases):
-    listed, said = cases
-    types = {tuple(case["source"].split("-")[-2:]) for case in listed}
-    assert {("text", each) for each in tiny.TEXT_TYPES} | {("image", each) for each in tiny.IMAGE_TYPES} <= types
-    assert all(f"checked {case['source']}" in said for case in listed)
-    assert "pipelines of images: run" in said
-
-
-@pytest.mark.slow
-def test_language_models_become_classifiers_where_there_is_no_aft_hf(cases):
-    new = [case for case in cases[0] if (Path(case["source"]).name.startswith("aft-text-"))]
-    assert len(new) == len(tiny.TEXT_TYPES)
-    for case in new:
-        text = AutoModelForSequenceClassification.from_pretrained(f"{case['out']}/text-classification")
-        token = AutoModelForTokenClassification.from_pretrained(f"{case['out']}/token-classification")
-        assert (type(text), type(token)) == (AFTForSequenceClassification, AFTForTokenClassification)
-
-
-def test_what_was_trained_and_saved_without_aft_hf_loads_with_it(cases):
-    for case in cases[0]:
-        inputs = load_file(case["expected"])["inputs"]
+def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(tmp_path):
+    """`without_aft_hf.py` checks, trains and saves each model twice; then they load here."""
+    path = tiny.write_all_cases(tmp_path)
+    done = run(HERE / "without_aft_hf.py", path, env=environment(tmp_path / "cache"))
+    assert "pipelines of images: run" in done.stdout
+    for case in json.loads(path.read_text()):
+        source, out = Path(case["source"]), Path(case["out"])
+        assert f"checked {source}" in done.stdout and {each.name for each in source.glob("*.py")} == set(CODE)
+        places = json.loads((source / "config.json").read_text())["auto_map"]
+        for directory in (out / "second", out / "third", out / "backbone"):
+            assert json.loads((directory / "config.json").read_text())["auto_map"] == places
+            assert all((directory / name).read_text() == (source / name).read_text() for name in CODE)
+        inputs, expected = (
+            load_file(each)[name]
+            for each, name in ((case["expected"], "inputs"), (out / "logits.safetensors", "logits"))
+        )
         for generation in ("second", "third"):
-            model = HEADS[case["task"]].from_pretrained(f"{case['out']}/{generation}").eval()
+            model = HEADS[case["task"]].from_pretrained(out / generation).eval()
             assert type(model) is CLASSES[case["task"]]
             with torch.no_grad():
                 logits = model(inputs) if case["task"] == "text" else model(pixel_values=inputs)
-            expected = load_file(f"{case['out']}/logits.safetensors")["logits"]
             # The other process may round differently.
             torch.testing.assert_close(logits.logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
-
-
-def test_every_generation_has_the_code_and_the_places_of_its_classes(cases):
-    for case in cases[0]:
-        code = {path.name for path in Path(case["source"]).glob("*.py")}
-        assert code == set(CODE)
-        places = json.loads(AutoConfig.from_pretrained(case["source"]).to_json_string())["auto_map"]
-        for directory in (case["source"], f"{case['out']}/second", f"{case['out']}/third", f"{case['out']}/backbone"):
-            for name in code:
-                with open(f"{directory}/{name}") as copy, open(f"{case['source']}/{name}") as first:
-                    assert copy.read() == first.read(), f"{directory}/{name}"
-            with open(f"{directory}/config.json") as file:
-                assert json.load(file)["auto_map"] == places
+        if case["task"] == "text":
+            text = AutoModelForSequenceClassification.from_pretrained(out / "text-classification")
+            token = AutoModelForTokenClassification.from_pretrained(out / "token-classification")
+            assert (type(text), type(token)) == (AFTForSequenceClassification, AFTForTokenClassification)
 
 
 @pytest.mark.parametrize("task", ["text", "image"])

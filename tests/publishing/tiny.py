@@ -76,7 +76,7 @@ def expected_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {"inputs": tokens, "logits": model(input_ids=tokens).logits, "generated": generated}
 
 
-def write_case(model: PreTrainedModel, source: str | Path, directory: Path, push: str | None = None) -> dict:
+def write_case(model: PreTrainedModel, source: str | Path, directory: Path) -> dict:
     """Write the expected outputs of a model, and return its entry in the list that `without_aft_hf.py` reads."""
     directory.mkdir(parents=True)
     save_file(expected_of(model), directory / "expected.safetensors")
@@ -85,7 +85,6 @@ def write_case(model: PreTrainedModel, source: str | Path, directory: Path, push
         "task": model.config.modality,
         "expected": str(directory / "expected.safetensors"),
         "out": str(directory),
-        "push": push,
     }
 
 

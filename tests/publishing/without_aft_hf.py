@@ -2,12 +2,11 @@
 
     python without_aft_hf.py cases.json
 
-`cases.json` is a list of {"source": directory or repository, "task": "text" or "image", "expected": file, "out":
-directory, "push": repository or null}; `expected` is a safetensors file with `inputs`, `logits` and, for text,
-`generated`. The model is loaded by every Auto class that fits it, compared, run by `pipeline` and `generate`, trained
-for a step, saved to `out`/second, loaded from there, saved to `out`/third, and pushed to `push` and loaded from there.
-The logits after the step are written to `out`/logits.safetensors. Any difference raises an error. The script imports
-only transformers and its dependencies.
+`cases.json` is a list of {"source": directory, "task": "text" or "image", "expected": file, "out": directory};
+`expected` is a safetensors file with `inputs`, `logits` and, for text, `generated`. The model is loaded by every Auto
+class that fits it, compared, run by `pipeline` and `generate`, trained for a step, saved to `out`/second, loaded from
+there, and saved to `out`/third. The logits after the step are written to `out`/logits.safetensors. Any difference
+raises an error. The script imports only transformers and its dependencies.
 """
 
 import importlib.util
@@ -50,13 +49,13 @@ HAS_PILLOW = importlib.util.find_spec("PIL") is not None
 def main(cases: list[dict]) -> None:
     for case in cases:
         check = {"text": check_text, "image": check_image}[case["task"]]
-        check(case["source"], load_file(case["expected"]), Path(case["out"]), case.get("push"))
+        check(case["source"], load_file(case["expected"]), Path(case["out"]))
         print("checked", case["source"], flush=True)
     assert not any(name.split(".")[0] == "aft_hf" for name in sys.modules)
     print("pipelines of images:", "run" if HAS_PILLOW else "not run, Pillow is not installed")
 
 
-def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: str | None) -> None:
+def check_text(source: str, expected: dict[str, torch.Tensor], out: Path) -> None:
     inputs = {"input_ids": expected["inputs"]}
     model = load(AutoModelForCausalLM, "AFTForCausalLM", source)
     compare(source, model(**inputs).logits, expected["logits"])
@@ -70,7 +69,7 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path, push: 
     check_classifiers(source, model, inputs, tokenizer, out)
 
     logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
-    save_again(AutoModelForCausalLM, model, tokenizer, inputs, logits, out, push)
+    save_again(AutoModelForCausalLM, model, tokenizer, inputs, logits, out)
 
 
 def check_classifiers(source: str, model: torch.nn.Module, inputs: dict, tokenizer, out: Path) -> None:
@@ -99,7 +98,7 @@ def check_generation(source: str, model: torch.nn.Module, expected: dict[str, to
     assert torch.equal(generated, expected["generated"]), f"{source}: generates {generated}"
 
 
-def check_image(source: str, expected: dict[str, torch.Tensor], out: Path, push: str | None) -> None:
+def check_image(source: str, expected: dict[str, torch.Tensor], out: Path) -> None:
     inputs = {"pixel_values": expected["inputs"]}
     model = load(AutoModelForImageClassification, "AFTForImageClassification", source)
     compare(source, model(**inputs).logits, expected["logits"])
@@ -118,7 +117,7 @@ def check_image(source: str, expected: dict[str, torch.Tensor], out: Path, push:
 
     labels = torch.zeros(len(expected["inputs"]), dtype=torch.long)
     logits = train_a_step(model, {**inputs, "labels": labels}, inputs)
-    save_again(AutoModelForImageClassification, model, processor, inputs, logits, out, push)
+    save_again(AutoModelForImageClassification, model, processor, inputs, logits, out)
 
 
 def load(auto_class: type, name: str, source: str) -> torch.nn.Module:
@@ -151,8 +150,8 @@ def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Ten
 
 
 @torch.no_grad()
-def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Path, push: str | None) -> None:
-    """Save and load the model twice, save the backbone alone, and push the model to the Hub if `push` is given."""
+def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Path) -> None:
+    """Save and load the model twice, and save the backbone alone."""
     for generation in ("second", "third"):
         directory = out / generation
         model.save_pretrained(directory)
@@ -163,10 +162,6 @@ def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Pa
     model.base_model.save_pretrained(out / "backbone")
     backbone = AutoModel.from_pretrained(out / "backbone", **REMOTE).eval()
     compare(f"{out.name}, backbone saved alone", backbone(**inputs)[0], model.base_model(**inputs)[0])
-    if push is not None:
-        model.push_to_hub(push)
-        pushed = auto_class.from_pretrained(push, **REMOTE).eval()
-        compare(push, pushed(**inputs).logits, logits)
     save_file({"logits": logits.contiguous()}, out / "logits.safetensors")
 
 

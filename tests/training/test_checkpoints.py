@@ -1,7 +1,6 @@
 """Checkpoints: they are complete or absent, and do not interfere with each other."""
 
 import json
-import os
 import resource
 import shutil
 from itertools import product
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import bytes_recipe, finish, launch, plant, run
 from torch.distributed.checkpoint import CheckpointException
 
@@ -67,7 +68,7 @@ def test_any_damage_to_any_file_is_found(tmp_path, original, file, damage):
 def test_no_bit_of_a_manifest_changes_unnoticed(tmp_path, original):
     content = (Path(original[0]["output_dir"]) / "checkpoints/step-000000009" / MANIFEST).read_bytes()
     random = np.random.default_rng(0)
-    for bit in random.choice(8 * len(content), 2000, replace=False):
+    for bit in random.choice(8 * len(content), 1000, replace=False):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / MANIFEST).write_bytes(damaged)
@@ -75,46 +76,49 @@ def test_no_bit_of_a_manifest_changes_unnoticed(tmp_path, original):
             read_manifest(tmp_path)
 
 
-NESTED = "[" * 100_000
-SHAPES = ["", "null", "0", "-1", "1e999", "true", '""', "[]", "[[]]", "{", "{}", '{"":{}}', '{"files":[]}', NESTED]
-SHAPES += ['{"a":' * 100_000, "\ufeff{}", '"\\ud800"', "NaN", "{'step': 9}", "9" * 5000]
-WRONG = [None, True, -1, 1.5, "", "nine", [], [[]], {}, {"": None}, [None], 10**30, [1, 2, 3, {}], [[1, 2, 3]]]
-# For each key, the values of `WRONG` that are valid.
-KEYS = {"step": [10**30], "rates": [[]], "record": [], "recipe": [{}, {"": None}], "data": ["", "nine"]}
-KEYS |= {"position": [[], [1, 2, 3, {}]], "files": []}
-
-
-@pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[:12])
-def test_a_manifest_of_any_shape_is_damage(tmp_path, shape, sealed):
-    content = shape.encode(errors="surrogatepass")
-    if sealed:  # with a correct checksum, as an attacker would write it
-        content = b'"x":%s}' % content
-        content = b'{"sum":"%s",%s' % (checksum(content).encode(), content)
-    (tmp_path / MANIFEST).write_bytes(content)
-    damage = find_damage(tmp_path)
-    assert damage.startswith(MANIFEST) and "\n" not in damage and len(damage) < 1000
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_value_of_another_type_is_damage_also_where_the_sum_is_right(tmp_path, original, key):
-    manifest = read_manifest(Path(original[0]["output_dir"]) / "checkpoints/step-000000009")
-    for value in [value for value in WRONG if value not in KEYS[key]]:
-        (tmp_path / MANIFEST).write_bytes(sealed(manifest.model_dump() | {key: value}))
-        damage = find_damage(tmp_path)
-        assert damage.startswith(f"{MANIFEST}: ") and key in damage and "\n" not in damage
-
-
-@pytest.mark.parametrize(
-    "name", ["/etc/hostname", "../step-000000006/model.safetensors", "a/../../b", "", "a\0b", "a\\b"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
 )
+
+
+def assert_damage(directory: Path, content: bytes, *words: str) -> None:
+    (directory / MANIFEST).write_bytes(content)
+    damage = find_damage(directory)
+    assert all(word in damage for word in words) and "\n" not in damage and len(damage) < 1000
+
+
+@given(JSON, st.text(max_size=30))
+def test_a_manifest_of_any_shape_is_damage(tmp_path_factory, value, text):
+    directory = tmp_path_factory.mktemp("manifest")
+    for content in (json.dumps(value).encode(), text.encode(), b"[" * 100_000):
+        rest = b'"x":%s}' % content
+        right = b'{"sum":"%s",%s' % (checksum(rest).encode(), rest)  # as an attacker would write it
+        for each in (content, right):
+            assert_damage(directory, each, MANIFEST)
+
+
+WRONG = [None, True, -1, 1.5, "nine", [[]], {"": None}, [None], 10**30]
+# For each key, the values of `WRONG` that are valid.
+VALID = {"step": [10**30], "recipe": [{"": None}], "data": ["nine"]}
+
+
+def test_a_value_of_another_type_is_damage_also_where_the_sum_is_right(tmp_path, original):
+    manifest = read_manifest(Path(original[0]["output_dir"]) / "checkpoints/step-000000009").model_dump()
+    for key in ("step", "record", "recipe", "data", "position", "files"):
+        for value in [value for value in WRONG if value not in VALID.get(key, [])]:
+            assert_damage(tmp_path, sealed(manifest | {key: value}), f"{MANIFEST}: ", key)
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../step-000000006/model.safetensors", "a/../../b", "a\\b"])
 def test_a_manifest_names_files_of_its_own_checkpoint_alone(tmp_path, original, name):
     manifest = read_manifest(Path(original[0]["output_dir"]) / "checkpoints/step-000000009")
     write_manifest(tmp_path, manifest.model_copy(update={"files": {name: "1:0"}}))
     assert "must name a file beside this one" in find_damage(tmp_path)
 
 
-@pytest.mark.parametrize("step", [3, 44, -5])
+@pytest.mark.parametrize("step", [3, 44])
 def test_a_manifest_of_another_step_is_damage_and_nothing_else_suffers(copied, original, step, capsys):
     values, checkpoints = copied
     newest = checkpoints / "step-000000009"
@@ -153,85 +157,41 @@ def test_a_recipe_of_any_shape_in_a_checkpoint_ends_in_one_line(copied):
         assert "\n" not in str(stopped.value)
 
 
-FOREIGN = {
-    "step-500": True,  # as other tools name their checkpoints
-    "step-000000001": True,  # without a manifest
-    "step-10": False,
-    "step-000000099": False,
-    "step-\u00b2": True,
-    "step--9": True,
-    ".partial-notes": True,
-    "set-aside-notes": True,
-    "set-aside-step-000000009": False,
-    "notes.txt": False,
-}
+# Folders and files that are no checkpoints of the run, though some have similar names.
+FOLDERS = ["step-500", "step-000000001", "step--9", ".partial-notes", "set-aside-notes"]
+FILES_BESIDE = ["step-10", "step-000000099", "set-aside-step-000000009", "notes.txt"]
 
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_only_what_the_run_has_written_is_renamed_or_deleted(copied, original, resumes):
     values, checkpoints = copied
-    if not resumes:
-        for path in checkpoints.glob("step-*"):
-            shutil.rmtree(path)
-    for name, is_folder in FOREIGN.items():
-        if is_folder:
-            (checkpoints / name).mkdir()
-        (checkpoints / name / "notes" if is_folder else checkpoints / name).write_text("mine")
+    for path in [] if resumes else checkpoints.glob("step-*"):
+        shutil.rmtree(path)
+    places = [checkpoints / name / "notes" for name in FOLDERS] + [checkpoints / name for name in FILES_BESIDE]
+    for path in places:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
     assert run(values | {"keep_checkpoints": 1})["losses"] == original[1]["losses"]
-    for name, is_folder in FOREIGN.items():
-        path = checkpoints / name
-        if name == "step-000000001" and not resumes:  # nothing tells it from a damaged checkpoint of an earlier run
-            path = checkpoints / f"set-aside-{name}"
-        assert (path / "notes" if is_folder else path).read_text() == "mine"
+    if not resumes:  # nothing tells a folder without a manifest from a damaged checkpoint of an earlier run
+        places[1] = checkpoints / "set-aside-step-000000001" / "notes"
+    assert all(path.read_text() == "mine" for path in places)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link", "broken link"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
 def test_what_has_the_name_of_the_next_checkpoint_stays(tmp_path, copied, kind):
     values, checkpoints = copied
-    path, elsewhere = checkpoints / "step-000000012", tmp_path / "elsewhere"
+    path, elsewhere, take_steps = checkpoints / "step-000000012", tmp_path / "elsewhere", loop.take_steps
     elsewhere.mkdir()
     (elsewhere / "notes").write_text("mine")
-    create = {"file": path.touch, "folder": path.mkdir}
-    create |= {"link": lambda: path.symlink_to(elsewhere), "broken link": lambda: path.symlink_to("nowhere")}
-    take_steps = loop.take_steps
 
     def take_steps_after(run):
-        create[kind]()
-        if kind == "folder":
-            (path / "notes").write_text("mine")
+        shutil.copytree(elsewhere, path) if kind == "folder" else path.symlink_to(elsewhere)
         take_steps(run)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="cannot write the checkpoint of step 12"):
         patch.setattr(loop, "take_steps", take_steps_after)
         run(values)
-    assert os.path.lexists(path) and not list(checkpoints.glob(".*"))
-    assert (elsewhere / "notes").exists() and (kind != "folder" or (path / "notes").exists())
-
-
-NAMES = ["config.json", "model.safetensors", "results.json"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["link", "broken link", "folder", "pipe"])
-def test_a_model_replaces_regular_files_alone_and_all_of_them_or_none(tmp_path, finished, name, kind):
-    values, directory = finished
-    path, elsewhere = directory / name, tmp_path / "elsewhere"
-    path.rename(elsewhere)
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(elsewhere if kind == "link" else "nowhere")
-    before = {each: (each.lstat().st_mtime_ns, each.lstat().st_mode) for each in directory.iterdir()}
-    others = {directory / each for each in NAMES if name == "results.json" or each != "results.json"}
-    content = elsewhere.read_bytes()
-    with pytest.raises(OSError, match=f"cannot write the model and its results to .*{name}: (is|exists)") as error:
-        run(values)
-    assert "\n" not in str(error.value) and elsewhere.read_bytes() == content
-    changed = {each for each, state in before.items() if (each.lstat().st_mtime_ns, each.lstat().st_mode) != state}
-    assert path not in changed and (name == "results.json" or not changed & others)
-    assert not list(directory.glob(".*"))
+    assert path.is_symlink() == (kind == "link") and (path / "notes").exists() and not list(checkpoints.glob(".*"))
 
 
 def test_a_run_goes_on_from_the_newest_complete_checkpoint_and_says_which_it_skips(copied, original, capsys):
@@ -323,13 +283,6 @@ def _run_with_little_room(values) -> None:
     limit = 4096
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     _run_elsewhere(values)
-
-
-def test_a_folder_that_cannot_be_written_stops_the_run_with_one_message(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/checkpoints").write_text("in the way")
-    with pytest.raises(OSError, match=rf"cannot write to {tmp_path}/run \(.*/run/checkpoints"):
-        run(bytes_recipe(tmp_path))
 
 
 def test_the_manifest_says_where_the_run_stands(original):

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from functools import partial, partialmethod
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
     GPT2Config,
@@ -151,21 +148,12 @@ def test_an_aft_conv_learns_two_colours_from_a_folder(options, classifier, image
     assert again["eval_accuracy"] == 1.0
 
 
-def test_a_vit_with_and_without_image_processor_and_images_that_are_not_square_are_fine_tuned(vit, images, tmp_path):
+def test_a_vit_without_image_processor_and_images_that_are_not_square_are_fine_tuned(vit, images, tmp_path):
     wide = save_classifier(tmp_path / "wide", size=(8, 12), image_size=[8, 12])
     bare = shutil.copytree(vit, tmp_path / "bare", ignore=shutil.ignore_patterns("preprocessor_config.json"))
     options = [*BOTH, "--train", images, "--max_steps", 2, "--augmentation", "crop"]
     found = [start(model, tmp_path / "out", *options)["eval_loss"] for model in (vit, bare, wide)]
     assert found[0] == found[1] and np.isfinite(found).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [["--bf16"], ["--gradient_checkpointing"], ["--label_smoothing_factor", 0.1]])
-def test_options_of_trainer_work_with_both_heads(options, classifier, images, language_model, text, tmp_path):
-    common = [*BOTH, *options, "--max_steps", 2, "--gradient_accumulation_steps", 2]
-    assert np.isfinite(start(classifier, tmp_path / "images", *common, "--train", images)["train_loss"])
-    metrics = start(language_model, tmp_path / "text", *common, "--train", text, "--block_size", 16)
-    assert np.isfinite(metrics["train_loss"])
 
 
 def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_is_not(images, tmp_path):
@@ -186,10 +174,7 @@ def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_
 def test_a_model_that_knows_the_classes_keeps_their_order(images, tmp_path):
     id2label = {0: "red", 1: "blue"}
     model = save_classifier(tmp_path / "model", id2label=id2label, label2id={"red": 0, "blue": 1})
-    metrics = start(
-        model, tmp_path / "out", *BOTH, "--train", images, "--num_train_epochs", 5, "--learning_rate", 0.01
-    )
-    assert metrics["eval_accuracy"] == 1.0
+    start(model, tmp_path / "out", "--do_train", "--train", images, "--max_steps", 1)
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "out").config.id2label == id2label
 
 
@@ -203,24 +188,6 @@ def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classi
         paths = ["--train", tmp_path / "train.parquet", "--validation", tmp_path / f"{validation}.parquet"]
         results.append(start(classifier, tmp_path / "out", "--do_eval", *paths)["eval_loss"])
     assert results[0] == results[1] == results[2]
-
-
-def test_more_than_ten_numbers_as_labels_stay_the_numbers_that_they_are(tmp_path):
-    parquet(tmp_path / "train.parquet", [2, 11, 0, 10], Value("int64"))
-    model, out = save_classifier(tmp_path / "model", num_labels=12), tmp_path / "out"
-    start(model, out, "--do_train", "--train", tmp_path / "train.parquet", "--validation_share", 0.5, "--max_steps", 1)
-    assert AutoModelForImageClassification.from_pretrained(out).config.id2label == {i: str(i) for i in range(12)}
-
-
-def test_a_test_split_serves_to_validate(classifier, images, tmp_path):
-    for name in ("train", "test"):
-        for colour in ("blue", "red"):
-            folder = tmp_path / "data" / name / colour
-            folder.mkdir(parents=True)
-            for i in range(3):
-                Picture.open(images / colour / f"{i}.png").save(folder / f"{i}.png")
-    metrics = start(classifier, tmp_path / "out", "--do_eval", "--dataset_name", tmp_path / "data")
-    assert metrics["eval_runtime"] > 0 and metrics["eval_accuracy"] in [i / 6 for i in range(7)]
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -260,26 +227,13 @@ def test_gpt2_is_fine_tuned_on_a_parquet_column(gpt2, tmp_path):
     assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
 
 
-def test_label_smoothing_predicts_the_next_token(language_model, text, tmp_path):
-    """Trainer alone does not shift the labels of AFT, whose name it does not know, so AFT would learn the identity."""
-    options = ["--train", text, "--block_size", 64, "--num_train_epochs", 20, "--learning_rate", 2e-2]
-    metrics = start(language_model, tmp_path, *BOTH, *options, "--label_smoothing_factor", 0.01)
-    assert metrics["eval_bits_per_token"] < 3
-
-
-def test_images_and_text_are_trained_with_the_attention_that_was_asked_for(
-    vit, images, gpt2, text, tmp_path, monkeypatch
-):
-    used = []
-
+def test_a_model_is_trained_with_the_attention_that_was_asked_for(gpt2, text, tmp_path, monkeypatch):
     def noted(self, original, model, **options):
-        used.append(model.config._attn_implementation)
+        assert model.config._attn_implementation == "eager"  # transformers' default is sdpa
         original(self, model=model, **options)
 
     tuner_with(monkeypatch, __init__=noted)
-    for model, data in ((vit, images), (gpt2, text)):
-        start(model, tmp_path / "out", *BOTH, "--train", data, "--max_steps", 1, "--attn-implementation", "eager")
-    assert used == ["eager", "eager"]  # transformers' default is sdpa for both
+    start(gpt2, tmp_path, *BOTH, "--train", text, "--max_steps", 1, "--attn-implementation", "eager")
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -306,12 +260,6 @@ def sizes(monkeypatch):
     return seen
 
 
-def test_max_samples_are_the_first_rows(classifier, images, tmp_path, sizes):
-    counts = ["--max_train_samples", 7, "--max-eval-samples", 3, "--validation_share", 0.5]
-    start(classifier, tmp_path, "--do_eval", "--train", images, *counts)
-    assert sizes == [7, 3]
-
-
 @pytest.mark.parametrize("kind", ["images", "text"])
 def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(kind, request, sizes, tmp_path):
     model = request.getfixturevalue({"images": "classifier", "text": "language_model"}[kind])
@@ -323,6 +271,8 @@ def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(kind, request, si
     with CaptureLogger(loading.logger) as log:
         start(model, tmp_path, "--do_train", *options, "--validation_share", 0)
     assert sizes == [40, None] and log.out == ""
+    start(model, tmp_path, "--do_train", *options, "--max_train_samples", 7, "--max-eval-samples", 1)
+    assert sizes == [7, 1]
     with pytest.raises(ValueError, match="no validation data: give --validation, or a --validation-share above 0"):
         start(model, tmp_path, *BOTH, *options, "--validation_share", 0)
 
@@ -343,7 +293,7 @@ def test_tensorboard_writes_no_folder_among_the_files_of_the_model(classifier, i
 # Resuming
 
 
-@pytest.mark.parametrize(("kind", "every"), [("aft", 2), ("aft", 3), ("vit", 2)])  # steps; an epoch has 3
+@pytest.mark.parametrize(("kind", "every"), [("aft", 3), ("vit", 2)])  # steps; an epoch has 3
 def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images, tmp_path):
     model = vit if kind == "vit" else save_classifier(tmp_path / "model", num_labels=2, hidden_dropout_prob=0.2)
     options = [*BOTH, "--train", images, "--validation_share", 0.4, "--num_train_epochs", 3, "--logging_steps", 1]
@@ -391,48 +341,24 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(clas
         assert said.splitlines()[-1] == f"aft-hf: the model is in {tmp_path}"
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_an_unusable_image_in_a_parquet_file_is_named_by_its_row(classifier, images, tmp_path, missing):
-    contents = [(images / name / f"{i}.png").read_bytes() for i in range(4) for name in ("blue", "red")]
-    rows = {"image": [{"bytes": content, "path": None} for content in contents], "label": [0, 1] * 4}
-    rows["image"][5] = None if missing else {"bytes": contents[5][:60], "path": None}
-    features = Features({"image": Image(), "label": ClassLabel(names=["blue", "red"])})
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
-    data = ["--train", tmp_path / "rows.parquet", "--validation", tmp_path / "rows.parquet"]
-    message = "row 5: has no image" if missing else "row 5: an image: cannot be read as an image"
-    for options in (["--do_eval"], ["--do_train", "--max_steps", 8]):
-        with pytest.raises(ValueError, match=message):
-            start(classifier, tmp_path / "out", *data, *options)
-
-
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    second = [sys.executable, "-m", "aft_hf", "finetune", "--model-name-or-path", classifier, "--output-dir", tmp_path]
     refused = []
 
     def slow(self, original, *arguments):
         original(self, *arguments)
-        if not refused:
-            before = sorted(tmp_path.rglob("*"))
-            refused.append(subprocess.run([*second, *QUIET, *map(str, options)], capture_output=True, text=True))
-            assert sorted(tmp_path.rglob("*")) == before
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on ") as error:
+            start(classifier, tmp_path, *options)
+        refused.append(error)
+        assert sorted(tmp_path.rglob("*")) == before
 
     with pytest.MonkeyPatch.context() as patch:
         tuner_with(patch, _save_checkpoint=slow)
         start(classifier, tmp_path, *options)
-    assert refused[0].returncode == 1
-    line = refused[0].stderr.strip().splitlines()[-1]
-    assert line.startswith(f"aft-hf: {tmp_path} is in use by process {os.getpid()} on ")
+    assert len(refused) == 2
     start(classifier, tmp_path, *options)  # the directory is free again
     assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
-
-
-def write_content(path: Path, content: object) -> None:
-    """Write JSON or a file of `torch.save`, by the suffix of the path."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps(content))
-    else:
-        torch.save(content, path)
 
 
 class Payload:
@@ -471,24 +397,15 @@ def checkpoint(classifier, images, tmp_path_factory):
 
 PICKLES = ["optimizer.pt", "scheduler.pt", "rng_state.pth"]
 CUT = [*PICKLES, "trainer_state.json", "model.safetensors"]
-HELD = {  # in place of what Trainer saved
-    "optimizer.pt": [[], {}, {"state": [], "param_groups": 5}, {"state": {0: {"step": "a"}}, "param_groups": []}],
-    "scheduler.pt": [[], {}, {"last_epoch": "a"}, {"base_lrs": 5, "last_epoch": 1}, {"last_epoch": 10**400}],
-    "rng_state.pth": [[], {}, {"python": 5}, {"python": (3, (1,), None), "numpy": 1, "cpu": 1}],
-    "trainer_state.json": [[], {}, {"global_step": "a"}, {"global_step": -1}, {"global_step": 10**400}]
-    + [{"global_step": 1, key: value} for key, value in (("log_history", 5), ("stateful_callbacks", [1]))],
-}
 DAMAGES = {f"{name} is cut": (name, lambda path: path.write_bytes(path.read_bytes()[:40])) for name in CUT}
 DAMAGES |= {f"{name} is empty": (name, lambda path: path.write_bytes(b"")) for name in CUT}
 DAMAGES |= {f"{name} is missing": (name, Path.unlink) for name in ("optimizer.pt", "scheduler.pt")}
 DAMAGES |= {
-    f"{name} holds {json.dumps(content)[:40]}": (name, partial(write_content, content=content))
-    for name, contents in HELD.items()
-    for content in contents
+    f"trainer_state.json holds {text[:20]}": ("trainer_state.json", partial(Path.write_text, data=text))
+    for text in ("[]", "{}", '{"global_step": "a"}', '{"global_step": -1}', '{"global_step": 1' + "0" * 400 + "}")
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_said_to_be_in_one_line(damage, classifier, images, checkpoint, tmp_path):
     name, change = DAMAGES[damage]
@@ -542,59 +459,7 @@ def test_adapters_of_images_are_loaded_again_and_gone_on_with(images, tmp_path):
     assert losses(tmp_path / "again") == whole
 
 
-def test_adapters_give_the_logits_of_training_when_loaded_again(language_model, text, tmp_path, monkeypatch):
-    trained = []
-
-    def noted(self, original, *arguments, **options):
-        trained.append(self.model)
-        original(self, *arguments, **options)
-
-    tuner_with(monkeypatch, save_model=noted)
-    options = ["--train", text, "--block_size", 32, "--max_steps", 3, "--lora_rank", 2, "--learning_rate", 0.05]
-    start(language_model, tmp_path, "--do_train", *options)
-    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(language_model), tmp_path).eval()
-    tokens = torch.arange(20)[None]
-    base = AutoModelForCausalLM.from_pretrained(language_model)
-    # In float64, because float32 sums may depend on the memory alignment of the weights.
-    again, ours, plain = (model.eval().double()(tokens).logits for model in (loaded, trained[-1], base))
-    torch.testing.assert_close(again, ours, atol=1e-12, rtol=1e-12)
-    assert not torch.allclose(plain, ours)
-
-
 # Options and errors
-
-
-def test_options_come_from_a_json_file(classifier, images, tmp_path):
-    options = {"model_name_or_path": str(classifier), "train": str(images), "output_dir": str(tmp_path / "out")}
-    options |= {"do_train": True, "max_steps": 1, "disable_tqdm": True, "use_cpu": True}
-    (tmp_path / "options.json").write_text(json.dumps({**options, "resume_from_checkpoint": True}))
-    assert "train_loss" in app(["finetune", str(tmp_path / "options.json")], standalone_mode=False)
-
-
-BAD_OPTIONS = {
-    "a function of Python": ("yaml", "!!python/object/apply:os.getcwd []"),
-    "an alias of nothing": ("yaml", "<<: *x"),
-    "no model": ("yaml", "do_train: true"),
-    "a list": ("yaml", "[do_train]"),
-    "nothing": ("yml", ""),
-    "an unknown option": ("json", '{"model_name_or_path": "x", "output_dir": "x", "evil": 1}'),
-    "100,000 levels": ("json", '{"a":' * 100_000),
-    "a number": ("json", "1"),
-    "a pipe": ("json", None),
-}
-
-
-@pytest.mark.parametrize(("suffix", "content"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_a_file_that_is_no_options_is_said_to_be_in_one_line(suffix, content, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / f"options.{suffix}"
-    if content is None:
-        os.mkfifo(path)
-    else:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=f"^{path}: ") as stopped:
-        app(["finetune", str(path)], standalone_mode=False)
-    assert str(stopped.value).isprintable() and len(str(stopped.value)) < 600
 
 
 def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifier, images, tmp_path, monkeypatch):
@@ -631,8 +496,6 @@ def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifi
         (["--do_train", "--train", "{images}", "--image_column", "label"], "holds no images"),
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
         (["--do_train", "--train", "{images}", "--max_train_samples", "0"], "must be at least 1"),
-        (["--do_train", "--train", "{images}", "--max_eval_samples", "0"], "must be at least 1"),
-        (["--do_train", "--train", "{images}", "--validation_share", "1"], "validation_share must be between"),
         (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
 )
@@ -647,11 +510,8 @@ def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
         (["--text_column", "story"], "no column 'story', it has 'text'"),
         (["--block_size", "5000"], "shorter than one block of 5000 tokens"),
         (["--block_size", "1"], "at least 2"),
-        *(
-            ([f"--{name}", value], "for image classifiers")
-            for name, value in (("mixup", 0.8), ("teacher", "somewhere"))
-        ),
-        (["--augmentation", "crop"], "for image classifiers"),
+        (["--mixup", 0.8], "for image classifiers"),
+        (["--teacher", "somewhere"], "for image classifiers"),
     ],
 )
 def test_wrong_options_for_text_are_told(options, message, language_model, text, tmp_path):

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from aft_hf.data.order import GlobalBatches
 from aft_hf.training import loop
 from aft_hf.training.checkpoints import find_damage
-from aft_hf.training.manifest import read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.setup import build_adamw
 from aft_hf.training.tasks import BytesTask
@@ -171,16 +170,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rate(tmp_path
         assert all(weight.isfinite().all() for weight in load_file(path / "model.safetensors").values())
 
 
-def test_a_checkpoint_from_before_a_key_was_known_has_its_default(tmp_path, finished):
-    values = bytes_recipe(tmp_path)
-    run(values | {"steps": 6})
-    path = tmp_path / "run/checkpoints/step-000000006"
-    manifest = read_manifest(path)
-    del manifest.recipe["data"]["text_separator"], manifest.recipe["label_smoothing"]
-    write_manifest(path, manifest)
-    assert same_run(values, run(values), finished)
-
-
 def test_a_finished_run_started_again_says_so_and_where_the_model_is(tmp_path, finished, capsys):
     values = finished[0] | {"output_dir": str(tmp_path / "run")}
     shutil.copytree(finished[0]["output_dir"], values["output_dir"])
@@ -200,17 +189,7 @@ def test_half_precision_is_refused_without_a_gpu(tmp_path):
         run(bytes_recipe(tmp_path, mixed_precision="fp16"))
 
 
-@pytest.mark.parametrize(("launched", "told"), [("no", False), ("fp16", True)])
-def test_the_precision_of_a_launch_is_not_that_of_the_recipe_and_that_is_told(
-    tmp_path, monkeypatch, capsys, launched, told
-):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)  # what `accelerate launch` sets
-    run(bytes_recipe(tmp_path, steps=1))
-    line = "mixed_precision='no' of the recipe is used; 'fp16' of the launch has no effect"
-    assert (line in capsys.readouterr().out) == told
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant_with_warmup", "cosine_with_restarts", "polynomial"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "polynomial"])
 def test_a_schedule_goes_on_from_the_numbers_in_the_manifest(tmp_path, name):
     values = bytes_recipe(tmp_path, steps=8, save_every=3, schedule={"name": name, "warmup_steps": 2})
     values |= {"global_batch_size": 2, "evaluate_every": 100}
@@ -260,11 +239,6 @@ def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):
     assert losses(run(values)) == pytest.approx([math.log(256)], abs=0.1)
     plain = losses(run(values | {"label_smoothing": 0.0, "output_dir": str(tmp_path / "plain")}))
     assert plain != losses(run(values))
-
-
-def test_data_that_fill_no_batch_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="has 336 samples, fewer than global_batch_size=400"):
-        run(bytes_recipe(tmp_path, global_batch_size=400))
 
 
 def test_a_run_goes_on_with_another_number_of_micro_batches(tmp_path):

@@ -1,13 +1,12 @@
 """One run at a time in an output directory."""
 
-import json
 import os
 import socket
 import time
 from pathlib import Path
 
 import pytest
-from runs import bytes_recipe, finish, images_recipe, launch, results_of, run, start, wait_for
+from runs import bytes_recipe, finish, launch, results_of, run, start, wait_for
 
 from aft_hf.training.loop import join_processes
 from aft_hf.training.ownership import LOCK, OWNER, RUN, owned
@@ -35,17 +34,6 @@ def test_a_second_process_is_told_who_is_there_and_changes_nothing(tmp_path):
     results = run(values | {"steps": done + 1})
     assert len(results["losses"]) == done + 1
     assert not (tmp_path / "run" / OWNER).exists()
-
-
-def test_a_killed_run_is_not_held_by_the_workers_that_read_its_data(tmp_path, images):
-    values = images_recipe(tmp_path, images, save_every=2)
-    assert values["data"]["workers"] == 2
-    (first,) = start(values | {"steps": 10**6})
-    assert wait_for(tmp_path / "run/checkpoints/step-000000002", first)
-    first.kill()
-    assert finish([first]) == [-9]
-    with owned(tmp_path / "run"):
-        pass
 
 
 def test_the_processes_of_one_launch_share_the_directory_and_a_second_launch_is_refused(tmp_path):
@@ -80,45 +68,36 @@ def _own(directory: str, counted: str) -> None:
         os._exit(1)
 
 
-LONG = {"host": "\x1b[31m\n" + "h" * 10_000, "pid": 1, "since": "now"}
-
-
 @pytest.mark.parametrize(
     ("content", "name"),
-    [
-        ("", "another process"),
-        ("[]", "another process"),
-        ('{"host": "h", "pid": "p", "since": []}', "another process"),
-        (json.dumps(LONG), "process 1 on  ?.31m hhh"),
-    ],
-    ids=["empty", "list", "types", "long"],
+    [(b"", "another process"), (b"\xff", "another process"), (b"\x1b[31m\n" + b"h" * 10_000, " ?.31m hhh")],
 )
 def test_who_holds_a_directory_is_told_in_a_line_and_may_be_unreadable(tmp_path, content, name):
     with owned(tmp_path / "run"):
-        (tmp_path / "run" / OWNER).write_text(content)
+        (tmp_path / "run" / OWNER).write_bytes(content)
         with pytest.raises(OSError, match=f"{tmp_path}/run is in use by {name}") as refused, owned(tmp_path / "run"):
             pass
     assert str(refused.value).isprintable() and len(str(refused.value)) < 600 + len(str(tmp_path))
     with owned(tmp_path / "run"):
-        assert json.loads((tmp_path / "run" / OWNER).read_text())["pid"] == os.getpid()
+        assert f"process {os.getpid()} on " in (tmp_path / "run" / OWNER).read_text()
 
 
 def test_what_a_killed_run_left_is_taken_over(tmp_path):
     (tmp_path / LOCK).parent.mkdir()
     (tmp_path / LOCK).write_text("")
-    (tmp_path / OWNER).write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "since": "long ago"}))
+    (tmp_path / OWNER).write_text("process 1 on another machine since long ago")
     with owned(tmp_path):
-        assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+        assert f"process {os.getpid()} on " in (tmp_path / OWNER).read_text()
     assert not (tmp_path / OWNER).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_and_leaves_the_directory_free(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     refused = pytest.raises(OSError, match=rf"cannot write to {tmp_path} \(.*checkpoints")
-    with refused as kept, owned(tmp_path, tmp_path / "checkpoints"):
+    with refused, owned(tmp_path, tmp_path / "checkpoints"):
         pass
     with owned(tmp_path):
-        assert kept.value is not None  # the error, whose traceback refers to the lock, is still there
+        pass
 
 
 @pytest.mark.parametrize("name", [RUN, LOCK, OWNER])

@@ -58,7 +58,7 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     [
         ("optimizer.learning_rat=1", r"^unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?$"),
         ("optimizer.weight-decay=1", r"^unknown key optimizer.weight-decay; did you mean optimizer.weight_decay\?$"),
-        ("weight-decay=1", r"^unknown key weight-decay; known: "),
+        ("weight-decay=1", r"^unknown key weight-decay; did you mean optimizer.weight_decay\?$"),
         ("global_batchsize=1", r"^unknown key global_batchsize; did you mean global_batch_size\?$"),
         ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
         ("data.image_size=1", r"^unknown key data.image_size; "),
@@ -85,22 +85,19 @@ def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, overri
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)
 
 
-@pytest.mark.parametrize("control", ["\x07", "\x1b[31m", "\x9b2J", "\u202e"], ids=ascii)
-def test_control_characters_do_not_reach_the_terminal(recipe, tmp_path, control):
-    messages = []
-    for override in ("notes={}", "{}=1", "optimizer.{}=1", "seed={}", "seed=['{}']", "{}"):
-        try:
-            load_recipe(recipe, [override.format(control)])
-        except ValueError as error:
-            messages.append(str(error))
-    assert len(messages) == (5 if control == "\u202e" else 6)  # it is not a control character
-    path, escaped = tmp_path / "wrong.yaml", ascii(control)[1:-1]
-    for text in (f"seed: {control}", f"{control}: 1", f'seed: "{escaped}"', f'"{escaped}": 1'):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError) as error:
-            load_recipe(path)
-        messages.append(str(error.value))
-    assert all(message.isprintable() for message in messages)
+def test_control_characters_do_not_reach_the_terminal(recipe, tmp_path):
+    path = tmp_path / "wrong.yaml"
+    for control in ("\x07", "\x1b[31m", "\x9b2J", "\u202e"):
+        for override in ("{}=1", "optimizer.{}=1", "seed={}", "seed=['{}']", "{}"):
+            with pytest.raises(ValueError) as error:
+                load_recipe(recipe, [override.format(control)])
+            assert str(error.value).isprintable()
+        escaped = ascii(control)[1:-1]
+        for text in (f"seed: {control}", f"{control}: 1", f'seed: "{escaped}"', f'"{escaped}": 1'):
+            path.write_text(text, encoding="utf-8")
+            with pytest.raises(ValueError) as error:
+                load_recipe(path)
+            assert str(error.value).isprintable()
 
 
 def test_a_missing_key_is_named():
@@ -125,17 +122,13 @@ def test_a_recipe_takes_over_what_it_does_not_say_from_its_base(recipe, tmp_path
         ("output_dir: own", "own"),
         ("output_dir: own\nsmoke: {steps: 2}", "own"),
         ("output_dir: own\nsmoke.output_dir: small", "small"),
-        ("output_dir: own\nsmoke: {output_dir: small}", "small"),
         ("steps: 3", "of the base"),
     ],
 )
-@pytest.mark.parametrize("between", ["", "base: recipe.yaml\nsteps: 4"], ids=["child", "grandchild"])
-def test_a_smoke_run_writes_to_the_directory_that_the_recipe_itself_names(own, directory, between, recipe, tmp_path):
+@pytest.mark.parametrize("base", ["recipe.yaml", "between.yaml"])
+def test_a_smoke_run_writes_to_the_directory_that_the_recipe_itself_names(own, directory, base, recipe, tmp_path):
     recipe.write_text(MINIMAL.replace("smoke:", "smoke:\n  output_dir: of the base"))
-    base = "recipe.yaml"
-    if between:
-        base = "between.yaml"
-        (tmp_path / base).write_text(between)
+    (tmp_path / "between.yaml").write_text("base: recipe.yaml\nsteps: 4")
     path = tmp_path / "child.yaml"
     path.write_text(f"base: {base}\n{own}")
     assert load_recipe(path, smoke=True).output_dir == directory

@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as sharded
 from runs import bytes_recipe, plant, run
 
-from aft_hf.training.manifest import MANIFEST
 from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
 
 
@@ -75,17 +74,6 @@ def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, origina
     assert checkpoint.is_dir()  # renamed only after another checkpoint has been loaded
 
 
-@pytest.mark.parametrize("content", [pickled, saved_by_torch])
-def test_a_payload_in_the_manifest_is_not_run(tmp_path, original, content, capsys):
-    values = original | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(original["output_dir"], values["output_dir"])
-    checkpoint = tmp_path / "run/checkpoints/step-000000003"
-    (checkpoint / MANIFEST).write_bytes(content(Payload(tmp_path / "marker")))
-    run(values)
-    assert f"{checkpoint} is damaged ({MANIFEST} does not match its checksum): skipped" in capsys.readouterr().out
-    assert not (tmp_path / "marker").exists()
-
-
 def test_objects_among_the_shards_of_a_checkpoint_are_not_run(tmp_path):
     """By itself, `torch.distributed.checkpoint` unpickles everything but tensors without restriction."""
     state = {"weight": torch.arange(3.0), "rate": Payload(tmp_path / "marker")}
@@ -121,14 +109,6 @@ def test_shards_of_tensors_and_numbers_are_read(tmp_path):
         sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
     assert torch.equal(loaded["weight"], state["weight"]) and torch.equal(loaded["half"], state["half"])
     assert loaded["rate"] == 0.5 and loaded["step"] == 3
-
-
-def test_the_table_of_the_shards_is_no_way_around(tmp_path):
-    path = tmp_path / ".metadata"
-    path.write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
-    with pytest.raises(UnsafeCheckpointError, match=r"names posix\.mkdir"), data_only(tmp_path):
-        pass
-    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize("before", [{}, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}])

@@ -88,16 +88,6 @@ def test_other_rows_and_another_buffer_are_another_run(tmp_path, images, shards)
         run(streamed(values, shards, dataset=None, train=train, validation=validation))
 
 
-def test_a_row_that_was_changed_in_a_file_of_a_stream_is_noticed(tmp_path, images, shards):
-    folder = shutil.copytree(shards, tmp_path / "shards")
-    values = streamed(pixels_recipe(tmp_path, images), folder) | {"steps": 3}
-    run(values)
-    rows = Dataset.from_parquet(str(folder / "train-1.parquet"))
-    rows.select([0, 1, 2, 4, 3, *range(5, len(rows))]).to_parquet(folder / "train-1.parquet")
-    with pytest.raises(ValueError, match="other training data"):
-        run(values | {"steps": 6})
-
-
 def test_a_position_of_any_shape_ends_in_one_line(tmp_path, images, shards):
     values = streamed(pixels_recipe(tmp_path, images), shards, shuffle_buffer=7) | {"steps": 3, "save_every": 3}
     run(values)

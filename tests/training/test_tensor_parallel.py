@@ -15,18 +15,6 @@ from aft_hf import AFTConfig, AFTForCausalLM
 TOKENS = torch.arange(20)[None] % 16
 
 
-def sharded_logits(directory: Path) -> None:
-    """Load a shard of the model in each process, and save the logits and the process's share of mixers and MLPs."""
-    distributed.init_process_group("gloo")
-    plan = DistributedConfig(tp_plan="auto")
-    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan).eval()
-    with torch.no_grad():
-        logits = model(TOKENS).logits
-    found = {"logits": logits, "mixer": share(model, ".mixer."), "mlp": share(model, ".mlp.")}
-    torch.save(found, directory / f"{distributed.get_rank()}.pt")
-    distributed.destroy_process_group()
-
-
 def share(model: torch.nn.Module, part: str) -> float:
     """Return the share of the weights of `part` that this process holds."""
     weights = [weight for name, weight in model.named_parameters() if part in name]
@@ -35,11 +23,11 @@ def share(model: torch.nn.Module, part: str) -> float:
 
 
 def sharded_gradients(directory: Path) -> None:
-    """Load a shard of the model in each process, and save the logits, the loss and the full gradients."""
+    """Load a shard of the model in each process, and save its outputs and its share of mixers and MLPs."""
     distributed.init_process_group("gloo")
-    plan = DistributedConfig(tp_plan="auto")
-    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan)
-    torch.save(logits_and_gradients(model), directory / f"{distributed.get_rank()}.pt")
+    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(tp_plan="auto"))
+    shares = {"mixer": share(model, ".mixer."), "mlp": share(model, ".mlp.")}
+    torch.save((logits_and_gradients(model), shares), directory / f"{distributed.get_rank()}.pt")
     distributed.destroy_process_group()
 
 
@@ -54,59 +42,27 @@ def logits_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("aft_type", "num_heads", "mixers"),
+    ("aft_type", "num_heads", "tied", "mixers"),
     [
-        ("local", 1, True),
-        ("full", 1, True),
-        ("simple", 2, True),
-        ("alibi", 1, True),
-        ("local", 2, False),
-        ("conv", 4, False),
+        ("local", 1, False, True),
+        ("full", 1, False, True),
+        ("simple", 2, True, True),
+        ("alibi", 1, False, True),
+        ("conv", 4, False, False),
     ],
 )
-def test_two_processes_share_mlps_and_the_mixers_whose_position_biases_serve_all_features(
-    tmp_path, aft_type, num_heads, mixers
+def test_two_processes_share_mlps_and_mixers_and_have_the_outputs_and_gradients_of_one(
+    tmp_path, aft_type, num_heads, tied, mixers
 ):
-    config = AFTConfig(
-        aft_type=aft_type,
-        num_heads=num_heads,
-        hidden_size=16,
-        num_hidden_layers=2,
-        position_bias_dim=4,
-        window_size=4,
-        kernel_size=4,
-        max_position_embeddings=32,
-        vocab_size=16,
-    )
-    model = AFTForCausalLM(config).double().eval()
-    model.save_pretrained(tmp_path)
-    assert finish(launch(sharded_logits, (tmp_path,), 2)) == [0, 0]
-    expected = model(TOKENS).logits
-    for rank in (0, 1):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        torch.testing.assert_close(found["logits"], expected, rtol=1e-9, atol=1e-12)
-        assert found["mlp"] < 0.6
-        assert found["mixer"] < 0.7 if mixers else found["mixer"] == 1
-
-
-@pytest.mark.parametrize(
-    ("aft_type", "tied"), [("simple", False), ("simple", True), ("local", False), ("full", False)]
-)
-def test_two_processes_have_the_outputs_and_the_gradients_of_one(tmp_path, aft_type, tied):
-    config = AFTConfig(
-        aft_type=aft_type,
-        hidden_size=16,
-        num_hidden_layers=2,
-        position_bias_dim=4,
-        window_size=4,
-        max_position_embeddings=32,
-        vocab_size=16,
-        tie_word_embeddings=tied,
-    )
-    model = AFTForCausalLM(config).double()
+    """The position biases of several heads serve some features each, so such mixers are not shared."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "position_bias_dim": 4, "window_size": 4, "kernel_size": 4}
+    sizes |= {"max_position_embeddings": 32, "vocab_size": 16, "tie_word_embeddings": tied}
+    model = AFTForCausalLM(AFTConfig(aft_type=aft_type, num_heads=num_heads, **sizes)).double()
     model.save_pretrained(tmp_path)
     assert finish(launch(sharded_gradients, (tmp_path,), 2)) == [0, 0]
     expected = logits_and_gradients(model)
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        found, shares = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert shares["mlp"] < 0.6
+        assert shares["mixer"] < 0.7 if mixers else shares["mixer"] == 1

@@ -4,11 +4,8 @@ Functions of this package compute arrays, and `pictures` draws them; `aft-hf vis
 """
 
 from .completions import complete_images
-from .implicit_attention import implicit_attention, key_features, on_patches
-from .losses import metric_of, scores_of
-from .patch_maps import PatchMaps, patch_maps
+from .maps import PatchMaps, bias_maps, implicit_attention, key_features, on_patches, patch_maps
 from .pictures import draw_images, draw_losses, draw_maps, plot_position_biases, save
-from .position_bias import bias_maps
 from .relative_attention import mean_attention, relative_attention
 
 
@@ -22,11 +19,9 @@ __all__ = [
     "implicit_attention",
     "key_features",
     "mean_attention",
-    "metric_of",
     "on_patches",
     "patch_maps",
     "plot_position_biases",
     "relative_attention",
     "save",
-    "scores_of",
 ]

@@ -1,22 +1,40 @@
-"""The command `aft-hf visualize`: the paper's figures for any checkpoint. It imports its libraries when it runs."""
+"""The command `aft-hf visualize`: the paper's figures for any checkpoint."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import numpy as np
+import torch
 import typer
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.image_processing_utils import BaseImageProcessor
+
+from ..configuration_aft import AFTConfig
+from ..conversion.images import pixel_batches, read_images
+from ..conversion.source import read_source
+from ..data.image_files import check_resizing
+from ..data.image_size import pixel_values
+from ..loading import find_file, load
+from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
+from ..reading import explained, read_json
+from .completions import complete_images, image_side
+from .maps import bias_maps, implicit_attention, key_features, on_patches
+from .pictures import BIASES, check_path, draw_images, draw_losses, draw_maps, save
+from .relative_attention import mean_attention, patch_grid, relative_attention
 
 
 if TYPE_CHECKING:
-    import torch
     from matplotlib.figure import Figure
-    from PIL import Image
-    from transformers import PreTrainedModel
-    from transformers.image_processing_utils import BaseImageProcessor
-
-    from ..modeling_aft import AFTPreTrainedModel
 
 
 class Kind(StrEnum):
@@ -38,23 +56,8 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """Arguments of the command."""
-
-    checkpoint: str
-    values: str
-    layers: str | None
-    heads: int
-    images: Path | None
-    num_images: int | None
-    text: str | None
-    position: str | None
-    rows: int | None
-    seed: int
-
-
 def visualize_command(
+    context: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
     kind: Annotated[Kind, typer.Argument(help=KINDS)],
     out: Annotated[
@@ -78,99 +81,72 @@ def visualize_command(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For completions: random seed.")] = 0,
 ) -> None:
     """Draw what a checkpoint has learned, as pictures that are readable on light and dark backgrounds."""
-    from .pictures import check_path, save
-
     paths = out or [Path(f"{kind.value}.png")]
     for path in paths:
         check_path(path)
-    request = Request(checkpoint, values, layers, heads, images, num_images, text, position, rows, seed)
-    figure = DRAW[kind](request)
+    figure = DRAW[kind](**context.params)
     for path in paths:
         save(figure, path)
         print(path)
 
 
-def _biases(request: Request) -> "Figure":
-    from .pictures import BIASES, draw_maps
-    from .position_bias import bias_maps
-
-    maps, names = _chosen(bias_maps(_load(request.checkpoint), request.values), request.layers)
-    label, scale = BIASES[request.values]
-    return draw_maps(maps, names=names, scale=scale, label=label, most=request.heads)
+def _biases(checkpoint: str, values: str, layers: str | None, heads: int, **_: Any) -> "Figure":
+    maps, names = _chosen(bias_maps(_load(checkpoint), values), layers)
+    label, scale = BIASES[values]
+    return draw_maps(maps, names=names, scale=scale, label=label, most=heads)
 
 
-def _attention(request: Request) -> "Figure":
-    from ..conversion.images import pixel_batches
-    from .pictures import draw_maps
-    from .relative_attention import mean_attention, patch_grid, relative_attention
-
-    images = _images(request, 256)
-    model, processor = _load_transformer(request.checkpoint)
-    attention, _ = mean_attention(model, pixel_batches(images, processor))
-    maps, names = _chosen([relative_attention(each, patch_grid(model)) for each in attention], request.layers)
-    return draw_maps(maps, names=names, scale="own", label="attention by offset", most=request.heads)
+def _attention(
+    checkpoint: str, images: Path | None, num_images: int | None, layers: str | None, heads: int, **_: Any
+) -> "Figure":
+    pictures = _images(images, num_images or 256)
+    model, processor = _load_transformer(checkpoint)
+    attention, _count = mean_attention(model, pixel_batches(pictures, processor))
+    maps, names = _chosen([relative_attention(each, patch_grid(model)) for each in attention], layers)
+    return draw_maps(maps, names=names, scale="own", label="attention by offset", most=heads)
 
 
-def _keys(request: Request) -> "Figure":
-    from .implicit_attention import key_features
-    from .pictures import draw_maps
-
-    model = _load(request.checkpoint)
-    inputs, image = _inputs(model, request)
-    options = _maps_of_features(model, key_features(model, **inputs), inputs, request)
-    return draw_maps(scale="own" if image else "signed", label="key K", picture=image, most=request.heads, **options)
+def _keys(checkpoint: str, **given: Any) -> "Figure":
+    model = _load(checkpoint)
+    inputs, image = _inputs(model, checkpoint, **given)
+    return _draw_features(model, key_features(model, **inputs), inputs, image, "key K", "signed", **given)
 
 
-def _implicit(request: Request) -> "Figure":
-    from .implicit_attention import implicit_attention
-    from .pictures import draw_maps
-
-    model = _load(request.checkpoint)
-    inputs, image = _inputs(model, request)
-    attention = implicit_attention(model, _position(model, inputs, request.position), **inputs)
+def _implicit(checkpoint: str, position: str | None, **given: Any) -> "Figure":
+    model = _load(checkpoint)
+    inputs, image = _inputs(model, checkpoint, **given)
+    attention = implicit_attention(model, _position(model, inputs, position), **inputs)
     if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ only in their gates
         attention = [each[:: len(each) // cast(int, model.config.num_heads)] for each in attention]
-    options = _maps_of_features(model, attention, inputs, request)
-    return draw_maps(
-        scale="own" if image else "positive", label="weight (Eq. 3)", picture=image, most=request.heads, **options
-    )
+    return _draw_features(model, attention, inputs, image, "weight (Eq. 3)", "positive", **given)
 
 
-def _completions(request: Request) -> "Figure":
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    from ..data.image_files import check_resizing
-    from .completions import complete_images, image_side
-    from .pictures import draw_images
-
-    model: Any = _load(request.checkpoint)  # `image_side` refuses other models
+def _completions(
+    checkpoint: str, images: Path | None, num_images: int | None, rows: int | None, seed: int, **_: Any
+) -> "Figure":
+    model: Any = _load(checkpoint)  # `image_side` refuses other models
     side = image_side(model)
-    images = [
-        check_resizing(image, side, side).resize((side, side), Image.Resampling.BOX) for image in _images(request, 8)
+    pictures = [
+        check_resizing(image, side, side).resize((side, side), Image.Resampling.BOX)
+        for image in _images(images, num_images or 8)
     ]
-    originals = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    originals = torch.from_numpy(np.stack([np.asarray(image) for image in pictures]))
     given = originals.clone()
-    given[:, side // 2 if request.rows is None else request.rows :] = 0
-    completed = complete_images(model, originals, rows=request.rows, seed=request.seed)
+    given[:, side // 2 if rows is None else rows :] = 0
+    completed = complete_images(model, originals, rows=rows, seed=seed)
     return draw_images({"given": given, "completed": completed, "original": originals})
 
 
-def _losses(request: Request) -> "Figure":
-    from ..loading import find_file
-    from ..reading import explained, read_json
-    from .pictures import draw_losses
-
-    path = find_file(request.checkpoint, "results.json")
+def _losses(checkpoint: str, **_: Any) -> "Figure":
+    path = find_file(checkpoint, "results.json")
     results = {} if path is None else read_json(path, dict[str, Any])
     if not results.get("losses"):
-        raise ValueError(f"{request.checkpoint}: no results.json with losses; give the output of a training run")
+        raise ValueError(f"{checkpoint}: no results.json with losses; give the output of a training run")
     with explained(f"{path}: is not the results.json of a training run"):
-        return draw_losses([(Path(request.checkpoint).name, results)])
+        return draw_losses([(Path(checkpoint).name, results)])
 
 
-DRAW = {
+DRAW: dict[Kind, Callable[..., "Figure"]] = {
     Kind.biases: _biases,
     Kind.attention: _attention,
     Kind.keys: _keys,
@@ -180,31 +156,19 @@ DRAW = {
 }
 
 
-def _load(checkpoint: str) -> "AFTPreTrainedModel":
+def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
-    from transformers import AutoConfig
-
-    from ..configuration_aft import AFTConfig
-    from ..loading import load
-    from ..modeling_aft import HEADS, AFTModel
-
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
             f"{checkpoint} is no AFT but a {config.model_type}; for a ViT or DeiT, give the kind attention"
         )
     classes = {each.__name__: each for each in HEADS}
-    model = classes.get((config.architectures or [""])[0], AFTModel)
-    return load(model, checkpoint).eval()
+    return load(classes.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()
 
 
-def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProcessor]":
+def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
-
-    from ..conversion import read_source
-    from ..loading import load
-
     try:
         is_beit = load(AutoConfig, checkpoint).model_type == "beit"
     except (ValueError, OSError):  # formats without a config of transformers
@@ -216,34 +180,25 @@ def _load_transformer(checkpoint: str) -> "tuple[PreTrainedModel, BaseImageProce
     return source.to_transformers().float(), source.image_processor
 
 
-def _images(request: Request, usual: int) -> "list[Image.Image]":
-    from ..conversion.images import read_images
-
-    if request.images is None:
+def _images(path: Path | None, count: int) -> list[Image.Image]:
+    if path is None:
         raise ValueError("this kind needs images; give --images FILE_OR_FOLDER")
-    return list(read_images(request.images, request.num_images or usual))
+    return list(read_images(path, count))
 
 
-def _inputs(model: "AFTPreTrainedModel", request: Request) -> "tuple[dict[str, Any], Image.Image | None]":
+def _inputs(
+    model: AFTPreTrainedModel, checkpoint: str, *, images: Path | None, text: str | None, **_: Any
+) -> tuple[dict[str, Any], Image.Image | None]:
     """Return the inputs of the model, and the image if the model reads images."""
-    from ..loading import load
-
     if model.config.modality == "image":
-        from transformers import AutoImageProcessor
-
-        from ..data.image_size import pixel_values
-
-        image = _images(request, 1)[0]
-        return {"pixel_values": pixel_values(load(AutoImageProcessor, request.checkpoint), [image])}, image
-    if request.text is None:
+        image = _images(images, 1)[0]
+        return {"pixel_values": pixel_values(load(AutoImageProcessor, checkpoint), [image])}, image
+    if text is None:
         raise ValueError('the model reads text; give --text "..."')
-    from transformers import AutoTokenizer
-
-    tokenizer = load(AutoTokenizer, request.checkpoint)
-    return {"input_ids": tokenizer(request.text, return_tensors="pt")["input_ids"]}, None
+    return {"input_ids": load(AutoTokenizer, checkpoint)(text, return_tensors="pt")["input_ids"]}, None
 
 
-def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | None) -> int:
+def _position(model: AFTPreTrainedModel, inputs: dict[str, Any], text: str | None) -> int:
     """Return the index of the query that --position names."""
     if "input_ids" in inputs:
         if text is not None and not re.fullmatch(r"\d+", text):
@@ -256,23 +211,29 @@ def _position(model: "AFTPreTrainedModel", inputs: dict[str, Any], text: str | N
     return int(bool(model.config.use_cls_token)) + int(patch[1]) * columns + int(patch[2])
 
 
-def _maps_of_features(
-    model: "AFTPreTrainedModel", features: "list[torch.Tensor]", inputs: dict[str, Any], request: Request
-) -> dict[str, Any]:
-    """Return arguments of `draw_maps` for the features (n, T) of each layer: for an image a map over the patches for
-    each feature, for a text one map of all features."""
-    from .implicit_attention import on_patches
+def _draw_features(
+    model: AFTPreTrainedModel,
+    features: list[torch.Tensor],
+    inputs: dict[str, Any],
+    image: Image.Image | None,
+    label: str,
+    scale: str,
+    *,
+    layers: str | None,
+    heads: int,
+    **_: Any,
+) -> "Figure":
+    """Draw features (n, T) of each layer: for an image a map of the patches for each, for a text one map of all."""
+    features, names = _chosen(features, layers)
+    if image is None:
+        maps, axes = [each[None] for each in features], ("position", "feature")
+        return draw_maps(maps, names=names, scale=scale, label=label, most=heads, axes_labels=axes)
+    column = "head" if all(len(each) == model.config.num_heads for each in features) else "feature"
+    maps = [on_patches(each, model.config.grid_of(inputs["pixel_values"].shape[-2:])) for each in features]
+    return draw_maps(maps, names=names, scale="own", label=label, most=heads, column=column, picture=image)
 
-    features, names = _chosen(features, request.layers)
-    if "pixel_values" not in inputs:
-        return {"layers": [each[None] for each in features], "names": names, "axes_labels": ("position", "feature")}
-    grid_size = model.config.grid_of(inputs["pixel_values"].shape[-2:])
-    per_head = all(len(each) == model.config.num_heads for each in features)
-    column = "head" if per_head else "feature"
-    return {"layers": [on_patches(each, grid_size) for each in features], "names": names, "column": column}
 
-
-def _chosen(layers: "list[torch.Tensor]", numbers: str | None) -> "tuple[list[torch.Tensor], list[str]]":
+def _chosen(layers: list[torch.Tensor], numbers: str | None) -> tuple[list[torch.Tensor], list[str]]:
     """Return the layers that --layers lists, counted from 1, and their names."""
     if numbers is None:
         chosen = list(range(1, len(layers) + 1))

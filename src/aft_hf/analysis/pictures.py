@@ -18,8 +18,7 @@ import torch
 
 from ..data.atomic_files import write_atomic
 from ..modeling_aft import AFTPreTrainedModel
-from .losses import metric_of, scores_of
-from .position_bias import bias_maps
+from .maps import bias_maps
 
 
 if TYPE_CHECKING:
@@ -47,16 +46,14 @@ SCALES = {"signed": "RdBu_r", "positive": "viridis", "own signed": "RdBu_r", "ow
 OUTLIERS = 0.001  # the share of values that may lie beyond the ends of a scale
 # Label and scale for the `values` of `bias_maps`. exp(w) of some heads is a thousand times that of others.
 BIASES = {"w": ("position bias w", "signed"), "exp": ("exp(w)", "own"), "expm1": ("exp(w) - 1", "own signed")}
+METRICS = ("bits_per_byte", "bits_per_dim", "accuracy")  # a run is scored by the first of them that it has
 
 
 def _style() -> AbstractContextManager[None]:
     """Context with matplotlib's defaults and `STYLE`, independent of the user's settings."""
-    import matplotlib
+    from matplotlib import style
 
-    kept: dict[Any, Any] = {
-        name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")
-    }
-    return matplotlib.rc_context(kept | STYLE)
+    return style.context(["default", STYLE])
 
 
 def styled(draw: Callable[..., "Figure"]) -> Callable[..., "Figure"]:
@@ -173,17 +170,25 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
 
     Args:
         runs: the name of each run, and the content of its results.json.
+
+    Raises:
+        ValueError: a run has none of the metrics by which runs are scored.
     """
     figure, axes = new_figure(1, 2, (9, 3.4))
     losses, scores = axes[0]
     scores.sharex(losses)
-    for colour, (name, results) in zip(itertools.cycle(CURVES), runs):
-        curve, points = results["losses"], scores_of(results)
-        losses.plot([row["step"] for row in curve], [row["loss"] for row in curve], color=colour, label=name)
-        scores.plot([step for step, _ in points], [score for _, score in points], ".-", color=colour, label=name)
-    metrics = sorted({metric_of(results) for _, results in runs})
+    names = set()
+    for colour, (run, results) in zip(itertools.cycle(CURVES), runs):
+        curve = [(row["step"], row["loss"]) for row in results["losses"]]
+        final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
+        if not (found := [each for each in METRICS if each in final]):
+            raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
+        points = [(row["step"], row[found[0]]) for row in results["evaluations"]]
+        names.add(found[0].replace("_", " "))
+        losses.plot(*zip(*curve), color=colour, label=run)
+        scores.plot(*zip(*(points or [(curve[-1][0], final[found[0]])])), ".-", color=colour, label=run)
     losses.set(xlabel="step", ylabel="training loss (nats)")
-    scores.set(xlabel="step", ylabel=f"validation {', '.join(metrics)}".replace("_", " "))
+    scores.set(xlabel="step", ylabel=f"validation {', '.join(sorted(names))}")
     for axis in (losses, scores):
         axis.grid(alpha=0.3)
         axis.legend()

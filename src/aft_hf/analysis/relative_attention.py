@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,32 +35,28 @@ def mean_attention(
     """
     num_patches = math.prod(patch_grid(model))
     layers: Any = model.base_model.layers
-    totals: dict[int, torch.Tensor] = {}
+    totals: list[Any] = [0] * len(layers)
 
     def add(index: int, attention: torch.Tensor) -> None:
         kept = torch.arange(attention.shape[-1], device=attention.device)
         kept = torch.cat([kept[: int(keep_class_token)], kept[-num_patches:]])
         attention = widen(attention.index_select(-2, kept).index_select(-1, kept))
         attention = attention / attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
-        totals[index] = totals.get(index, 0) + attention.sum(0)
+        totals[index] = totals[index] + attention.sum(0)
 
-    hooks = [
-        layer.attention.register_forward_hook(lambda module, inputs, outputs, index=i: add(index, outputs[1]))
-        for i, layer in enumerate(layers)
-    ]
-    implementation, count = model.config._attn_implementation, 0
-    model.set_attn_implementation("eager")  # the only implementation that returns attention maps
-    try:
+    count, implementation = 0, model.config._attn_implementation
+    with ExitStack() as stack:
+        for i, layer in enumerate(layers):
+            hook = layer.attention.register_forward_hook(lambda module, inputs, outputs, i=i: add(i, outputs[1]))
+            stack.callback(hook.remove)
+        stack.callback(model.set_attn_implementation, implementation)
+        model.set_attn_implementation("eager")  # the only implementation that returns attention maps
         for pixels in logging.tqdm(batches, desc="Attention", unit="batch"):
             model(pixels.to(model.device, model.dtype))
             count += len(pixels)
-    finally:
-        model.set_attn_implementation(implementation)
-        for hook in hooks:
-            hook.remove()
     if count == 0:
         raise ValueError("there are no images to measure attention on; give at least one")
-    return [totals[i] / count for i in range(len(layers))], count
+    return [total / count for total in totals], count
 
 
 def patch_grid(model: PreTrainedModel) -> tuple[int, int]:

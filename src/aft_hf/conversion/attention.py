@@ -15,14 +15,12 @@ to the mean over the teacher's heads, weighted by the number of features that th
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..analysis.relative_attention import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
@@ -59,17 +57,26 @@ def fit_to_attention(
     Raises:
         ValueError: there are no images.
     """
-    teacher = source.to_transformers().float()
+    teacher: Any = source.to_transformers().float()
+    queries, num_patches = [torch.tensor(0.0)] * len(teacher.base_model.layers), math.prod(source.grid_size)
+
+    def add(layer: int, query: torch.Tensor) -> None:
+        queries[layer] = queries[layer] + query[:, -num_patches:].double().mean(1).sum(0)
+
+    for i, layer in enumerate(teacher.base_model.layers):
+        layer.attention.q_proj.register_forward_hook(lambda module, inputs, output, i=i: add(i, output))
     batches = pixel_batches(images, processor_for(source.image_processor, pair(source.config.image_size)))
-    with _mean_inputs(teacher, math.prod(source.grid_size)) as inputs:
-        maps, num_images = mean_attention(teacher, batches, keep_class_token=bool(model.config.use_cls_token))
+    maps, num_images = mean_attention(teacher, batches, keep_class_token=bool(model.config.use_cls_token))
     fitted = {}
     for i, (layer, attention) in enumerate(zip(model.aft.layers, maps)):
         mixer: Any = layer.mixer
         weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size).double()
         values = _fit(mixer, torch.einsum("ij,jts->its", weights, attention.double()), source.grid_size)
         if isinstance(mixer, AFTConv):
-            keys = weights @ mean_query_keys(source, i, inputs[i] / num_images)
+            # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
+            query = (queries[i] / num_images).unflatten(0, (len(attention), -1))
+            key = teacher.base_model.layers[i].attention.k_proj.weight.double().unflatten(0, query.shape)
+            keys = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
             values["k_proj.weight"] = keys
             if mixer.k_proj.bias is not None:
                 values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
@@ -77,42 +84,6 @@ def fit_to_attention(
             mixer.get_parameter(name).copy_(value)
             fitted[f"aft.layers.{i}.mixer.{name}"] = f"to the attention of the source on {num_images} images"
     return fitted
-
-
-@contextmanager
-def _mean_inputs(teacher: PreTrainedModel, num_patches: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Yield a dictionary that collects the input of each attention layer: mean over patches, sum over images, (d,)."""
-    layers: Any = teacher.base_model.layers
-    totals: dict[int, torch.Tensor] = {}
-
-    def add(index: int, hidden_states: torch.Tensor) -> None:
-        totals[index] = totals.get(index, 0) + hidden_states[:, -num_patches:].double().mean(1).sum(0)
-
-    hooks = [
-        layer.attention.register_forward_hook(lambda module, inputs, outputs, index=i: add(index, inputs[0]))
-        for i, layer in enumerate(layers)
-    ]
-    try:
-        yield totals
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def mean_query_keys(source: VisionTransformerSource, layer: int, mean_input: torch.Tensor) -> torch.Tensor:
-    """Return the weight (heads, d) that computes mean(q) . k_t' / sqrt(d_head) for each head, up to a constant.
-
-    `mean_input` is the mean input of the query and key projections of the layer, (d,), in float64.
-    """
-
-    def projection(name: str) -> torch.Tensor:
-        derivation = source.derivations[f"layers.{layer}.attention.{name}"]
-        return derivation.compute(source.tensors).double().unflatten(0, (source.config.num_attention_heads, -1))
-
-    query = projection("q_proj.weight") @ mean_input
-    if source.config.qkv_bias:
-        query = query + projection("q_proj.bias")
-    return torch.einsum("hc,hcd->hd", query, projection("k_proj.weight")) / math.sqrt(query.shape[1])
 
 
 def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Tensor:
@@ -128,11 +99,10 @@ def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -
     if isinstance(mixer, AFTConv):
         bias = conv_bias(attention, grid_size, mixer.window)
         return as_reparameterized(bias, mixer.position_bias_multiplier)
-    if isinstance(mixer, AFTLocal):
-        inside = band(attention.shape[-1], mixer.window)
-        return _as_factors(local_bias(attention, inside), inside, mixer)
-    if isinstance(mixer, AFTFull):
-        return _as_factors(full_bias(attention), torch.ones_like(attention[0], dtype=torch.bool), mixer)
+    if isinstance(mixer, AFTFull):  # or AFT-local
+        length = attention.shape[-1]
+        inside = band(length, mixer.window if isinstance(mixer, AFTLocal) else length)
+        return _as_factors(row_bias(attention, inside), inside, mixer)
     return {}
 
 
@@ -159,23 +129,17 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
     return (bias - constant[:, None, None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
 
 
-def full_bias(attention: torch.Tensor) -> torch.Tensor:
-    """Return w_tt' = log A_tt' for AFT-full with each row centered, (h, T, T), from attention maps (h, T, T)."""
-    bias = _log(attention)
-    return (bias - bias.mean(-1, keepdim=True)).clamp(-LARGEST_BIAS, LARGEST_BIAS)
-
-
 def band(length: int, window_size: int) -> torch.Tensor:
     """Return a boolean mask (T, T) of the pairs with |t - t'| < s (Eq. 4)."""
     positions = torch.arange(length)
     return (positions[:, None] - positions).abs() < window_size
 
 
-def local_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Return w_tt' = log(A_tt' / the row's mean outside the window) for AFT-local inside the window, and 0 outside.
+def row_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """Return w_tt' = log(A_tt' / the row's mean outside the window) inside the window, and 0 outside.
 
-    A row whose window covers all positions is centered. `attention` and w are (h, T, T); `inside` is (T, T), True
-    inside the window of each row.
+    A row whose window covers all positions, as for AFT-full, is centered. `attention` and w are (h, T, T); `inside` is
+    (T, T), True inside the window of each row.
     """
     bias, outside = _log(attention), (~inside).sum(-1)
     mean_outside = (attention * ~inside).sum(-1) / outside.clamp_min(1)

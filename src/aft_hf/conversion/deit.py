@@ -98,7 +98,10 @@ def convert_deit(
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     _check_finite(source.name, source.tensors)
-    _check_num_labels(source, num_labels)
+    if source.heads and num_labels is not None:
+        raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
+    if not source.heads and not num_labels:
+        raise ConversionError(f"{source.name}: has no classifier; give num_labels (--num-labels) for a new one")
     options: dict[str, Any] = {
         "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
         "kernel_size": kernel_size,
@@ -120,41 +123,33 @@ def convert_deit(
     fitted = {} if images is None else fit_to_attention(model, source, images)
     _check_finite(f"{source.name}, after the conversion", target)
 
-    options |= {"num_heads": config.num_heads, "init": init} | _reading(source)
+    options |= {
+        "num_heads": config.num_heads,
+        "init": init,
+        "source_image_size": source.config.image_size,
+        "source_num_heads": source.config.num_attention_heads if source.num_heads_known else None,
+        "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",
+        "source_weights": source.part or "all",
+    }
     report = ConversionReport(
         # The report is published with the model, so it names a local source without its directory.
         source=Path(source.name).name if Path(source.name).exists() else source.name,
         options=options,
         versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
-        tensors=[*_target_records(target, copies, fitted), *_source_records(source, target)],
+        tensors=list(_records(source, target, copies, fitted)),
     )
     report.check(source.tensors, target)
     return model.eval(), report
 
 
 def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights that are not finite, with which a model outputs only NaN.
-
-    Raises:
-        ConversionError: a tensor holds NaN or infinity; the message names the first one.
-    """
+    """Refuse weights that are not finite, with which a model outputs only NaN."""
     for tensor_name, tensor in tensors.items():
         if wrong := int((~tensor.isfinite()).sum()):
             raise ConversionError(
                 f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
                 "damaged, or its training diverged; give an earlier checkpoint"
             )
-
-
-def _check_num_labels(source: VisionTransformerSource, num_labels: int | None) -> None:
-    """Require the number of classes if no classifier of the source determines it, and only then."""
-    if source.heads and num_labels is not None:
-        raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
-    if not source.heads and not num_labels:
-        raise ConversionError(
-            f"{source.name}: has no classifier; give num_labels (--num-labels), the number of classes that the new "
-            "one is to be fine-tuned for"
-        )
 
 
 def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransformerSource, config: AFTConfig) -> None:
@@ -205,22 +200,24 @@ def _position_steps(source: VisionTransformerSource, config: AFTConfig) -> Itera
         yield ("resize_positions", *source.grid_size, *config.grid_size)
 
 
-def _target_records(
-    target: Mapping[str, torch.Tensor], copies: Mapping[str, Derivation], fitted: Mapping[str, str]
+def _records(
+    source: VisionTransformerSource,
+    target: Mapping[str, torch.Tensor],
+    copies: Mapping[str, Derivation],
+    fitted: Mapping[str, str],
 ) -> Iterator[TensorRecord]:
+    """Yield the records of all target tensors, and of the dropped and folded source tensors."""
     for name, tensor in target.items():
-        shape = tuple(tensor.shape)
-        if name in copies:
-            yield TensorRecord(
-                status="copied", target=name, shape=shape, sources=copies[name].sources, steps=copies[name].steps
-            )
-        else:
-            status: Status = "fitted" if name in fitted else "new"
-            yield TensorRecord(status=status, target=name, shape=shape, note=fitted.get(name, ""))
-
-
-def _source_records(source: VisionTransformerSource, target: Mapping[str, torch.Tensor]) -> Iterator[TensorRecord]:
-    """Yield the records of the dropped and folded source tensors."""
+        status: Status = "copied" if name in copies else "fitted" if name in fitted else "new"
+        item = copies.get(name, Derivation(()))
+        yield TensorRecord(
+            status=status,
+            target=name,
+            shape=tuple(tensor.shape),
+            sources=item.sources,
+            steps=item.steps,
+            note=fitted.get(name, ""),
+        )
     folded: dict[str, str] = {}
     for name, item in source.derivations.items():
         folded |= dict.fromkeys(item.factors, name)
@@ -232,13 +229,3 @@ def _source_records(source: VisionTransformerSource, target: Mapping[str, torch.
         note = f"into {source.derivations[name].sources[0].rpartition('.')[0]}"
         shape = tuple(source.tensors[factor].shape)
         yield TensorRecord(status="folded", shape=shape, sources=(factor,), note=note)
-
-
-def _reading(source: VisionTransformerSource) -> dict[str, Any]:
-    """Return how the source was read, as given by the caller or as inferred."""
-    return {
-        "source_image_size": source.config.image_size,
-        "source_num_heads": source.config.num_attention_heads if source.num_heads_known else None,
-        "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",
-        "source_weights": source.part or "all",
-    }

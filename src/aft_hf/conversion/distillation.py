@@ -7,7 +7,6 @@ held in memory, so memory does not depend on the number of images.
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,15 +31,15 @@ from ..data.classes import chooses_a_class
 from ..data.fingerprint import sum_images, sum_samples
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
-from ..data.order import GlobalBatches, SampleKey
+from ..data.order import GlobalBatches
+from ..data.samples import SampleKey
 from ..modeling_aft import AFTForImageClassification
-from ..reading import Document, explain, explained, shortened
-from ..training.checkpoints import Checkpoints, is_own, remove_checkpoints
-from ..training.manifest import MANIFEST, find_changes, read_manifest
+from ..reading import Document, explain, shortened
+from ..training.checkpoints import Checkpoints, remove_checkpoints
+from ..training.manifest import find_changes, read_manifest
 from ..training.optimization import parameter_groups
-from ..training.ownership import RUN, owned
+from ..training.ownership import owned
 from ..training.steps import Training, take_steps
-from .errors import ConversionError
 from .source import VisionTransformerSource
 
 
@@ -109,9 +108,9 @@ def distill(
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
-        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, when the run
-            is stopped (SIGTERM, Ctrl-C), and, in a single process, when `images` raises an error. The run resumes from
-            the newest one. Only one distillation at a time can use the directory. Default: no checkpoints.
+        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
+            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time can
+            use the directory. Default: no checkpoints.
         accelerator: the `Accelerator` to train with. Default: a new one.
         workers: number of processes that load images.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
@@ -146,7 +145,9 @@ def distill(
             run.resume()
             run.read(_Images(images, processor_for(source.image_processor, run.size)), workers)
             take_steps(run)
-            run.finish()
+            run.losses()  # which must be finite
+            if kept is not None and run.step > run.saved_at:
+                run.save()
         finally:
             model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
@@ -171,38 +172,27 @@ def check_distillable(
             f"minutes={settings.minutes}"
         )
     if not source.heads:
+        raise ValueError(f"{source.name}: has no classifier to distill; fine-tune the converted model instead")
+    if not chooses_a_class(source.config):
         raise ValueError(
-            f"{source.name}: has no classifier, so there are no logits to learn; give a model with a classifier"
+            f"{source.name}: distillation needs a source that chooses one of several classes, got "
+            f"problem_type={source.config.problem_type!r} and num_labels={source.config.num_labels}"
         )
-    if not chooses_a_class(source.config):  # the divergence is that of a softmax
-        raise ValueError(
-            f"{source.name}: a distillation needs a classifier that chooses one of several classes; this one has "
-            f"num_labels={source.config.num_labels} and problem_type={source.config.problem_type!r}"
-        )
-    if len(images) == 0:
-        raise ValueError("there are no images to distill on; give a few thousand images of the model's domain")
+    if not len(images):
+        raise ValueError("there are no images to distill on; give at least one")
     return settings
 
 
 @contextmanager
 def locked_checkpoints(directory: Path) -> Iterator[bool]:
-    """Hold the lock of a directory for the checkpoints of a distillation; remove them if the context ends normally.
+    """Lock a directory of checkpoints, and remove them at the end unless an error occurs.
 
-    It yields whether this is the main process of the launch.
+    Yields:
+        Whether this process is to write the model: the main process of a launch.
 
     Raises:
-        ConversionError: the path is a link or a file, or the directory holds anything but checkpoints.
         OSError: another process uses the directory, or it cannot be written.
     """
-    present = directory.iterdir() if directory.is_dir() and not directory.is_symlink() else iter([directory])
-    for path in present:
-        # A directory with the name of a complete checkpoint, but without its manifest, is none.
-        incomplete = path.name.startswith("step-") and not (path / MANIFEST).is_file()
-        if os.path.lexists(path) and path.name != RUN and (incomplete or not is_own(path)):
-            raise ConversionError(
-                f"{path}: is no checkpoint of a distillation, and checkpoints are saved in {directory}; move it, or "
-                "give another output directory"
-            )
     state = PartialState(cpu=not torch.accelerator.is_available())
     with owned(directory, temporary=True):
         yield state.is_main_process
@@ -296,7 +286,7 @@ class _Run(Training):
         done = 100 * self.progress
         bar.update(done - bar.n)
         if self.step % 10 == 0:  # in all processes, since the losses are reduced over them
-            divergence, agreement, *errors = self._losses()
+            divergence, agreement, *errors = self.losses()
             line = f"KL {divergence:.3f}, hidden states {mean(errors):.3f}, agreement {agreement:.1%}"
             bar.set_postfix_str(f"step {self.step}, {line}")
             if bar.disable and done >= self.reported + 10:
@@ -305,39 +295,10 @@ class _Run(Training):
         if self.checkpoints is None or not (stops or self._agreed(now - self.saved) > SAVE_EVERY):
             return None
         self.saved = now
-        return self._save()
-
-    def finish(self) -> None:
-        """Check the losses, and save a last checkpoint."""
-        self._losses()
-        # The model may fit on a full disk, since it is smaller; in a launch, the others wait for this process to save.
-        self._try_to_save("", raises=self.accelerator.num_processes > 1)
-
-    def _next(self) -> torch.Tensor:
-        """Return the next batch. If an image cannot be read, save a checkpoint: the image can then be replaced."""
-        try:
-            return next(self.batches)
-        except Exception:
-            # The other processes do not know of the error, and a checkpoint needs all of them.
-            if self.accelerator.num_processes == 1:
-                self._try_to_save("the next images cannot be read; run again to resume from ")
-            raise
-
-    def _try_to_save(self, announcement: str, *, raises: bool = False) -> None:
-        """Save the steps since the last checkpoint, if any; tell why if that fails."""
-        if self.checkpoints is None or self.step == self.saved_at:
-            return
-        try:
-            path = self._save()
-            if announcement:
-                self.accelerator.print(f"{announcement}{path}")
-        except OSError as failed:
-            if raises:
-                raise
-            self.accelerator.print(failed)
+        return self.save()
 
     def update(self) -> None:
-        pixels, progress = self._next(), self.progress
+        pixels, progress = next(self.batches), self.progress
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * rate(progress)
         pixels = pixels.to(self.accelerator.device)
@@ -381,7 +342,7 @@ class _Run(Training):
             return number
         return float(broadcast(torch.tensor(number, device=self.accelerator.device)))
 
-    def _losses(self) -> list[float]:
+    def losses(self) -> list[float]:
         """Return the running means of divergence, agreement and errors over all processes, which must be finite."""
         assert self.means is not None
         losses = self.accelerator.reduce(self.means, "mean")
@@ -394,12 +355,12 @@ class _Run(Training):
 
     def record(self) -> dict[str, Any]:
         """Return the record of the distillation, serializable as JSON."""
-        divergence, agreement, *errors = (round(value, 5) for value in self._losses())
+        divergence, agreement, *errors = (round(value, 5) for value in self.losses())
         done = {"images": self.num_images, "steps": self.step, "minutes": round(self.seconds / 60, 2)}
         losses = {"divergence": divergence, "agreement": agreement, "hidden_state_errors": errors}
         return self.settings.model_dump() | {"batch_size": self.batch_size} | done | losses
 
-    def _save(self) -> Path:
+    def save(self) -> Path:
         assert self.means is not None and self.checkpoints is not None
         means = {str(i): value for i, value in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
@@ -414,26 +375,21 @@ class _Run(Training):
             return
         self.checkpoints.remove_partial()
         path = self.checkpoints.newest()
-        if path is None:
-            self.checkpoints.set_aside(0)
-            return
-        manifest = read_manifest(path)
-        if changes := find_changes(manifest.recipe, self.identity):
-            told = shortened("; ".join(f"{name}: {old!r}, now {new!r}" for name, (old, new) in changes.items()))
-            raise ValueError(
-                f"{self.checkpoints.directory}: another distillation was begun there ({told}); give the earlier "
-                "values, or remove the directory"
-            )
-        self.checkpoints.load(path)
-        self.checkpoints.set_aside(manifest.step)
-        self.step = self.saved_at = manifest.step
-        self.seconds = manifest.record.seconds
-        with explained(f"{path}: its running means do not fit the model; remove this checkpoint"):
+        if path is not None:
+            manifest = read_manifest(path)
+            if changes := find_changes(manifest.recipe, self.identity):
+                told = shortened("; ".join(f"{name}: {old!r}, now {new!r}" for name, (old, new) in changes.items()))
+                raise ValueError(
+                    f"{self.checkpoints.directory}: another distillation was begun there ({told}); give the earlier "
+                    "values, or remove the directory"
+                )
+            self.checkpoints.load(path)
+            self.step = self.saved_at = manifest.step
+            self.seconds = manifest.record.seconds
             (means,) = manifest.record.evaluations
-            latest = torch.tensor(list(means.values()), device=self.accelerator.device)
-            # Divergence, agreement, and the errors of the embeddings and of each block but the last.
-            self.means = latest.float().reshape(2 + self.teacher.config.num_hidden_layers)
-        self.accelerator.print(f"resuming from {path}")
+            self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
+            self.accelerator.print(f"resuming from {path}")
+        self.checkpoints.set_aside(self.step)
 
 
 def distillation_identity(
@@ -447,17 +403,16 @@ def distillation_identity(
 
     The initial weights of the student are not included, since a resumed run loads the weights of its checkpoint.
     """
-    configs = {"source_config": source.config, "model": model.config}
     tensors = [source.tensors[name].reshape(-1).view(torch.uint8) for name in sorted(source.tensors)]
     identity = settings.model_dump() | {
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
         "source": source.name,
         "source_tensors": sum_samples([{str(i): tensor for i, tensor in enumerate(tensors)}]),
-        **{name: json.loads(config.to_json_string(use_diff=False)) for name, config in configs.items()},
         "conversion": conversion,
     }
-    for name in configs:
+    for name, config in {"source_config": source.config, "model": model.config}.items():
+        identity[name] = json.loads(config.to_json_string(use_diff=False))
         identity[name].pop("transformers_version", None)
     return json.loads(json.dumps(identity, default=str))
 

@@ -39,7 +39,7 @@ class Ignored:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        pass
 
 
 def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], str]:
@@ -51,29 +51,27 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
     Raises:
         ConversionError: the weights are missing, damaged or not floating point, or it is not clear which to read.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    parts = set()
-    for path in _weight_files(str(source)):
+    name, tensors, parts, prefix = str(source), dict[str, torch.Tensor](), set(), ""
+    for path in _weight_files(name):
         part, content = _read_weight_file(path)
         parts.add(part)
-        for name, tensor in content.items():
-            if tensors.setdefault(bare := WRAPPER.sub("", name), tensor) is not tensor:
-                raise ConversionError(f"{source}: {bare} is in its weights twice")
-    prefix, tensors = _without_prefix(str(source), tensors)
-    for name, tensor in tensors.items():
+        for key, tensor in content.items():
+            if tensors.setdefault(bare := WRAPPER.sub("", key), tensor) is not tensor:
+                raise ConversionError(f"{name}: {bare} is in its weights twice")
+    if prefixes := {match[1] for match in map(PATCH_EMBEDDING.fullmatch, tensors) if match}:
+        prefix = _choose(name, prefixes)
+        tensors = _inside(name, prefix, tuple(prefixes - {prefix}), tensors)
+    for key, tensor in tensors.items():
         if tensor.dtype not in FLOAT_DTYPES:
             dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-            raise ConversionError(f"{source}: {name} is {tensor.dtype}; weights must be one of {dtypes}")
+            raise ConversionError(f"{name}: {key} is {tensor.dtype}; weights must be one of {dtypes}")
     return tensors, ".".join(filter(None, [*sorted(parts), prefix.rstrip(".")]))
 
 
-def _without_prefix(source: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return the names of the modules around the ViT, and its tensors without them."""
-    prefixes = {match[1] for match in map(PATCH_EMBEDDING.fullmatch, tensors) if match}
-    if not prefixes:
-        return "", dict(tensors)
-    prefix = _choose(source, prefixes)
-    others = tuple(prefixes - {prefix})
+def _inside(
+    source: str, prefix: str, others: tuple[str, ...], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a ViT without the names of the modules around it, and without counters of wrappers."""
     inside = {}
     for name, tensor in tensors.items():
         is_fraction = tensor.dtype.is_floating_point or tensor.dtype.is_complex
@@ -86,12 +84,13 @@ def _without_prefix(source: str, tensors: Mapping[str, torch.Tensor]) -> tuple[s
                 f"{source}: {name} is no tensor of the ViT, which is under {prefix.rstrip('.')!r}; save the state "
                 "dict of the ViT alone"
             )
-    return prefix, inside
+    return inside
 
 
 def _choose(source: str, names: Collection[str]) -> str:
     """Return the name of the only model, or of the only one with averaged weights."""
-    choice = [name for name in names if _is_averaged(name)] or list(names)
+    averaged = [name for name in names if AVERAGED.search(name) and not NOT_AVERAGED.search(name)]
+    choice = averaged or list(names)
     if len(choice) != 1:
         found = shortened(", ".join(sorted(name.rstrip(".") or "(top level)" for name in choice)))
         raise ConversionError(
@@ -100,28 +99,19 @@ def _choose(source: str, names: Collection[str]) -> str:
     return choice[0]
 
 
-def _is_averaged(name: str) -> bool:
-    return AVERAGED.search(name) is not None and not NOT_AVERAGED.search(name)
-
-
 def _weight_files(source: str) -> list[Path]:
     if Path(source).is_file():
         return [Path(source)]
-    for filename in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-        if path := find_file(source, filename, ConversionError):
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if path := find_file(source, single, ConversionError):
             return [path]
-    for filename in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if index := find_file(source, filename, ConversionError):
-            shards = sorted(set(read_json(index, WeightsIndex, ConversionError).weight_map.values()))
-            return [_shard(source, shard) for shard in shards]
+        if path := find_file(source, index, ConversionError):
+            shards = sorted(set(read_json(path, WeightsIndex, ConversionError).weight_map.values()))
+            found = {shard: find_file(source, shard, ConversionError) for shard in shards}
+            if missing := [shard for shard, path in found.items() if path is None]:
+                raise ConversionError(f"{source}: {missing[0]} is missing, although the weight index lists it")
+            return [path for path in found.values() if path is not None]
     raise ConversionError(f"{source}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
-
-
-def _shard(source: str, filename: str) -> Path:
-    path = find_file(source, filename, ConversionError)
-    if path is None:
-        raise ConversionError(f"{source}: {filename} is missing, although the weight index lists it")
-    return path
 
 
 def _read_weight_file(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
@@ -135,24 +125,13 @@ def _read_weight_file(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
         ):
             return "", {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     content = _read_pickle(path, is_pickle=start[:2] == b"PK" or start[:1] == pickle.PROTO)
-    containers = dict(_containers(content))
-    found = {key: each for key, each in containers.items() if _is_state_dict(each)}
+    found = {key: each for key, each in _containers(content) if _is_state_dict(each)}
     if isinstance(content, dict) and not found and all(isinstance(value, torch.Tensor) for value in content.values()):
         found = {"": content}  # a shard, or no ViT
     if not found:
         keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
         raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
     part = _choose(str(path), found)
-    if not _is_averaged(part):
-        for key, each in containers.items():
-            for name, value in each.items() if key not in found else ():
-                below = f"{key}.{name}".lstrip(".")
-                if isinstance(value, torch.Tensor) and value.dim() and _is_averaged(below):
-                    raise ConversionError(
-                        f"{path}: holds averaged weights ({shortened(below)}) that are no state dict of a ViT, beside "
-                        f"others ({part or 'top level'}); save the state dict of the model that is to be converted "
-                        "alone"
-                    )
     return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
 
 
@@ -183,18 +162,13 @@ def _read_pickle(path: Path, is_pickle: bool) -> Any:
 
 
 def _containers(content: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dictionaries, lists and objects of a pickle at any depth as dictionaries, by their dotted keys."""
+    """Yield the dictionaries of a pickle at any depth by their dotted keys."""
     rest, seen = [("", content)], set()
     for key, value in rest:  # which grows
-        if id(value) in seen:  # pickles can be cyclic
-            continue
-        seen.add(id(value))
-        entries = vars(value) if isinstance(value, Ignored) else value
-        entries = dict(enumerate(entries)) if isinstance(entries, (list, tuple)) else entries
-        if isinstance(entries, dict):
-            yield key, entries
-            inside = ((name, each) for name, each in entries.items() if isinstance(each, (dict, list, tuple, Ignored)))
-            rest += [(f"{key}.{name}".lstrip("."), each) for name, each in inside]
+        if isinstance(value, dict) and id(value) not in seen:  # pickles can be cyclic
+            seen.add(id(value))
+            yield key, value
+            rest += [(f"{key}.{name}".lstrip("."), each) for name, each in value.items()]
 
 
 def _is_state_dict(entries: Mapping[Any, Any]) -> bool:

@@ -1,9 +1,7 @@
 """Reading unlabeled images for a teacher from a folder of image files or from parquet files."""
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,35 +48,29 @@ class ImagesOnDisk(Sequence[Image.Image]):
 
     def __init__(self, path: str | Path):
         with _one_line():
-            self.files = list_images(Path(path))
-            self.tables: list[Any] = []  # the images of each parquet file, not decoded
-            if self.files[0].suffix.lower() == PARQUET:
-                self.tables = [_undecoded_images(file) for file in self.files]
-        self.ends = list(accumulate(map(len, self.tables)))
-        if self.tables and not len(self):
+            files = list_images(Path(path))
+            in_tables = files[0].suffix.lower() == PARQUET
+            self.places: list[Any] = [place for file in files for place in _rows(file)] if in_tables else files
+        if not self.places:
             raise ConversionError(f"{path}: no images in it")
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else len(self.files)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]  # a sequence without slices
-        if not 0 <= index < len(self):
-            raise IndexError(f"there are {len(self)} images, got index {index}")
+        place = self.places[index]
         with _one_line():
-            if not self.tables:
-                return open_image(self.files[index])
-            number = bisect_right(self.ends, index)
-            row = index - self.ends[number] + len(self.tables[number])
-            name, (image,) = f"{self.files[number]}, row {row}", self.tables[number][row].values()
+            if isinstance(place, Path):
+                return open_image(place)
+            name, (image,) = f"{place[0]}, row {place[2]}", place[1][place[2]].values()
             content, file = (image["bytes"], image["path"]) if image else (None, None)
-            found = content or file
-            if not found:
+            if not (found := content or file):
                 raise ConversionError(f"{name}: has no image")
             return open_image(found, name if content else f"{name}, {file}")
 
 
-def _undecoded_images(file: Path) -> Any:
-    """Return the first column of images in a parquet file: rows of one {"bytes", "path"} each."""
+def _rows(file: Path) -> Iterator[tuple[Path, Any, int]]:
+    """Yield the file, the first column of images, not decoded, and the number of each row of a parquet file."""
     from datasets import Image  # from the extra "train", needed only here
 
     from ..data.loading import is_image, load_local
@@ -86,7 +78,8 @@ def _undecoded_images(file: Path) -> Any:
     rows: Any = load_local(file)
     if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
         raise ConversionError(f"{file}: none of its columns {', '.join(rows.column_names)} holds images")
-    return rows.select_columns(columns[0]).cast_column(columns[0], Image(decode=False))
+    images = rows.select_columns(columns[0]).cast_column(columns[0], Image(decode=False))
+    yield from ((file, images, row) for row in range(len(images)))
 
 
 @contextmanager
@@ -104,7 +97,7 @@ def pixel_batches(
     waiting: list[Image.Image] = []
     for image in images:
         if isinstance(image, torch.Tensor):
-            yield image if image.dim() == 4 else image.unsqueeze(0)
+            yield image.reshape(-1, *image.shape[-3:])
             continue
         waiting.append(image)
         if len(waiting) == BATCH_SIZE:

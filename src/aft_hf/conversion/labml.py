@@ -58,29 +58,34 @@ def convert_labml(
     for name, value in state_dict.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             raise ConversionError(f"{shortened(str(name))} is a {type(value).__name__}, but must name a dense tensor")
-    dtypes = {value.dtype for name, value in state_dict.items() if not name.endswith("local_mask")}
-    if len(dtypes) > 1:
-        raise ConversionError(f"weights of different dtypes: {shortened(str(dtypes))}; convert them to one")
     with explained("these are not the weights of labml's AFT-local", ConversionError):
         tensors: dict[str, torch.Tensor] = {}
         for name, value in state_dict.items():
             if tensors.setdefault(_renamed(name), value) is not value:
                 raise ConversionError(f"{name} is there twice")
-        masks = {name: tensors.pop(name) for name in list(tensors) if name.endswith("local_mask")}
+        masks = {name.removesuffix("local_mask"): tensors.pop(name) for name in [*tensors] if "local_mask" in name}
         tables = [name for name in tensors if name.endswith("position_bias_table")]
-        sizes = {_length_and_window(tensors[name], masks.pop(_mask_of(name))) for name in tables}
-        if len(sizes) != 1 or masks:
-            raise ConversionError(f"its layers must have one and the same (length, window), got {sorted(sizes)}")
+        sizes = {
+            _length_and_window(tensors[name], masks.pop(name.removesuffix("position_bias_table"))) for name in tables
+        }
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(sizes) != 1 or masks or len(dtypes) != 1:
+            raise ConversionError(
+                f"its layers must have one and the same (length, window) and dtype, got {sorted(sizes)} and "
+                f"{shortened(str(dtypes))}"
+            )
         ((length, window),) = sizes
         for name in tables:
             tensors[name] = tensors[name].unsqueeze(0)
         if tables == ["position_bias_table"]:
-            sizes_of_layer = {"max_positions": length, "window_size": window, "qkv_bias": "q_proj.bias" in tensors}
-            width = tensors["o_proj.bias"].shape[0]
-            module: Any = AFTLocal(width, position_bias_dim=None, causal=causal, **sizes_of_layer)
+            width, qkv_bias = tensors["o_proj.bias"].shape[0], "q_proj.bias" in tensors
+            options: dict[str, Any] = {"position_bias_dim": None, "causal": causal, "qkv_bias": qkv_bias}
+            module: Any = AFTLocal(width, length, window, **options)
         else:
-            module = _empty_model(state_dict, tensors, length, window, hidden_act)
-        module.to(next(iter(dtypes))).load_state_dict(tensors)
+            if SCALED in state_dict:
+                tensors[WORDS] = tensors[WORDS] * math.sqrt(tensors[WORDS].shape[1])
+            module = _empty_model(tensors, length, window, hidden_act)
+        module.to(*dtypes).load_state_dict(tensors)
         return module.eval()
 
 
@@ -90,26 +95,18 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _mask_of(table: str) -> str:
-    return table.removesuffix("position_bias_table") + "local_mask"
-
-
 def _length_and_window(table: torch.Tensor, mask: torch.Tensor) -> tuple[int, int]:
     """Return the longest sequence length and the window size s; the mask must be True exactly where |t - t'| < s."""
     length, window = len(table), int(mask[0].sum())
     distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-    if table.shape != (length, length) or mask.shape != table.shape or not torch.equal(mask.cpu(), distance < window):
+    if table.shape != (length, length) or not torch.equal(mask.cpu(), distance < window):
         raise ConversionError("a local_mask is no window around the diagonal of its pos_bias")
     return length, window
 
 
-def _empty_model(
-    state_dict: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor], length: int, window: int, hidden_act: str
-) -> AFTForCausalLM:
-    """Return a new model for `tensors`, and change what it stores in another way: embeddings and biases."""
+def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hidden_act: str) -> AFTForCausalLM:
+    """Return a new model for `tensors`, and change what it stores in another way: positions and biases."""
     vocabulary, width = tensors[WORDS].shape
-    if SCALED in state_dict:
-        tensors[WORDS] = tensors[WORDS] * math.sqrt(width)
     if POSITIONS in tensors:
         tensors[POSITIONS] = tensors[POSITIONS][:length].squeeze(1)
     layers = [name for name in tensors if name.endswith(".mlp.fc1.weight")]
@@ -118,20 +115,21 @@ def _empty_model(
             tensors.setdefault(each.replace("weight", "bias"), tensors[each].new_zeros(len(tensors[each])))
     if (bias := tensors.pop("lm_head.bias", None)) is not None:
         tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + _shift_of_head(tensors["lm_head.weight"], bias)
-    config = AFTConfig(
-        aft_type="local",
-        hidden_size=width,
-        num_hidden_layers=len(layers),
-        intermediate_size=len(tensors[layers[0]]),
-        hidden_act=hidden_act,
-        position_bias_dim=None,
-        window_size=window,
-        max_position_embeddings=length,
-        vocab_size=vocabulary,
-        qkv_bias="aft.layers.0.mixer.q_proj.bias" in tensors,
-        use_position_embeddings=POSITIONS in tensors,
+    return AFTForCausalLM(
+        AFTConfig(
+            aft_type="local",
+            hidden_size=width,
+            num_hidden_layers=len(layers),
+            intermediate_size=len(tensors[layers[0]]),
+            hidden_act=hidden_act,
+            position_bias_dim=None,
+            window_size=window,
+            max_position_embeddings=length,
+            vocab_size=vocabulary,
+            qkv_bias="aft.layers.0.mixer.q_proj.bias" in tensors,
+            use_position_embeddings=POSITIONS in tensors,
+        )
     )
-    return AFTForCausalLM(config)
 
 
 def _shift_of_head(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

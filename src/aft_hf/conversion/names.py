@@ -38,6 +38,18 @@ SCALED = {"1": "attention.o_proj", "2": "mlp.fc2"}
 # Tensors that a file may hold in addition to the classifier network.
 OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
 
+# Parts of the names of tensors that a ViT or DeiT does not have, and what they belong to.
+UNSUPPORTED_TENSORS = {
+    r"reg_tokens?|register_tokens": "register tokens, which take part in every layer, and an AFT has none",
+    r"norm_pre|pre_la?yr?norm|ln_pre": "a norm before the first block, which an AFT lacks",
+    r"fc_norm|attn_pool": "pooling over patches; only models that pool by their class token are converted",
+    r"[qk]_norm": "norms of queries and keys, which a ViT lacks",
+    r"rel_pos\w*|relative_position\w*": "relative positions, which a ViT lacks",
+    r"lora_\w+|base_layer": "an adapter of peft; merge it into the model and save that (merge_and_unload)",
+    r"_?flat_param\w*": "FSDP; save a full state dict",
+    r"parametrizations|weight_[gv]|weight_orig": "a parametrization of torch; remove it from the model and save that",
+}
+
 # Parts of names of transformers, and those of an AFT. The heads of a distilled DeiT become one.
 AFT = {
     r"^(cls_|distillation_)?classifier\.": "classifier.",
@@ -58,14 +70,8 @@ def _renamings() -> list[WeightRenaming]:
 def derivations(source: str, names: Iterable[str]) -> dict[str, Derivation]:
     """Return the derivation of each tensor of a ViT from the tensors of a checkpoint, by its name in transformers.
 
-    Fused projections are split, and layer scales folded in.
-
-    Args:
-        source: name of the checkpoint, for error messages.
-        names: names of its tensors.
-
-    Raises:
-        ConversionError: two tensors of the checkpoint are the same tensor of a ViT.
+    Fused projections are split, and layer scales folded in. Two tensors of the checkpoint that are the same tensor of
+    a ViT raise a ConversionError, with `source` as the name of the checkpoint.
     """
     found: dict[str, Derivation] = {}
     scales: dict[str, str] = {}
@@ -88,6 +94,14 @@ def derivations(source: str, names: Iterable[str]) -> dict[str, Derivation]:
             if f"classifier.{kind}" in found:
                 found[f"cls_classifier.{kind}"] = found.pop(f"classifier.{kind}")
     return found
+
+
+def check_tensors(name: str, tensors: Iterable[str]) -> None:
+    """Raise a ConversionError with the reason if a tensor tells another model from a ViT."""
+    for tensor in tensors:
+        for pattern, reason in UNSUPPORTED_TENSORS.items():
+            if re.search(rf"(^|\.)({pattern})(\.|$)", tensor):
+                raise ConversionError(f"{name}: {tensor} belongs to {reason}")
 
 
 def is_optional(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import ConfigDict, Field, model_validator
-from rich.table import Table
-from rich.text import Text
 
 from ..reading import Document, explained, read_json
 from .derivation import PARTS, Derivation, Step
@@ -90,19 +87,14 @@ class ConversionReport(Document):
                 self.tensors[i] = record.model_copy(update={"status": "distilled", "note": note})
 
     def check(self, source: Iterable[str], target: Collection[str]) -> None:
-        """Check that the report lists all tensors of the source and the target exactly once.
-
-        Raises:
-            ConversionError: it does not.
-        """
-        listed = Counter(
+        """Raise a ConversionError unless the report lists all tensors of source and target exactly once."""
+        listed: Counter[tuple[str, int | None]] = Counter(
             (name, part) for each in self.tensors for name in each.sources for part in each.derivation.parts
         )
-        expected = Counter((name, part) for name in source for part in range(PARTS))
-        wrong = {name for name, part in listed.keys() | expected if listed[name, part] != expected[name, part]}
-        targets = Counter(record.target for record in self.tensors if record.target is not None)
-        wrong |= {name for name in targets.keys() | set(target) if targets[name] != 1 or name not in target}
-        if wrong:
+        listed.update((record.target, None) for record in self.tensors if record.target is not None)
+        expected: Counter[tuple[str, int | None]] = Counter((name, part) for name in source for part in range(PARTS))
+        expected.update((name, None) for name in target)
+        if wrong := {name for name, part in listed.keys() | expected if listed[name, part] != expected[name, part]}:
             raise ConversionError(
                 f"{self.source}: the conversion does not account for these tensors exactly once: "
                 f"{', '.join(sorted(wrong))}"
@@ -112,25 +104,6 @@ class ConversionReport(Document):
         """Return one line with the number of tensors and parameters of each status."""
         sizes = {status: [math.prod(x.shape) for x in self.with_status(status)] for status in get_args(Status)}
         return ", ".join(f"{len(x)} tensors ({sum(x) / 1e6:.2f} M) {status}" for status, x in sizes.items() if x)
-
-    def table(self) -> Table:
-        """Return a table for a terminal or a log: a row for each module and status, with all layers in one row."""
-        rows = Counter((record.status, _described(record)) for record in self.tensors)
-        table = Table("status", "tensors", "what", title=f"Conversion of {self.source}", box=None)
-        for (status, what), count in rows.items():
-            table.add_row(status, str(count), Text(what, overflow="fold"))
-        return table
-
-
-def _described(record: TensorRecord) -> str:
-    """Describe a record in a few lines that are the same for all layers, and for weight and bias."""
-    steps = [" ".join(map(str, step)) for step in record.steps]
-    lines = [record.target or " + ".join(record.sources)]
-    if record.target and record.sources:
-        lines.append(f"  from {' + '.join(record.sources)}")
-    if steps or record.note:
-        lines.append(f"  {'; '.join(filter(None, [*steps, record.note]))}")
-    return re.sub(r"\.(weight|bias)\b", "", re.sub(r"\.\d+\.", ".N.", "\n".join(lines)))
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:

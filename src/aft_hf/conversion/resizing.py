@@ -64,10 +64,16 @@ def adapt_to_image_size(
         raise ValueError(
             'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
         )
+    if config.position_bias_selection is not None:
+        raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
     base: Any = model.base_model  # an `AFTModel`
     mixers, embeddings = [layer.mixer for layer in base.layers], base.embeddings
-    if not all(isinstance(module, AFTConv | AFTImageEmbeddings) for module in (*mixers, embeddings)):
-        raise ValueError("a mixer or the embeddings are wrapped or replaced: merge or remove adapters first")
+    modules = [(embeddings.patch_embeddings, "weight"), *((mixer, "kernel") for mixer in mixers)]
+    parameters = [dict(module.named_parameters(recurse=False)).get(name) for module, name in modules]
+    if not all(isinstance(module, AFTConv | AFTImageEmbeddings) for module in (*mixers, embeddings)) or any(
+        parameter is None or parameter.is_meta for parameter in parameters
+    ):
+        raise ValueError("kernels or patches are offloaded, or have adapters: merge or remove adapters first")
     own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
     if own != ({config.kernel_size}, pair(config.patch_size), config.grid_stride):
         raise ValueError(
@@ -82,6 +88,8 @@ def adapt_to_image_size(
     ratios = rows / config.grid_size[0], columns / config.grid_size[1]
     if ratios == (1.0, 1.0):
         return
+    if not config.global_connectivity and ratios[0] != ratios[1]:
+        raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
     patch_size = embeddings.patch_size
     if enlarge_patches:  # at least as large as the stride of the grid, so that no pixels are left out
         sizes = zip(patch_size, embeddings.grid_stride, ratios)
@@ -94,7 +102,7 @@ def adapt_to_image_size(
     target.kernel_size = kernels[0][0].shape[-1] if kernels else config.kernel_size
     target.validate_image()
     if patch_size != embeddings.patch_size:
-        weight = _plain_parameter(embeddings.patch_embeddings, "weight")
+        weight = embeddings.patch_embeddings.weight
         embeddings.patch_embeddings.weight = nn.Parameter(resampled(weight, patch_size), weight.requires_grad)
         embeddings.patch_embeddings.kernel_size = embeddings.patch_size = patch_size
     for mixer, (kernel, scale, shift) in zip(mixers, kernels):
@@ -105,16 +113,6 @@ def adapt_to_image_size(
             mixer.kernel_shift.copy_(shift)
     for name in ("image_size", "kernel_size", "patch_size", "patch_stride"):
         setattr(config, name, getattr(target, name))
-
-
-def _plain_parameter(module: nn.Module, name: str) -> nn.Parameter:
-    """Return a parameter that is not computed from others, of an adapter, or offloaded; else raise a `ValueError`."""
-    parameter = dict(module.named_parameters(recurse=False)).get(name)
-    if parameter is None:
-        raise ValueError(f"{name} of {type(module).__name__} is not a parameter: merge or remove adapters first")
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: adapt the model before it is dispatched or offloaded")
-    return parameter
 
 
 def resampled(weight: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
@@ -137,42 +135,26 @@ def _inverse_interpolation(old: int, new: int) -> torch.Tensor:
 def _resized_kernel(
     mixer: AFTConv, ratios: tuple[float, float], longest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the kernel (h, s', s'), gamma (h,) and beta (h,) of a mixer for another grid size; see `stretched`.
-
-    Raises:
-        ValueError: the mixer selects one position per head, which cannot be resized; or it has no global connectivity
-            and the ratios differ, so that the new kernel would not be square; or its parameters are offloaded.
-    """
-    if mixer.selection is not None:
-        raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
-    if not mixer.global_connectivity and ratios[0] != ratios[1]:
-        raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
-    _plain_parameter(mixer, "kernel")
+    """Compute the kernel (h, s', s'), gamma (h,) and beta (h,) of a mixer for another grid size; see `stretched`."""
     bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
     bias = bias / mixer.position_bias_multiplier
     deviation, mean = torch.std_mean(bias, (1, 2), correction=0, keepdim=True)
     if mixer.kernel_scale is None:
         return bias, deviation, mean
-    # The inverse of Eq. 8.
+    # The inverse of Eq. 8. Where gamma is 0, w is constant, and the shape of the kernel is left to training.
     flat = deviation == 0
-    standard = torch.where(flat, _shape(mixer, bias), (bias - mean) / deviation.masked_fill(flat, 1.0))
+    standard = torch.where(
+        flat, _standardized(torch.randn_like(bias)), (bias - mean) / deviation.masked_fill(flat, 1.0)
+    )
     # The kernel keeps its standard deviation, so that an optimizer changes it at the same rate as before.
     size = widen(mixer.kernel).std((1, 2), correction=0, keepdim=True)
     kernel = standard * torch.where(size == 0, mixer.position_bias_init_std / mixer.position_bias_multiplier, size)
     return kernel, deviation.flatten(), mean.flatten()
 
 
-def _shape(mixer: AFTConv, like: torch.Tensor) -> torch.Tensor:
-    """Return standardized kernels for heads with gamma = 0, whose w is constant: the old kernels, interpolated, or
-    random kernels if the old or the new size is 1.
-    """
-    if min(mixer.window, like.shape[-1]) == 1:
-        shape = torch.randn_like(like)
-    else:
-        old = widen(mixer.kernel).unsqueeze(0)
-        shape = nn.functional.interpolate(old, like.shape[1:], mode="bilinear", align_corners=True).squeeze(0)
-    deviation, mean = torch.std_mean(shape, (1, 2), correction=0, keepdim=True)
-    return (shape - mean) / deviation.masked_fill(deviation == 0, 1.0)
+def _standardized(kernels: torch.Tensor) -> torch.Tensor:
+    deviation, mean = torch.std_mean(kernels, (1, 2), correction=0, keepdim=True)
+    return (kernels - mean) / deviation.masked_fill(deviation == 0, 1.0)
 
 
 def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, outside: float) -> torch.Tensor:

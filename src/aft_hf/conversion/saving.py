@@ -1,4 +1,4 @@
-"""Saving a conversion: all files, verified, or none."""
+"""Saving a conversion: all files, verified, or none. A manifest lists them, so that no others are overwritten."""
 
 import os
 import shutil
@@ -13,14 +13,24 @@ from safetensors import SafetensorError
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
+from ..data.checksums import sha256
 from ..data.image_size import resized_processor
+from ..data.json_files import write_json
 from ..modeling_aft import AFTForImageClassification
-from ..reading import first_line
+from ..reading import Document, first_line, read_json
 from .deit import convert_deit
 from .errors import ConversionError
-from .manifest import keep_other_files, write_manifest, written_files
 from .report import REPORT_NAME, ConversionReport, verify_conversion
 from .source import VisionTransformerSource, read_source
+
+
+MANIFEST_NAME = "conversion_manifest.json"
+
+
+class Manifest(Document):
+    """SHA-256 of each file that a conversion wrote, by file name."""
+
+    files: dict[str, str]
 
 
 def save_converted(
@@ -41,7 +51,8 @@ def save_converted(
     same call resumes from them.
 
     Args:
-        source, source_image_size, source_num_heads: as for `read_source`, but no model in memory.
+        source, source_image_size, source_num_heads: as for `read_source`, but no model in memory, which has no files
+            to verify against.
         directory: output directory; must be missing or empty, unless `overwrite` is True.
         overwrite: whether to replace an earlier conversion in `directory`. The files that its manifest lists are
             deleted, and all other files stay.
@@ -58,14 +69,8 @@ def save_converted(
 
     Raises:
         ConversionError: as for `convert_deit` and `verify_conversion`; or `directory` holds anything but an earlier
-            conversion, or cannot be written; or the directory of the checkpoints holds anything else.
-        TypeError: the source is a model in memory, which has no files to verify against.
+            conversion, or cannot be written.
     """
-    if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(
-            "a saved conversion is verified against the files of the source; give their directory or Hub id, or call "
-            f"convert_deit on the {type(source).__name__} and save the model that it returns"
-        )
     directory = Path(os.path.realpath(directory))
     _check_target(directory, source, overwrite)
     lock: AbstractContextManager[bool] = nullcontext(True)
@@ -74,56 +79,45 @@ def save_converted(
         from .distillation import locked_checkpoints  # needs the libraries of training
 
         seed = distillation.get("seed", 0) if seed is None else seed
-        checkpoints = Path(distillation.get("checkpoints") or directory.with_name(f".{directory.name}-distillation"))
-        distillation = {**distillation, "checkpoints": checkpoints, "lock": False}
+        checkpoints = directory.with_name(f".{directory.name}-distillation")
+        distillation = {**distillation, "checkpoints": checkpoints}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
-    reading = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
+    reading: dict[str, Any] = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
-        model, processor, report = _convert(source, reading, seed, options, distillation)
-        if writes:
-            try:
+        model, processor, report = _convert(read_source(source, **reading), seed, options, distillation)
+        try:
+            if writes:
                 _write(directory, source, overwrite, model, processor, report)
-            except ConversionError as error:
-                raise ConversionError(f"{error}{advice}") from error
+        except ConversionError as error:
+            raise ConversionError(f"{error}{advice}") from error
+        except (OSError, SafetensorError) as error:
+            raise ConversionError(f"{directory}: cannot be written ({first_line(error)}){advice}") from error
     return model, report
 
 
 def _convert(
-    source: str | os.PathLike[str],
-    reading: Mapping[str, Any],
+    source: VisionTransformerSource,
     seed: int | None,
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
 ) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
-    """Return the model, its image processor and the report. The source is freed before anything is written."""
-    checkpoint = read_source(source, **reading)
-    if distillation is None:
-        model, report = _seeded_conversion(checkpoint, seed, options)
-    else:
+    """Return the model, its image processor and the report."""
+    if distillation is not None:
         from .distillation import check_distillable, distill
 
-        check_distillable(checkpoint, **distillation)  # before the fit to the attention, which may take minutes
-        model, report = _seeded_conversion(checkpoint, seed, options)
+        check_distillable(source, **distillation)  # before the fit to the attention, which may take minutes
+    with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model, report = convert_deit(source, **options)
+    if seed is not None:
+        report.options["seed"] = seed
+    if distillation is not None:
         fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
         conversion = {**report.options, "fitted": fitted}
-        report.add_distillation(distill(model, checkpoint, conversion=conversion, **distillation))
-    processor, size = checkpoint.image_processor, pair(model.config.image_size)
-    if size != pair(checkpoint.config.image_size):
-        processor = resized_processor(processor, size)
-    return model, processor, report
-
-
-def _seeded_conversion(
-    source: VisionTransformerSource, seed: int | None, options: Mapping[str, Any]
-) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert a source, with new weights from this seed, or from PyTorch's global generator if it is None."""
-    if seed is None:
-        return convert_deit(source, **options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model, report = convert_deit(source, **options)
-    report.options["seed"] = seed
-    return model, report
+        report.add_distillation(distill(model, source, conversion=conversion, lock=False, **distillation))
+    processor, size = source.image_processor, pair(model.config.image_size)
+    return model, processor if size == pair(source.config.image_size) else resized_processor(processor, size), report
 
 
 def _write(
@@ -134,40 +128,28 @@ def _write(
     processor: BaseImageProcessor,
     report: ConversionReport,
 ) -> None:
-    """Write a conversion to a temporary directory, verify it, and move it to `directory`.
-
-    Raises:
-        ConversionError: as for `verify_conversion` and `keep_other_files`, or the directory cannot be written.
-    """
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
-            finished = Path(aside) / "finished"
-            model.save_pretrained(finished)
-            processor.save_pretrained(finished)
-            (finished / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
-            verify_conversion(source, finished)
-            write_manifest(finished)
-            _check_target(directory, source, overwrite)  # again, since another process may have written there
-            if directory.exists() and any(directory.iterdir()):
-                keep_other_files(directory, finished)
-            _put_in_place(finished, directory)
-    except (OSError, SafetensorError) as error:
-        raise ConversionError(f"{directory}: cannot be written ({first_line(error)})") from error
-
-
-def _put_in_place(finished: Path, directory: Path) -> None:
-    """Replace `directory` by `finished`; restore the earlier directory if that fails."""
-    earlier = finished.parent.with_name(f"{finished.parent.name}-earlier")
-    try:
-        if directory.exists():
-            directory.rename(earlier)
-        finished.rename(directory)
-    except BaseException:  # also Ctrl-C
-        if earlier.exists():
-            earlier.rename(directory)
-        raise
-    shutil.rmtree(earlier, ignore_errors=True)
+    """Write a conversion to a temporary directory, verify it, and replace `directory` by it, or change nothing."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
+        finished, earlier = Path(aside, "finished"), Path(f"{aside}-earlier")
+        model.save_pretrained(finished)
+        processor.save_pretrained(finished)
+        (finished / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
+        verify_conversion(source, finished)
+        sums = {name: sha256(finished / name) for name in _names(finished)}
+        write_json(finished / MANIFEST_NAME, Manifest(files=sums).model_dump())
+        _check_target(directory, source, overwrite)  # again, since another process may have written there
+        if directory.exists() and any(directory.iterdir()):
+            _keep_other_files(directory, finished)
+        try:
+            if directory.exists():
+                directory.rename(earlier)
+            finished.rename(directory)
+        except BaseException:  # also Ctrl-C
+            if earlier.exists():
+                earlier.rename(directory)
+            raise
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> None:
@@ -180,4 +162,54 @@ def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bo
     if directory.exists() and any(directory.iterdir()):
         if not overwrite:
             raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
-        written_files(directory)
+        _written_files(directory)
+
+
+def _written_files(directory: Path) -> set[str]:
+    """Return the names of the files that the conversion in `directory` wrote and that still exist.
+
+    Raises:
+        ConversionError: the manifest is missing or not readable, or a file was changed since the conversion.
+    """
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise ConversionError(
+            f"{directory}: only an earlier conversion is overwritten, and there is no {MANIFEST_NAME} in the "
+            "directory that lists its files; delete the directory yourself, or give another one"
+        )
+    files = read_json(path, Manifest, ConversionError).files
+    present = files.keys() & _names(directory)
+    for name in sorted(present):
+        if (directory / name).is_symlink() or sha256(directory / name) != files[name]:
+            raise ConversionError(
+                f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
+                "give another directory"
+            )
+    return present | {MANIFEST_NAME}
+
+
+def _keep_other_files(earlier: Path, later: Path) -> None:
+    """Add the files in `earlier` that its conversion did not write to the conversion in `later`, as hard links."""
+    written = _written_files(earlier)
+    if taken := sorted((_names(earlier) - written) & _names(later)):
+        raise ConversionError(
+            f"{earlier}: holds {taken[0]}, which the earlier conversion did not write and the new one does; move it, "
+            "or give another directory"
+        )
+
+    def leave(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(folder, name).relative_to(earlier).as_posix() in written}
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:  # the file system has no hard links
+            shutil.copy2(source, target, follow_symlinks=False)
+
+    shutil.copytree(earlier, later, symlinks=True, ignore=leave, copy_function=link, dirs_exist_ok=True)
+
+
+def _names(directory: Path) -> set[str]:
+    """Return the names of all files and links at any depth in a directory, relative to it."""
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(directory).as_posix() for path in paths}

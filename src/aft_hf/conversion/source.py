@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -15,10 +16,12 @@ from transformers import (
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
     DeiTModel,
+    Dinov2Config,
     PreTrainedConfig,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
     ViTModel,
 )
 from transformers.image_processing_utils import BaseImageProcessor
@@ -27,17 +30,20 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_aft import pair
 from ..loading import OWN_KERNELS, load, named_checkpoints, read_config, read_image_processor
-from ..reading import Document, explained, read_json, shown
+from ..reading import Document, explained, read_json
 from .derivation import Derivation
 from .errors import ConversionError
 from .files import read_weights
-from .names import DISTILLED_HEADS, HEAD, POSITIONS, derivations, is_optional
-from .supported_models import CONFIG_CLASSES, IMAGENET_NORMALIZED, as_vit_config, check_config, check_tensors
+from .names import DISTILLED_HEADS, HEAD, POSITIONS, check_tensors, derivations, is_optional
 from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config, usual_heads
 
 
 logger = logging.get_logger(__name__)
 
+# Config classes of the models that can be converted, by `model_type`.
+CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, "vit_mae": ViTMAEConfig}
+# Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
+IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
     ("vit", ()): ViTModel,
@@ -130,17 +136,16 @@ class VisionTransformerSource:
         Raises:
             ConversionError: it does not; the message names the tensor.
         """
-        kind, channels = self.config.model_type, self.config.num_channels
-        if channels != 3:
+        if self.config.num_channels != 3:
             raise ConversionError(
-                f"{self.name}: takes images of {channels} channels; image processors give 3 (RGB), so only models of "
-                "3 channels are converted"
+                f"{self.name}: takes images of {self.config.num_channels} channels; only models of RGB are converted"
             )
         layers = {name.split(".")[1] for name in self.derivations if name.startswith("layers.")}
         if len(layers) != self.config.num_hidden_layers:
             raise ConversionError(
                 f"{self.name}: its config has {self.config.num_hidden_layers} layers, its weights have {len(layers)}"
             )
+        kind = self.config.model_type
         with explained(f"{self.name}: no {kind} can have its config", ConversionError):
             expected = {self._without_prefix(name): x.shape for name, x in self.empty_model.state_dict().items()}
         if missing := sorted(expected.keys() - self.derivations.keys()):
@@ -156,18 +161,12 @@ class VisionTransformerSource:
         without_data = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
         for name, shape in expected.items():
             derivation = self.derivations[name]
-            try:
-                fits = derivation.compute(without_data).shape == shape
-            except (RuntimeError, IndexError):
-                fits = False
-            if not fits:
-                given = " and ".join(
-                    f"{each} is {tuple(self.tensors[each].shape)}"
-                    for each in (*derivation.sources, *derivation.factors)
-                )
-                raise ConversionError(
-                    f"{self.name}: {given}, which does not fit the rest: {name} needs {tuple(shape)}"
-                )
+            with suppress(RuntimeError, IndexError):  # of a step that does not fit the tensor
+                if derivation.compute(without_data).shape == shape:
+                    continue
+            given = {each: tuple(self.tensors[each].shape) for each in (*derivation.sources, *derivation.factors)}
+            told = " and ".join(f"{each} is {sizes}" for each, sizes in given.items())
+            raise ConversionError(f"{self.name}: {told}, which does not fit the rest: {name} needs {tuple(shape)}")
 
 
 def read_source(
@@ -199,19 +198,20 @@ def read_source(
             "source must be a directory, a weight file, a Hub id, or a ViT or DeiT of transformers in "
             f"memory, got {type(source).__name__}"
         )
-    in_memory = isinstance(source, PreTrainedModel)
-    name, config = type(source).__name__ if in_memory else str(source), {}
-    if not in_memory:
-        config = _without_config(name) if Path(name).is_file() else _read_config(name)
-    if in_memory or config.get("model_type") is not None:
-        if source_image_size is not None or source_num_heads is not None:
-            raise ConversionError(
-                f"{name}: its config has the image size and the heads; leave out source_image_size and "
-                "source_num_heads (--source-image-size, --source-num-heads)"
-            )
-        found = _of_model(source) if isinstance(source, PreTrainedModel) else _read_transformers(name, config)
+    if isinstance(source, PreTrainedModel):
+        name, values = source.name_or_path or type(source).__name__, source.config.to_dict()
     else:
-        found = _read_timm(name, config, source_image_size, source_num_heads)
+        name = str(source)
+        values = _without_config(name) if Path(name).is_file() else _read_config(name)
+    if values.get("model_type") is None:
+        found = _read_timm(name, values, source_image_size, source_num_heads)
+    elif source_image_size is not None or source_num_heads is not None:
+        raise ConversionError(
+            f"{name}: its config has the image size and the heads; leave out source_image_size and "
+            "source_num_heads (--source-image-size, --source-num-heads)"
+        )
+    else:
+        found = _read_transformers(name, values, source if isinstance(source, PreTrainedModel) else None)
     if any(tensor.dtype != found.dtype for tensor in found.tensors.values()):
         cast = ("cast", str(found.dtype).removeprefix("torch."))
         in_one_dtype = {name: Derivation(x.sources, (cast, *x.steps)) for name, x in found.derivations.items()}
@@ -220,36 +220,44 @@ def read_source(
     return found
 
 
-def _of_model(model: PreTrainedModel) -> VisionTransformerSource:
-    """Read a model in memory; it has no image processor, so that the default of its type is used."""
-    name = model.name_or_path or type(model).__name__
-    check_config(name, model.config.to_dict())
-    tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
-    return _of_transformers(name, model.config, tensors, None)
-
-
-def _read_transformers(name: str, values: Mapping[str, Any]) -> VisionTransformerSource:
-    check_config(name, values)
+def _read_transformers(name: str, values: Mapping[str, Any], model: PreTrainedModel | None) -> VisionTransformerSource:
+    """Read a model in memory, or the files of one; without an image processor, the default of its type is used."""
+    _check_config(name, values)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         config_class: type[PreTrainedConfig] = CONFIG_CLASSES[values["model_type"]]
         config = config_class.from_dict(dict(values), **OWN_KERNELS)
-    tensors, part = read_weights(name)
-    # A damaged image processor is an error: its means and sizes matter.
-    own = load(AutoImageProcessor, name, ConversionError) if read_image_processor(name, ConversionError) else None
-    return replace(_of_transformers(name, config, tensors, own), part=part)
-
-
-def _of_transformers(
-    name: str,
-    config: PreTrainedConfig,
-    tensors: dict[str, torch.Tensor],
-    processor: BaseImageProcessor | None,
-) -> VisionTransformerSource:
+    part, own = "", None
+    if model is not None:
+        tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
+    else:
+        tensors, part = read_weights(name)
+        # A damaged image processor is an error: its means and sizes matter.
+        own = load(AutoImageProcessor, name, ConversionError) if read_image_processor(name, ConversionError) else None
     check_tensors(name, tensors)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        vit = as_vit_config(config)
-        used = processor or _usual_image_processor(config)
-    return VisionTransformerSource(name, vit, tensors, derivations(name, tensors), used, processor is not None)
+        vit, used = _as_vit_config(config), own or _usual_image_processor(config)
+    return VisionTransformerSource(name, vit, tensors, derivations(name, tensors), used, own is not None, part)
+
+
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raise a ConversionError if a model is not equivalent to a ViT by its config.json."""
+    if (model_type := config["model_type"]) not in CONFIG_CLASSES:
+        raise ConversionError(
+            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
+            f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
+        )
+    if config.get("use_swiglu_ffn"):
+        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
+
+
+def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
+    """Return the config as that of a ViT or DeiT, for weights into which the layer scales are folded."""
+    if isinstance(config, (ViTConfig, DeiTConfig)):
+        return config
+    shared = {name: value for name, value in config.to_dict().items() if name in ViTConfig.__annotations__}
+    if config.model_type == "dinov2":
+        shared["intermediate_size"] = int(config.hidden_size * config.mlp_ratio)
+    return ViTConfig(**shared)
 
 
 def _usual_image_processor(config: PreTrainedConfig) -> BaseImageProcessor:
@@ -276,10 +284,10 @@ def _without_config(name: str) -> dict[str, Any]:
     """Return the empty config of a weight file; refuse the file if a config of transformers or timm lies beside it."""
     if (beside := Path(name).parent / CONFIG_NAME).is_file():
         stated = read_json(beside, Document, ConversionError).model_extra or {}
-        if key := next((key for key in ("model_type", "architecture") if stated.get(key) is not None), None):
+        if stated.get("model_type") is not None or stated.get("architecture") is not None:
             raise ConversionError(
-                f"{name}: {beside} ({key}={shown(stated[key])}) would not be read; give the directory, or move a file "
-                "that this config does not describe out of it"
+                f"{name}: {beside} would not be read; give the directory, or move a file that this config does not "
+                "describe out of it"
             )
     return {}
 

@@ -77,13 +77,10 @@ class TimmConfig(Document):
 
 
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
-    """Check that a config of timm is that of a ViT or DeiT that classifies by its class token, and return it.
+    """Return a config of timm; raise a ConversionError unless it is that of a ViT or DeiT with a class token.
 
     As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
     and entries beside `pretrained_cfg` replace those in it.
-
-    Raises:
-        ConversionError: a value is not of its type; or the architecture or the pooling is not supported.
     """
     stated = json.loads(json.dumps(config), object_hook=lambda each: {k: v for k, v in each.items() if v is not None})
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
@@ -112,17 +109,8 @@ def infer_config(
 ) -> ViTConfig | DeiTConfig:
     """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
-    Args:
-        name: name of the checkpoint, for error messages.
-        tensors: the tensors of the checkpoint, by their names in the file.
-        timm_config: timm's config.json; a `TimmConfig` without values if there is none.
-        image_size: image size in pixels. Default: that of `timm_config`, or of a square grid with a patch for each
-            position.
-        num_heads: number of attention heads. Default: that of `timm_config`, or the usual number of ViT and DeiT at
-            this width, or else 1.
-
-    Raises:
-        ConversionError: a required tensor is missing, or sizes are inconsistent.
+    The default of `image_size` is that of timm's config, or of a square grid with a patch for each position; the
+    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width, or else 1.
     """
     patches = _tensor(name, tensors, "patch_embed.proj.weight", 4)
     positions = _tensor(name, tensors, "pos_embed", 3)
@@ -174,16 +162,17 @@ def _image_size(
 ) -> int | tuple[int, int]:
     """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
     rows, columns = patch_size
+    counts = (length - prefix, length)
     if image_size is None:
-        for patches in (length - prefix, length):
-            if patches > 0 and (side := math.isqrt(patches)) ** 2 == patches:
+        for side in (math.isqrt(max(count, 0)) for count in counts):
+            if side > 0 and side**2 in counts:
                 return one_or_pair((side * rows, side * columns))
         raise ConversionError(
             f"{name}: {length} positions are no square of patches; give source_image_size, its height and width in "
             "pixels"
         )
     height, width = pair(image_size)
-    if (height // rows) * (width // columns) not in (length - prefix, length) or height % rows or width % columns:
+    if (height // rows) * (width // columns) not in counts or height % rows or width % columns:
         raise ConversionError(
             f"{name}: images of {height} x {width} pixels do not fit its {length} positions and patches of "
             f"{rows} x {columns}; give the source_image_size it was trained at"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from .fingerprint import sum_file
-from .order import SampleKey
+from .samples import SampleKey
 
 
 # The label of bytes that do not count in the loss: the default `ignore_index` of PyTorch.

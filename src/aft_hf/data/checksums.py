@@ -13,11 +13,8 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits, or an empty string if there is no regular file."""
     if not path.is_file():
         return ""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def crc32(path: Path, parts: Iterable[tuple[int, int]], crc: int = 0) -> int:

@@ -7,34 +7,29 @@ from typing import Any
 import kornia.augmentation as augmentation
 import numpy as np
 import torch
-from datasets import Dataset as Rows
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
-from .fingerprint import sum_rows
-from .image_files import check_resizing, row_at
-from .order import SampleKey
+from .image_files import check_resizing
 from .rand_augment import RandAugment
+from .samples import Row, Sample, SampleKey
 
 
-class TrainingImages(Dataset[dict[str, torch.Tensor]]):
-    """Dataset of labeled images, indexed by `SampleKey`: `pixel_values`, (3, size, size) in uint8, and `labels`.
+class TrainingImages:
+    """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`.
 
     Args:
-        rows: dataset of the library `datasets` with a column of images and a column of labels.
         numbers: the class number of each label.
         size: side of the resized images in pixels.
         crop_scale: smallest and largest area of the random crops, as a share of the image (the aspect ratio is in
             [3/4, 4/3]). None: the whole image.
         seed: seed of the crops.
-        image_column, label_column: names of the columns in `rows`.
+        image_column, label_column: names of the columns.
     """
 
     def __init__(
         self,
-        rows: Rows,
         numbers: Mapping[Any, int],
         *,
         size: int,
@@ -43,23 +38,14 @@ class TrainingImages(Dataset[dict[str, torch.Tensor]]):
         image_column: str = "image",
         label_column: str = "label",
     ):
-        self.rows, self.numbers, self.size, self.crop_scale, self.seed = rows, numbers, size, crop_scale, seed
+        self.numbers, self.size, self.crop_scale, self.seed = numbers, size, crop_scale, seed
         self.image_column, self.label_column = image_column, label_column
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the images and labels."""
-        return sum_rows(self.rows, self.image_column, self.label_column)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: SampleKey) -> dict[str, torch.Tensor]:
-        return self.sample(row_at(self.rows, key.index), key)
-
-    def sample(self, row: dict[str, Any], key: SampleKey) -> dict[str, torch.Tensor]:
-        """Return the sample of a row, cropped by the random numbers of `key`."""
+    def __call__(self, row: Row, key: SampleKey | None) -> Sample:
         image = row[self.image_column].convert("RGB")
-        box = None if self.crop_scale is None else crop_box(image.size, self.crop_scale, key.random(self.seed))
+        box = None
+        if self.crop_scale is not None and key is not None:
+            box = crop_box(image.size, self.crop_scale, key.random(self.seed))
         image = check_resizing(image, self.size, self.size).resize(
             (self.size, self.size), Image.Resampling.BICUBIC, box=box
         )
@@ -93,16 +79,8 @@ class BatchAugmentation(nn.Module):
     """Augment and normalize a batch on the device.
 
     The input is (B, 3, H, W) images in uint8 and (B,) labels. The output is pixel values, normalized as by the model's
-    image processor, and (B, num_classes) targets. Random numbers come from PyTorch's global generators.
-
-    Args:
-        num_classes: number of classes.
-        mean, std: mean and standard deviation of the image processor, for values in [0, 1].
-        flip: whether to flip each image horizontally with probability 1/2.
-        operations, magnitude, noise: arguments of `RandAugment`; 0 operations switch it off.
-        erasing: probability of random erasing: a rectangle of the normalized image is replaced by Gaussian noise.
-        mixup, cutmix: alpha of the Beta distributions of mixup and CutMix, 0 to switch them off. With both, each batch
-            gets one of them with probability 1/2.
+    image processor with `mean` and `std` for values in [0, 1], and (B, num_classes) targets. Random numbers come from
+    PyTorch's global generators. The other arguments are the keys of `data.augmentation` in a recipe.
     """
 
     def __init__(
@@ -112,28 +90,23 @@ class BatchAugmentation(nn.Module):
         std: list[float],
         *,
         flip: bool = True,
-        operations: int = 0,
-        magnitude: float = 9.0,
-        noise: float = 0.0,
+        rand_augment_operations: int = 0,
+        rand_augment_magnitude: float = 9.0,
+        rand_augment_noise: float = 0.0,
         erasing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ):
         super().__init__()
         self.num_classes, self.mixup, self.cutmix = num_classes, mixup, cutmix
-        self.flip = augmentation.RandomHorizontalFlip() if flip else None
-        self.rand_augment = RandAugment(operations, magnitude, noise, mean) if operations else None
+        self.flip = augmentation.RandomHorizontalFlip() if flip else nn.Identity()
+        self.rand_augment = RandAugment(rand_augment_operations, rand_augment_magnitude, rand_augment_noise, mean)
         self.normalize = augmentation.Normalize(torch.tensor(mean), torch.tensor(std))
         self.erase = augmentation.RandomErasing(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), p=erasing) if erasing else None
 
     @torch.no_grad()
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = pixels.float() / 255
-        if self.flip is not None:
-            pixels = self.flip(pixels)
-        if self.rand_augment is not None:
-            pixels = self.rand_augment(pixels)
-        pixels = self.normalize(pixels)
+        pixels = self.normalize(self.rand_augment(self.flip(pixels.float() / 255)))
         if self.erase is not None:
             # kornia erases to a constant: an erased image of ones is the mask for the noise.
             pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))

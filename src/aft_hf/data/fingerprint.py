@@ -60,15 +60,9 @@ def sum_rows(rows: Dataset, image_column: str, *columns: str) -> str:
 
 
 def sum_images(images: Sequence[Image.Image]) -> str:
-    """Return the fingerprint of images in the given order.
-
-    It covers their number and the pixels of all images, or of `PICTURES` evenly spaced ones if there are more.
-    """
-    crc, count = 0, len(images)
-    for index in spread(count, PICTURES) if count > PICTURES else range(count):
-        image = images[index].convert("RGB")
-        crc = zlib.crc32(image.tobytes(), zlib.crc32(repr(image.size).encode(), crc))
-    return f"{count} images, {crc:08x}"
+    """Return the fingerprint of images in the given order: of all, or of `PICTURES` evenly spaced ones."""
+    chosen = (images[index].convert("RGB") for index in spread(len(images), PICTURES))
+    return f"{len(images)} images, {sum_samples({'size': image.size, 'pixels': image} for image in chosen)}"
 
 
 def sum_samples(samples: Iterable[Mapping[str, Any]]) -> str:
@@ -108,4 +102,4 @@ def _parts(start: int, stop: int, most: int) -> Iterable[tuple[int, int]]:
 
 def spread(count: int, most: int) -> list[int]:
     """Return at most `most` evenly spaced numbers of 0 .. count - 1, which include the first and the last."""
-    return sorted({(count - 1) * i // (most - 1) for i in range(most)})
+    return sorted({(count - 1) * i // (most - 1) for i in range(most)}) if count else []

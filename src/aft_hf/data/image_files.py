@@ -5,7 +5,7 @@ import os
 import stat
 import warnings
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -130,18 +130,6 @@ def check_resizing(image: Image.Image, width: float, height: float) -> Image.Ima
             f"{width:.0f} x {height:.0f}, since that takes more than {MAX_PIXELS / 1e6:.0f} million pixels; crop it"
         )
     return image
-
-
-def row_at(rows: Any, index: int) -> Any:
-    """Return `rows[index]`, and add the index to the error about an image that cannot be used.
-
-    Raises:
-        ImageError: an image of the row cannot be opened (see `open_image`).
-    """
-    try:
-        return rows[index]
-    except ImageError as error:
-        raise ImageError(f"row {index}: {error}") from error
 
 
 def _decoded(file: BinaryIO | Path, name: str) -> Image.Image:

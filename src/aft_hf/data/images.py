@@ -4,25 +4,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kornia.augmentation as augmentation
+import torch
 from datasets import ClassLabel, Dataset, IterableDataset, Value
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset as Samples
 from transformers.image_processing_utils import BaseImageProcessor
 
-from .image_files import ImageError, row_at
+from .image_files import ImageError
 from .image_size import pixel_values
+from .samples import Row, Sample, SampleKey
 
 
 AUGMENTATIONS = ("none", "shift", "crop", "resized_crop")
 
 
 class ImagePipeline:
-    """Transform for `datasets.Dataset.with_transform` from rows with images to pixel values and class numbers.
+    """Maker of samples for evaluation and `Trainer`: pixel values, (channels, height, width), and class numbers.
 
     Args:
         processor: the model's image processor.
-        image_column, label_column: names of the columns in the dataset.
+        image_column, label_column: names of the columns.
         numbers: the class number of each label (see `class_numbers`). Default: the labels are class numbers already.
     """
 
@@ -37,43 +38,12 @@ class ImagePipeline:
         self.processor, self.image_column, self.label_column = processor, image_column, label_column
         self.numbers = numbers
 
-    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, Any]:
-        if not all(isinstance(image, Image.Image) for image in rows[self.image_column]):
+    def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
+        image, label = row[self.image_column], row[self.label_column]
+        if not isinstance(image, Image.Image):
             raise ImageError(f"has no image in column {self.image_column!r}")
-        pixels = pixel_values(self.processor, rows[self.image_column])
-        labels = rows[self.label_column]
-        if self.numbers is not None:
-            labels = [self.numbers[label] for label in labels]
-        return {"pixel_values": list(pixels), "labels": labels}
-
-    def sample(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample of a single row."""
-        return {name: values[0] for name, values in self({name: [value] for name, value in row.items()}).items()}
-
-
-class ImageRows(Samples[dict[str, Any]]):
-    """Rows of images for a `DataLoader`, which reads a batch at once; an error names the row of an unusable image.
-
-    Args:
-        rows: a dataset that an `ImagePipeline` transforms.
-    """
-
-    def __init__(self, rows: Dataset):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return row_at(self.rows, index)
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        try:
-            return self.rows.__getitems__(indices)
-        except ImageError:
-            for index in indices:
-                row_at(self.rows, index)
-            raise
+        number = label if self.numbers is None else self.numbers[label]
+        return {"pixel_values": pixel_values(self.processor, [image])[0], "labels": torch.tensor(number)}
 
 
 def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
-import fsspec
+import pandas
 from datasets import (
     ClassLabel,
     Dataset,
@@ -26,41 +26,22 @@ from datasets import (
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher
-from datasets.io.csv import CsvDatasetReader
 from datasets.io.json import JsonDatasetReader
 from datasets.io.parquet import ParquetDatasetReader
-from datasets.packaged_modules.csv.csv import CsvConfig
 from huggingface_hub import metadata_load
 from PIL import Image as PILImage
 from transformers.utils import logging
 from yaml import safe_load
 
 from ..reading import UnreadableError, described, explained
-from .image_files import MAX_BYTES, PARQUET, list_images, open_image
+from .image_files import PARQUET, list_images, open_image
 
 
 logger = logging.get_logger(__name__)
 
 
-class WholeCsvConfig(CsvConfig):
-    """As `CsvConfig`; pandas infers a type per column, not per part of a column, which turns 007 into 7."""
-
-    @property
-    def pd_read_csv_kwargs(self) -> dict[str, Any]:
-        return {**super().pd_read_csv_kwargs, "low_memory": False}
-
-
-class CsvReader(CsvDatasetReader):
-    """Reader of CSV files as a whole, not in parts whose types differ."""
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, chunksize=10**9, **options)  # rows
-        self.builder.config.__class__ = WholeCsvConfig
-
-
-READERS = {".parquet": ParquetDatasetReader, ".csv": CsvReader, ".json": JsonDatasetReader}
-READERS[".jsonl"] = READERS[".json"]
-FORMATS = (*READERS, ".txt")
+READERS = {PARQUET: ParquetDatasetReader, ".json": JsonDatasetReader, ".jsonl": JsonDatasetReader}
+FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
 SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders
 
 
@@ -70,23 +51,12 @@ class ImageColumn(Image):
     The path of an image is that of a local file, never an address.
     """
 
-    addresses = re.compile("(?!)")  # none
-
     def decode_example(self, value: Any, token_per_repo_id: dict[str, str] | None = None) -> PILImage.Image:
         """Decode {"bytes": content or None, "path": path of the image or None}."""
         if isinstance(value, PILImage.Image):
             return value
         content, path = value["bytes"], value["path"] or ""
-        if not content and self.addresses.fullmatch(path):
-            with fsspec.open(path, "rb") as file:
-                content = file.read(MAX_BYTES)
         return open_image(content or path or b"", path or "an image")
-
-
-class HubImageColumn(ImageColumn):
-    """As `ImageColumn`, for streams from the Hub, whose images may also be files there, possibly in an archive."""
-
-    addresses = re.compile(r"((zip|tar)://[^:]*::)?hf://datasets/[^:]+")
 
 
 def load_splits(
@@ -102,8 +72,7 @@ def load_splits(
 
     Args:
         dataset_name, dataset_config_name: name and configuration of a dataset, as for `load_named`.
-        train, validation: the data of the splits, instead of a name: a folder of images with a folder for each class,
-            a folder of parquet files, or a parquet, csv, json or text file.
+        train, validation: the data of the splits, instead of a name (see `load_local`).
         streaming: whether rows are read during iteration. Streamed rows cannot be indexed.
         labeled: whether a folder of images must have a folder for each class.
 
@@ -126,25 +95,16 @@ def load_splits(
 def load_named(
     name: str, config_name: str | None = None, *, streaming: bool = False
 ) -> DatasetDict | IterableDatasetDict:
-    """Load the splits "train", "validation" and "test" of a dataset, as far as they exist.
+    """Load the splits "train", "validation" and "test", as far as they exist.
 
-    Args:
-        name: a dataset on the Hub, a local dataset that `datasets` can load, or a file, which becomes "train".
-        config_name: name of the dataset's configuration.
-        streaming: whether rows are read during iteration.
-
-    Raises:
-        ValueError: the file cannot be read, or the local dataset refers to addresses.
+    The name is that of a dataset on the Hub, of a local one that `datasets` can load, or of a file, which is "train".
     """
     if Path(name).is_file():
         splits = {"train": load_local(name, streaming=streaming)}
     else:
         check_named(name)
         splits = load_dataset(name, config_name, streaming=streaming)
-    column = HubImageColumn if streaming and not Path(name).exists() else ImageColumn
-    kept = {
-        split: with_safe_images(splits[split], column) for split in ("train", "validation", "test") if split in splits
-    }
+    kept = {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
     return IterableDatasetDict(kept) if streaming else DatasetDict(kept)
 
 
@@ -164,12 +124,9 @@ def check_named(name: str) -> None:
 
 
 def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = True) -> Dataset | IterableDataset:
-    """Load one file, or a folder of images (see `list_images`). A name is never a pattern or an address.
+    """Load a parquet, csv, json or text file, or a folder of images or parquet files (see `list_images`).
 
-    Args:
-        path: the file or folder.
-        streaming: whether rows are read during iteration.
-        labeled: whether image files need a label, which is the name of their folder.
+    A name is never a pattern or an address. With `labeled`, the label of an image is the name of its folder.
 
     Raises:
         ValueError: the path does not exist, has an unknown format, or cannot be read; or labels are unclear.
@@ -182,27 +139,33 @@ def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = Tru
     if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
     try:
-        if suffix == ".txt":
-            return _read_document(path, streaming)
-        return with_safe_images(read_files(files, streaming=streaming))
+        if suffix in READERS:
+            return with_safe_images(_read_files(files, streaming))
+        rows = _read_document(path) if suffix == ".txt" else _read_table(path)
+        return rows.to_iterable_dataset() if streaming else rows
     except Exception as error:  # the readers can raise any exception
-        empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON and CSV
+        empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON
         reason = "it has no rows" if empty else described(error.__cause__ or error)
         raise ValueError(f"{path}: cannot be read as a file of type {suffix[1:]} ({reason})") from error
 
 
-def read_files(files: Sequence[Path], *, streaming: bool = False) -> Dataset | IterableDataset:
-    """Read files by the one of the `READERS` for their suffix. `load_dataset` would take their names as patterns."""
+def _read_files(files: Sequence[Path], streaming: bool) -> Dataset | IterableDataset:
+    """Read parquet or JSON files by the reader of `datasets`. `load_dataset` would take their names as patterns."""
     names = [str(_without_hops(file.absolute())) for file in files]
     versions = [(str(file.stat().st_mtime_ns), str(file.stat().st_size)) for file in files]  # for the cache
     data_files = DataFilesDict(train=DataFilesList(names, versions))
-    reader = READERS[files[0].suffix.lower()]
-    rows = reader(data_files, split="train", streaming=streaming).read()
-    if streaming:
-        rows = rows._resolve_features()  # those of CSV and JSON are unknown before
-    if reader is CsvReader and "__index_level_0__" in rows.column_names:  # pandas takes surplus cells as an index
+    rows = READERS[files[0].suffix.lower()](data_files, split="train", streaming=streaming).read()
+    return rows._resolve_features() if streaming else rows  # those of JSON are unknown before
+
+
+def _read_table(path: Path) -> Dataset:
+    """Read a CSV file at once: parts of it, as `datasets` reads it, would have types of their own (007 becomes 7)."""
+    table = pandas.read_csv(path, low_memory=False)
+    if table.empty:
+        raise ValueError("it has no rows")
+    if not isinstance(table.index, pandas.RangeIndex):  # pandas takes surplus cells as an index
         raise ValueError("rows have more cells than the header: put texts with commas in quotes")
-    return rows
+    return Dataset.from_pandas(table)
 
 
 def _without_hops(path: Path) -> Path:
@@ -240,15 +203,9 @@ def _rows(**columns: list[Any]) -> Iterator[dict[str, Any]]:
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
-def _read_document(path: Path, streaming: bool) -> Dataset | IterableDataset:
+def _read_document(path: Path) -> Dataset:
     """Return a text file as one row; the text reader of `datasets` would change line breaks (CR and CRLF to LF)."""
-    kind: Any = IterableDataset if streaming else Dataset
-    source = {"path": str(path.resolve()), "changed": path.stat().st_mtime_ns}  # also the key in the cache
-    return kind.from_generator(_document, gen_kwargs=source, features=Features({"text": Value("large_string")}))
-
-
-def _document(path: str, changed: int) -> Iterator[dict[str, str]]:
-    yield {"text": Path(path).read_bytes().decode()}
+    return Dataset.from_dict({"text": [path.read_bytes().decode()]}, Features({"text": Value("large_string")}))
 
 
 def local_files(
@@ -268,9 +225,7 @@ def local_files(
     return [Path(file) for file in files.get("train", [])]
 
 
-def with_safe_images(
-    rows: Dataset | IterableDataset, column: type[ImageColumn] = ImageColumn
-) -> Dataset | IterableDataset:
+def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """Return the same rows with an `ImageColumn` in place of each column of images.
 
     Other columns that `datasets` would decode, such as audio and lists of images, are left out: their paths may be
@@ -281,7 +236,7 @@ def with_safe_images(
         rows = rows.decode(False)  # a stream decodes what is left out later
     for name, feature in features.items():
         if is_image(feature):
-            rows = rows.cast_column(name, column())
+            rows = rows.cast_column(name, ImageColumn())
         elif _opens_files(feature):
             rows = rows.remove_columns(name)
     return rows

@@ -1,16 +1,11 @@
-"""Conversion of images to sequences of sub-pixels and back, and a dataset of such sequences."""
-
-from typing import Any
+"""Conversion of images to sequences of sub-pixels and back."""
 
 import numpy as np
 import torch
-from datasets import Dataset as Rows
 from PIL import Image
-from torch.utils.data import Dataset
 
-from .fingerprint import sum_rows
-from .image_files import check_resizing, row_at
-from .order import SampleKey
+from .image_files import check_resizing
+from .samples import Row, Sample, SampleKey
 
 
 # The values of sub-pixels are the tokens 0 .. 255. This token, which is no sub-pixel, begins the input of a model.
@@ -39,51 +34,35 @@ def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int], ch
     return Image.fromarray(pixels if channels == 3 else pixels[..., 0])
 
 
-class PixelSequences(Dataset[dict[str, torch.Tensor]]):
-    """Dataset of images as sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
+class PixelSequences:
+    """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
     Args:
-        rows: dataset of the library `datasets` with a column of images.
         image_size: side in pixels; images of another size are resized (mean over areas).
-        image_column: name of the column of images in `rows`.
-        seed: seed of the augmentation in training; the dataset is then indexed by `SampleKey`. None: the dataset is
-            indexed by number and does not augment.
-        flip: whether to flip samples horizontally with probability 1/2.
-        brightness_shift: the largest random shift of the brightness. Shifted sub-pixels are clipped to 0 .. 255.
+        image_column: name of the column of images.
+        seed: seed of the augmentation of samples with a key.
+        flip: whether to flip them horizontally with probability 1/2.
+        brightness_shift: the largest random shift of their brightness. Sub-pixels are clipped to 0 .. 255.
     """
 
     def __init__(
         self,
-        rows: Rows,
-        *,
         image_size: int,
+        *,
         image_column: str = "image",
-        seed: int | None = None,
+        seed: int = 0,
         flip: bool = True,
         brightness_shift: int = 10,
     ):
-        self.rows, self.image_size, self.image_column = rows, image_size, image_column
+        self.size, self.image_column = (image_size, image_size), image_column
         self.seed, self.flip, self.brightness_shift = seed, flip, brightness_shift
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the images."""
-        return sum_rows(self.rows, self.image_column)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
-        if not isinstance(key, SampleKey):
-            return self.sample(row_at(self.rows, key))
-        return self.sample(row_at(self.rows, key.index), key)
-
-    def sample(self, row: dict[str, Any], key: SampleKey | None = None) -> dict[str, torch.Tensor]:
-        """Return the sample of a row, augmented by the random numbers of `key` if it is given."""
+    def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
         image = row[self.image_column].convert("RGB")
-        if image.size != (size := (self.image_size, self.image_size)):
-            image = check_resizing(image, *size).resize(size, Image.Resampling.BOX)
+        if image.size != self.size:
+            image = check_resizing(image, *self.size).resize(self.size, Image.Resampling.BOX)
         pixels = np.asarray(image)
-        if key is not None and self.seed is not None:
+        if key is not None:
             pixels = self._augment(pixels, key.random(self.seed))
         labels = torch.from_numpy(pixels_to_tokens(pixels).astype(np.int64))
         return {"input_ids": torch.cat([torch.tensor([START_TOKEN]), labels[:-1]]), "labels": labels}

@@ -57,7 +57,7 @@ class RandAugment(nn.Module):
         return images
 
     def _transformed(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-        if operation in GEOMETRIC:  # these fill with zeros
+        if operation in GEOMETRIC:
             fill = self.fill.to(images.device)
             return operation(images - fill, strength).add(fill).clamp(0, 1)
         return operation(images, strength).clamp(0, 1)
@@ -87,32 +87,16 @@ def _solarize_add(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     return torch.where(images < 128 / 255, images + added, images)
 
 
-def _rotate(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    return rotate(images, 30 * strength)
+def _along(axis: int, amount: torch.Tensor) -> torch.Tensor:
+    """Return (B, 2) vectors with the amounts in the given component (0: x, 1: y), and 0 in the other."""
+    return torch.stack([amount, torch.zeros_like(amount)][:: -1 if axis else 1], 1)
 
 
-def _shear_x(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    return shear(images, torch.stack([0.3 * strength, torch.zeros_like(strength)], 1))
-
-
-def _shear_y(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    return shear(images, torch.stack([torch.zeros_like(strength), 0.3 * strength], 1))
-
-
-def _translate_x(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    return translate(images, torch.stack([0.45 * images.shape[-1] * strength, torch.zeros_like(strength)], 1))
-
-
-def _translate_y(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    return translate(images, torch.stack([torch.zeros_like(strength), 0.45 * images.shape[-2] * strength], 1))
-
-
-GEOMETRIC = {_rotate, _shear_x, _shear_y, _translate_x, _translate_y}
 OPERATIONS: dict[str, Operation] = {
     "auto_contrast": lambda images, strength: normalize_min_max(images),
     "equalize": lambda images, strength: equalize(images),
     "invert": lambda images, strength: invert(images),
-    "rotate": _rotate,
+    "rotate": lambda images, strength: rotate(images, 30 * strength),
     "posterize": _posterize,
     "solarize": _solarize,
     "solarize_add": _solarize_add,
@@ -120,8 +104,10 @@ OPERATIONS: dict[str, Operation] = {
     "contrast": lambda images, strength: adjust_contrast_with_mean_subtraction(images, _factor(strength)),
     "brightness": lambda images, strength: adjust_brightness_accumulative(images, _factor(strength)),
     "sharpness": lambda images, strength: sharpness(images, _factor(strength)),
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
+    "shear_x": lambda images, strength: shear(images, _along(0, 0.3 * strength)),
+    "shear_y": lambda images, strength: shear(images, _along(1, 0.3 * strength)),
+    "translate_x": lambda images, strength: translate(images, _along(0, 0.45 * images.shape[-1] * strength)),
+    "translate_y": lambda images, strength: translate(images, _along(1, 0.45 * images.shape[-2] * strength)),
 }
+# These fill what they uncover with zeros.
+GEOMETRIC = {OPERATIONS[name] for name in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")}

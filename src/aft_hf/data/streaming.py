@@ -1,32 +1,15 @@
 """Streaming datasets: shuffling in blocks, and the position from which a run resumes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from datasets import IterableDataset as StreamedRows
-from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ..reading import explained
-from .fingerprint import spread, sum_files, sum_samples
-from .order import SampleKey, process_micro_batches
-
-
-SHARDS = 4  # shards of a remote stream whose first row enters the fingerprint
-
-
-Row = dict[str, Any]
-Sample = dict[str, torch.Tensor]
-
-
-class StreamedKey(NamedTuple):
-    """Index into a streamed training dataset: the key of a sample together with its undecoded row."""
-
-    key: SampleKey
-    row: Row
+from .order import Batches
+from .samples import Row, SampleKey, StreamedKey
 
 
 class Block(NamedTuple):
@@ -38,57 +21,8 @@ class Block(NamedTuple):
     state: dict[str, Any] | None = None  # state of the stream; None at the beginning of an epoch
 
 
-class StreamedSamples(Dataset[Sample]):
-    """Dataset of streamed training samples: it decodes the rows that `StreamedBatches` reads, in the workers.
-
-    Args:
-        rows: streamed dataset of the library `datasets`.
-        make: function that returns the sample of a decoded row and its key.
-        files: the local files that the rows are read from, if any (see `loading.local_files`).
-    """
-
-    def __init__(self, rows: StreamedRows, make: Callable[[Row, SampleKey], Sample], files: Sequence[Path] = ()):
-        self.rows, self.make, self.features, self.files = rows, make, rows.features, files
-
-    def __getitem__(self, streamed: StreamedKey) -> Sample:
-        return self.make(self.features.decode_example(streamed.row), streamed.key)
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the data.
-
-        It covers the local files. A remote stream would have to be read completely, so its fingerprint covers the
-        number of shards and the first samples of up to `SHARDS` of them.
-
-        Raises:
-            ValueError: the stream has no rows.
-        """
-        if self.files:
-            return sum_files(self.files)
-        count = self.rows.num_shards
-        parts = [self.rows.shard(count, i) for i in spread(count, SHARDS)] if count > 1 else [self.rows]
-        first = [self.make(row, SampleKey(0, 0)) for part in parts for row in part.take(1)]
-        if not first:
-            raise ValueError("the stream of training data has no rows")
-        return f"{count} shards, {sum_samples(first)}"
-
-
-class StreamedEvaluation(IterableDataset[Sample]):
-    """Dataset of streamed evaluation samples: each row once, in the order of the stream.
-
-    Args:
-        rows: streamed dataset of the library `datasets`.
-        make: function that returns the sample of a decoded row.
-    """
-
-    def __init__(self, rows: StreamedRows, make: Callable[[Row], Sample]):
-        self.rows, self.make = rows, make
-
-    def __iter__(self) -> Iterator[Sample]:
-        return map(self.make, self.rows)
-
-
-class StreamedBatches(Sampler[list[StreamedKey]]):
-    """Sampler of the micro-batches of one process, starting at any step: `GlobalBatches` for a streamed dataset.
+class StreamedBatches(Batches):
+    """Batches of a streamed dataset.
 
     Every process reads the whole stream, but decodes only the images of its micro-batches; so a global batch holds
     the same samples for any number of processes. Each epoch reads the files in a new order, and blocks of
@@ -98,42 +32,24 @@ class StreamedBatches(Sampler[list[StreamedKey]]):
 
     Args:
         rows: streamed dataset of the library `datasets`.
-        global_batch_size, micro_batch_size: batch sizes in samples.
-        seed: seed of the order.
         shuffle_buffer: number of rows in a block.
-        start, stop: the range of steps, start <= step < stop.
         position: the block that `position(start)` returned. Default: read and skip all rows before `start`.
-        process, processes: index of this process (with context parallelism: of its group), and their number.
-        repetitions: number of consecutive copies of each sample.
+
+    The other arguments are those of `Batches`.
     """
 
     def __init__(
-        self,
-        rows: StreamedRows,
-        global_batch_size: int,
-        micro_batch_size: int,
-        *,
-        seed: int,
-        shuffle_buffer: int,
-        start: int,
-        stop: int,
-        position: Sequence[Any] = (),
-        process: int = 0,
-        processes: int = 1,
-        repetitions: int = 1,
+        self, rows: StreamedRows, *sizes: int, shuffle_buffer: int, position: Sequence[Any] = (), **options: Any
     ):
-        self.rows, self.global_batch_size = rows.decode(False), global_batch_size
-        self.micro_batches = global_batch_size // micro_batch_size
-        self.seed, self.shuffle_buffer, self.start, self.stop = seed, shuffle_buffer, start, stop
-        self.process, self.processes, self.repetitions = process, processes, repetitions
+        super().__init__(*sizes, **options)
+        self.rows, self.shuffle_buffer = rows.decode(False), shuffle_buffer
         self.begun = [Block(*position)]  # blocks from which a checkpoint may resume: prefetching is ahead of training
 
-    def __iter__(self) -> Iterator[list[StreamedKey]]:
+    def global_batches(self) -> Iterator[list[StreamedKey]]:
         first = self.start * self.global_batch_size - self.begun[0].rows * self.repetitions
         samples = islice(self._samples(), first, None)
         for _ in range(self.start, self.stop):
-            batch = list(islice(samples, self.global_batch_size))
-            yield from process_micro_batches(batch, self.micro_batches, self.process, self.processes)
+            yield list(islice(samples, self.global_batch_size))
 
     def position(self, step: int) -> Block:
         """Return the block to resume from after `step` steps. Earlier blocks are dropped: steps must not decrease."""

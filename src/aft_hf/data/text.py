@@ -21,11 +21,7 @@ PART = 2**20  # bytes of text that are tokenized at a time
 
 
 def require_texts(values: Iterable[Any], column: str, rows: Iterable[int]) -> list[str]:
-    """Return the values of a column in the given rows, each of which must be a text, possibly empty.
-
-    Raises:
-        ValueError: a value is missing (None) or is not a text; the message names its row and column.
-    """
+    """Return the values of a column; raise a ValueError that names the row unless each is a text, possibly empty."""
     values = list(values)
     for row, value in zip(rows, values):
         if not isinstance(value, str):
@@ -48,28 +44,18 @@ def group_into_blocks(
     block_size: int,
     *,
     column: str = "text",
-    mark_ends: bool = True,
 ) -> Dataset:
-    """Tokenize texts, concatenate them and split them into blocks of `block_size` tokens.
+    """Tokenize texts, concatenate them and split them into rows of `input_ids` and `labels`, `block_size` tokens each.
 
-    A thousand rows are concatenated at a time; their last tokens that do not fill a block are dropped.
-
-    Args:
-        dataset: dataset with a column of texts.
-        tokenizer: the model's tokenizer.
-        block_size: tokens per block, at least 2, since each token predicts the next.
-        column: name of the column of texts.
-        mark_ends: whether to append the tokenizer's `eos_token`, if it has one, to each text.
-
-    Returns:
-        Rows of `input_ids` and `labels`, each of `block_size` tokens.
+    Each text is followed by the tokenizer's `eos_token`, if it has one. A thousand rows are concatenated at a time;
+    their last tokens that do not fill a block are dropped.
 
     Raises:
         ValueError: `block_size` is less than 2, or a row holds no text; the message names it.
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2, got {block_size}")
-    end = [tokenizer.eos_token_id] if mark_ends and tokenizer.eos_token_id is not None else []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokenize(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[list[int]]]:
         # `verbose=False`: texts are split into blocks, so one that is longer than the model's limit needs no warning.
@@ -86,20 +72,11 @@ def group_into_blocks(
 
 
 def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
-    """Write all texts to one file in UTF-8 and return its path.
+    """Write all texts, with the separator between them, to one file in UTF-8 and return its path.
 
     The file lies in the cache of `datasets` and is written only if it does not exist yet.
-
-    Args:
-        dataset: dataset with a column of texts.
-        column: name of the column of texts.
-        separator: the text between two rows.
-
-    Raises:
-        ValueError: a row holds no text; the message names it.
     """
-    # The rule is part of the name: files of earlier versions have empty texts where values are missing.
-    name = Hasher.hash((require_texts.__name__, dataset._fingerprint, column, separator))
+    name = Hasher.hash((join_texts.__name__, dataset._fingerprint, column, separator))
     path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.txt"
     if not path.exists():
         with write_atomic(path) as file:
@@ -115,15 +92,7 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
 
     The file lies in the cache of `datasets` and is written only if it does not exist yet. No special tokens are added;
     one that is written in the text is a single token. About `PART` bytes are tokenized at a time, up to a space or the
-    end of a line.
-
-    Args:
-        source: a text in UTF-8.
-        span: first byte and end of the part. Both are moved to the next character that begins there or later.
-        tokenizer: any tokenizer.
-
-    Raises:
-        ValueError: the text is not UTF-8.
+    end of a line. The first byte and the end, `span`, are moved to the next character that begins there or later.
     """
     start, stop = (_character_start(source, byte) for byte in span)
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))

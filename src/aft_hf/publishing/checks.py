@@ -3,7 +3,6 @@
 import filecmp
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,25 +11,24 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
 from ..configuration_aft import AFTConfig, pair
 from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import LARGEST_HEADER, ModelConfig, explained
-from ..reading import read_json as read_document
-from .card import ARCHITECTURES, card_problems
+from ..reading import LARGEST_HEADER, ModelConfig, explained, read_json
+from .card import ARCHITECTURES, README, card_problems
 from .errors import PublishError
-from .facts import RESULTS, Results, read_json
+from .facts import RESULTS, read_object, section
 from .folder import files_by_name, misplaced_files
 
 
-CONFIG, WEIGHTS, WEIGHTS_INDEX, README = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "README.md",
-)
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
 
@@ -49,16 +47,6 @@ SECRETS = {
     "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     "a Weights & Biases key": rb"(?i)wandb[\w\"' ]{0,20}[:=][\"' ]*[0-9a-f]{40}\b",
 }
-# Absolute paths: in JSON or YAML any value with two parts or more, in prose only those below the usual directories.
-ROOTS = "home|root|Users|tmp|mnt|media|var|opt|srv|work|workspace|data|scratch|private|content|kaggle"
-ABSOLUTE_PATHS = (
-    r"[\"'](/[\w.@+-]+(?:/[\w.@+-]*)+)[\"']",
-    r"(?m)^[\s-]*[\w.-]+:\s+(/[\w.@+-]+(?:/[\w.@+-]+)+)\s*$",
-    rf"(?<![\w:/.\-}}])(/(?:{ROOTS})/[\w.@+-][\w.@+/-]*)",
-    r"(?<![\w])([A-Za-z]:(?:\\\\?|/)(?:Users|Windows|[\w.-]+(?:\\\\?|/))[\w.\\/-]*)",
-    r"(file://[^\s\"'<>]+)",
-)
-VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
 
 def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -> list[str]:
@@ -66,7 +54,7 @@ def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
     weights alone and gives finite outputs; the code beside it is that of this package; the card has the metadata that
-    the Hub requires; no file is a pickle, holds a key, or holds an absolute path of the machine that wrote it.
+    the Hub requires; no file is a pickle or holds a key.
 
     Args:
         directory: directory of a saved model.
@@ -94,18 +82,13 @@ def _file_problems(path: Path) -> Iterator[str]:
     if _is_pickle(path):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
-    content = _safetensors_header(path) if path.suffix == ".safetensors" else path.read_bytes()
+    with path.open("rb") as file:
+        is_weights = path.suffix == ".safetensors"
+        content = file.read(min(int.from_bytes(file.read(8), "little"), LARGEST_HEADER)) if is_weights else file.read()
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, content):
-            yield f"holds {kind} (line {_line(content, match)}); remove it, and revoke it"
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return
-    if path.name not in VOCABULARIES:
-        matches = [match for pattern in ABSOLUTE_PATHS for match in re.finditer(pattern, text)]
-        for line, found in sorted({_line(text, match): match[1] for match in matches}.items()):
-            yield f"holds the absolute path {found} (line {line}), which does not exist elsewhere; remove it"
+            line = content.count(b"\n", 0, match.start()) + 1
+            yield f"holds {kind} (line {line}); remove it, and revoke it"
 
 
 def _is_pickle(path: Path) -> bool:
@@ -115,39 +98,24 @@ def _is_pickle(path: Path) -> bool:
         start = file.read(2)
     if start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return True
-    return zipfile.is_zipfile(path) and any(
-        name.endswith(".pkl")
-        for name in zipfile.ZipFile(path).namelist()  # the format of torch.save
-    )
-
-
-def _safetensors_header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        length = file.read(8)
-        return file.read(min(struct.unpack("<Q", length)[0], LARGEST_HEADER)) if len(length) == 8 else b""
-
-
-def _line(content: str | bytes, match: re.Match[Any]) -> int:
-    before = content[: match.start()]
-    return (before.count(b"\n") if isinstance(before, bytes) else before.count("\n")) + 1
+    # The format of torch.save.
+    return zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist())
 
 
 # ------------------------------------------------------------------------------------------------------------- model
 
 
 def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
-    config_file = directory / CONFIG
+    config_file = directory / CONFIG_NAME
     if not config_file.is_file():
-        adapter = (directory / "adapter_config.json").is_file()
-        hint = (
-            "; this is an adapter: merge it into its model (`merge_and_unload`) and save the result" if adapter else ""
-        )
-        yield f"{CONFIG}: is missing{hint}"
+        is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
+        hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
+        yield f"{CONFIG_NAME}: is missing{hint}"
         return
     try:
-        config = read_document(config_file, ModelConfig, PublishError)
+        config = read_json(config_file, ModelConfig, PublishError)
         if config.model_type != AFTConfig.model_type:
-            yield f'{CONFIG}: model_type is {config.model_type!r}, not "aft"'
+            yield f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"'
             return
         load(AFTConfig, directory, PublishError)
     except PublishError as error:
@@ -156,11 +124,10 @@ def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
     yield from _code_problems(files, config)
     names = config.architectures or []
     if not names or names[0] not in ARCHITECTURES:
-        yield f"{CONFIG}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
+        yield f"{CONFIG_NAME}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
         return
-    weights = [directory / WEIGHTS, directory / WEIGHTS_INDEX]
-    if not any(path.is_file() for path in weights):
-        yield f"{WEIGHTS}: is missing"
+    if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        yield f"{SAFE_WEIGHTS_NAME}: is missing"
         return
     yield from _loading_problems(directory, ARCHITECTURES[names[0]])
 
@@ -168,11 +135,11 @@ def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
 def _code_problems(files: dict[str, Path], config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
     if not config.auto_map:
-        yield f"{CONFIG}: has no auto_map, so the model does not load without aft_hf; {again}"
+        yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
         return
     for name, place in config.auto_map.items():
         if "--" in str(place):
-            yield f"{CONFIG}: auto_map loads {name} from another repository, {place}; {again}"
+            yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
     for name in CODE:
         if name not in files:
             yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
@@ -192,13 +159,10 @@ def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) ->
     except PublishError as error:
         yield str(error)
         return
-    for kind, what in (("missing_keys", "are missing"), ("unexpected_keys", "are unexpected")):
-        if names := sorted(info[kind]):
-            yield f"the model does not load: {len(names)} tensors {what}, such as {names[0]}"
-    if info["mismatched_keys"]:
-        yield f"the model does not load: {sorted(info['mismatched_keys'])[0][0]} has another shape than in the config"
-    if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        return
+    for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):
+        if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
+            yield f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}"
+            return
     try:
         with explained("the model does not run", PublishError):
             outputs = model.eval()(**_example(model.config))
@@ -220,7 +184,7 @@ def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
 def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
     """Check the tokenizer or the image processor, which `pipeline` needs."""
     is_text = model.config.modality == "text"
-    if is_text and (read_json(directory / RESULTS, Results) or Results()).recipe.task == "pixels":
+    if is_text and section(read_object(directory / RESULTS), "recipe").get("task") == "pixels":
         return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)

@@ -21,8 +21,6 @@ def publish_command(
             show_default=False,
         ),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch to commit to. Default: main.")] = None,
-    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     license: Annotated[
         str | None,
         typer.Option(
@@ -35,4 +33,4 @@ def publish_command(
     ] = False,
 ) -> None:
     """Check a model, write its card, upload it to the Hub in one commit and verify the upload."""
-    publish(directory, repo_id, private=private, revision=revision, create_pr=pr, license=license, dry_run=dry_run)
+    publish(directory, repo_id, private=private, license=license, dry_run=dry_run)

@@ -4,7 +4,7 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..conversion.manifest import MANIFEST_NAME
+from ..conversion.saving import MANIFEST_NAME
 from .errors import PublishError
 
 

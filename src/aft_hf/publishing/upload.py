@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2  # the HTTP client of huggingface_hub, which lets its errors pass
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_session
@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
+from transformers.utils import CONFIG_NAME
 
 from ..data.checksums import sha256
 from ..progress import plain_console
 from ..reading import described, first_line
 from .card import README, card_license, copy_into, made_card
-from .checks import CODE, CONFIG, PACKAGE, find_problems
+from .checks import CODE, PACKAGE, find_problems
 from .errors import PublishError
 from .folder import files_by_name, files_to_upload
 
@@ -58,8 +59,6 @@ def publish(
     repo_id: str,
     *,
     private: bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
     dry_run: bool = False,
     license: str | None = None,
     token: str | bool | None = None,
@@ -75,8 +74,6 @@ def publish(
         directory: the directory that `save_pretrained` wrote, with the tokenizer or image processor.
         repo_id: "name/model" on the Hub. The repository is created if it does not exist.
         private: True for a private new repository, False for a public one. Default: the setting of the account.
-        revision: the branch to commit to, created from main if it does not exist. Default: main.
-        create_pr: open a pull request instead of committing.
         license: license of the weights, as for `write_card`.
         dry_run: only check, and show the card and the files; nothing is written or uploaded, and no network is needed.
         token: token of the Hub. Default: the token of `hf auth login` or HF_TOKEN.
@@ -88,13 +85,10 @@ def publish(
             files differ from the local files. The message says what to do.
     """
     directory, console = Path(directory), console or plain_console()
-    if create_pr and revision is not None:
-        raise PublishError(
-            "give a revision or ask for a pull request, not both: a pull request is always against main"
-        )
-    if not (directory / CONFIG).is_file():
+    if not (directory / CONFIG_NAME).is_file():
         _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
+    url = f"{api.endpoint}/{repo_id}"
     with made_card(directory, repo_id=repo_id, license=license) as made:
         for name in CODE:  # a model may be kept without its code, which the installed package has
             if not (directory / name).exists():
@@ -106,16 +100,16 @@ def publish(
         _show(console, directory, repo_id, files)
         if dry_run:
             console.print("nothing was uploaded")
-            return Publication(f"{api.endpoint}/{repo_id}", None, list(files))
+            return Publication(url, None, list(files))
         copy_into(directory, made)
+    repository = _Repository(api, repo_id)
     with _with_timeout():
         with _explained(lambda error: f"{repo_id}: nothing was committed"):
-            before = _prepare_repository(api, repo_id, private, revision)
-        with _explained(lambda error: _outcome(error, api, repo_id, revision, before, create_pr)):
-            commit = _commit(api, repo_id, directory, list(files), revision, before, create_pr)
-        url = commit.pr_url or f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
+            before = repository.prepare(private)
+        with _explained(lambda error: repository.outcome(error, before)):
+            commit = repository.commit(directory, list(files), before)
         with _explained(lambda error: f"committed to {url}, but not verified; run the command again to verify it"):
-            _verify(api, repo_id, directory, list(files), commit)
+            repository.verify(directory, list(files), commit)
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
     return Publication(url, commit.oid, list(files))
 
@@ -138,98 +132,72 @@ def _show(console: Console, directory: Path, repo_id: str, files: dict[str, Path
         console.print(f"left out: {', '.join(left_out)}", markup=False)
 
 
-# --------------------------------------------------------------------------------------------------------- the upload
+class _Repository:
+    """A repository on the Hub. Requests are retried after transient failures."""
 
+    def __init__(self, api: HfApi, repo_id: str):
+        self.api, self.repo_id = api, repo_id
 
-def _prepare_repository(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> ModelInfo:
-    """Create the repository and the branch if they do not exist, and return the state of the branch."""
-    _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-    info = _retried(lambda: _repository_info(api, repo_id))
-    if private and not info.private:
-        raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
-    if revision is None:
+    def prepare(self, private: bool | None) -> ModelInfo:
+        """Create the repository if it does not exist, and return its state."""
+        _retried(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
+        info = _retried(self._info)
+        if private and not info.private:
+            raise PublishError(f"{self.repo_id} exists and is public; make it private on the Hub, or use another name")
         return info
-    _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
-    return _retried(lambda: _repository_info(api, repo_id, revision))
 
+    def commit(self, directory: Path, names: list[str], before: ModelInfo) -> CommitInfo:
+        """Commit all files in one commit on top of `before`, without the weights of `before` that are not replaced.
 
-def _repository_info(api: HfApi, repo_id: str, revision: str | None = None, *, blobs: bool = False) -> ModelInfo:
-    # Without an explicit timeout, `model_info` overrides the session's timeout and waits forever.
-    return api.model_info(repo_id, revision=revision, timeout=TIMEOUT, files_metadata=blobs)
+        A retry is safe: files that have arrived are not sent again, and if a commit was made but its response was
+        lost, a retry finds nothing left to commit.
+        """
 
+        def attempt() -> CommitInfo:
+            there = {file.rfilename for file in self._info().siblings or ()}
+            # An old single file would be loaded instead of new shards.
+            stale = sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
+            # Operations keep the state of their upload, so each attempt needs new ones.
+            added = [CommitOperationAdd(name, directory / name) for name in names]
+            deleted = [CommitOperationDelete(name) for name in stale]
+            message = f"Upload {directory.resolve().name}"
+            return self.api.create_commit(
+                self.repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha
+            )
 
-def _commit(
-    api: HfApi,
-    repo_id: str,
-    directory: Path,
-    names: list[str],
-    revision: str | None,
-    before: ModelInfo,
-    create_pr: bool,
-) -> CommitInfo:
-    """Commit all files on top of `before` in one commit, which also deletes weights of `before` that are not replaced.
+        return _retried(attempt, lambda error: _is_transient(error) or _status(error) == 412)
 
-    A retry is safe: files that have arrived are not sent again, and if a commit was made but its response was lost,
-    a retry finds nothing left to commit. A pull request could be opened twice, so it is retried only after too many
-    requests (429).
-    """
+    def outcome(self, error: Exception, before: ModelInfo) -> str:
+        """Describe the repository after a commit that failed, which may exist if only the response was lost."""
+        if _is_transient(error):
+            try:
+                if self._info().sha != before.sha:
+                    return f"{self.repo_id} has a new commit, which was not verified"
+            except Exception:
+                return f"{self.repo_id} is unchanged or has the complete commit: the Hub does not answer"
+        return f"{self.repo_id}: nothing was committed"
 
-    def attempt() -> CommitInfo:
-        there = {file.rfilename for file in _repository_info(api, repo_id, revision).siblings or ()}
-        # The new files do not replace these old weights, and an old single file would be loaded instead of new shards.
-        stale = sorted(name for name in there.difference(names) if re.fullmatch(WEIGHTS, name))
-        # Operations keep the state of their upload, so each attempt needs new ones.
-        added = [CommitOperationAdd(name, directory / name) for name in names]
-        return api.create_commit(
-            repo_id,
-            [*added, *(CommitOperationDelete(name) for name in stale)],
-            commit_message=f"Upload {directory.resolve().name}",
-            revision=revision,
-            create_pr=create_pr,
-            parent_commit=None if create_pr else before.sha,
-        )
+    def verify(self, directory: Path, names: list[str], commit: CommitInfo) -> None:
+        """Compare the checksums of the files in the commit with those of the local files.
 
-    if create_pr:
-        return _retried(attempt, lambda error: _status(error) == 429)
-    return _retried(attempt, lambda error: _is_transient(error) or _status(error) == 412)
+        For weights, this is the checksum that the Hub recorded at the upload, not one of the bytes that it would send.
 
+        Raises:
+            PublishError: a file is missing or differs.
+        """
+        info = _retried(lambda: self._info(revision=commit.oid, files_metadata=True))
+        there = {file.rfilename: file for file in info.siblings or ()}
+        for name in names:
+            file, path = there.get(name), directory / name
+            is_same = file is not None and (
+                file.lfs.sha256 == sha256(path) if file.lfs else file.blob_id == git_hash(path.read_bytes())
+            )
+            if not is_same:
+                raise PublishError(f"{name} on the Hub is missing or differs from the local file")
 
-def _outcome(
-    error: Exception, api: HfApi, repo_id: str, revision: str | None, before: ModelInfo, create_pr: bool
-) -> str:
-    """Describe the repository after a commit that failed, which may exist if only the response was lost."""
-    nothing = f"{repo_id}: nothing was committed"
-    if not _is_transient(error):
-        return nothing
-    if create_pr:
-        return f"{repo_id} is unchanged; look for this one among its pull requests before you run the command again"
-    try:
-        now = _repository_info(api, repo_id, revision)
-    except Exception:
-        return f"{repo_id} is unchanged or has the complete commit: the Hub does not answer"
-    return nothing if now.sha == before.sha else f"{repo_id} has a new commit, which was not verified"
-
-
-def _verify(api: HfApi, repo_id: str, directory: Path, names: list[str], commit: CommitInfo) -> None:
-    """Compare the checksums of the files in the commit with those of the local files.
-
-    For weights, this is the checksum that the Hub recorded at the upload, not one of the bytes that it would send.
-
-    Raises:
-        PublishError: a file is missing or differs.
-    """
-    info = _retried(lambda: _repository_info(api, repo_id, commit.oid, blobs=True))
-    there = {file.rfilename: file for file in info.siblings or ()}
-    for name in names:
-        file, path = there.get(name), directory / name
-        is_same = file is not None and (
-            file.lfs.sha256 == sha256(path) if file.lfs else file.blob_id == git_hash(path.read_bytes())
-        )
-        if not is_same:
-            raise PublishError(f"{name} on the Hub is missing or differs from the local file")
-
-
-# ----------------------------------------------------------------------------------------------------------- failures
+    def _info(self, **options: Any) -> ModelInfo:
+        # Without an explicit timeout, `model_info` overrides the session's timeout and waits forever.
+        return self.api.model_info(self.repo_id, timeout=TIMEOUT, **options)
 
 
 @contextmanager
@@ -244,8 +212,7 @@ def _with_timeout() -> Iterator[None]:
 
 
 def _is_transient(error: Exception) -> bool:
-    status = _status(error)
-    if status is not None:
+    if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     return any(isinstance(each, httpx2.TransportError) for each in _causes(error))
 
@@ -265,21 +232,18 @@ def _retried(action: Callable[[], Result], may_retry: Callable[[Exception], bool
     return action()
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error and its chain of causes, outermost first."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__
-    return chain
-
-
 def _status(error: Exception) -> int | None:
     """Return the HTTP status of an error of the Hub. A repository that does not exist may be hidden: 401."""
     for each in _causes(error):
         if isinstance(each, HfHubHTTPError):
             return 401 if isinstance(each, RepositoryNotFoundError) else each.response.status_code
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 @contextmanager
@@ -294,17 +258,13 @@ def _explained(context: Callable[[Exception], str]) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """Describe an error in one line: what the Hub answered, or why it could not be asked, and what to do."""
-    status = _status(error) or 0
-    hint = HINTS.get(status, "run the command again" if _is_transient(error) else "")
+    status = _status(error)
+    hint = HINTS.get(status or 0, "run the command again" if _is_transient(error) else "")
+    told = described(error)
     for each in _causes(error):
-        match each:
-            case HfHubHTTPError():
-                said = each.server_message or each.response.headers.get("X-Error-Message")
-                told = f"the Hub answered {each.response.status_code}"
-                told += f" {first_line(ValueError(said or each.response.reason_phrase))}"
-                return f"{told}; {hint}" if hint else told
-            case httpx2.TransportError():
-                return f"the connection to the Hub failed ({described(each)}); {hint}"
-            case httpx2.HTTPError() | httpx2.InvalidURL():
-                return f"the Hub redirects in a loop or to no valid address ({first_line(each)}); check HF_ENDPOINT"
-    return described(error)
+        if isinstance(each, HfHubHTTPError):
+            said = each.server_message or each.response.headers.get("X-Error-Message")
+            told = f"the Hub answered {status} {first_line(ValueError(said or each.response.reason_phrase))}"
+        elif isinstance(each, (httpx2.RequestError, httpx2.InvalidURL)):
+            told = f"the connection to the Hub failed ({described(each)})"
+    return f"{told}; {hint}" if hint else told

@@ -11,15 +11,11 @@ import typer
 def train_command(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe in YAML; see configs/.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides as key=value, such as optimizer.learning_rate=1e-3.")
+        list[str] | None, typer.Argument(help="key=value, as in optimizer.learning_rate=1e-3.")
     ] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Apply the section smoke of the recipe, for a run of a few seconds.")
-    ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Apply the recipe's section smoke, for a short run.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved recipe, and stop.")] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print type, default and meaning of the keys of recipes, and stop.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the keys of recipes, and stop.")] = False,
 ) -> None:
     """Train a model from a recipe, or resume an interrupted run.
 
@@ -56,17 +52,11 @@ def finetune_command(
     context: typer.Context,
     model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT, a GPT-2 ...")] = None,
     revision: Annotated[str, in_model(help="Branch, tag or commit on the Hub.")] = "main",
-    trust_remote_code: Annotated[
-        bool, in_model("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    attn_implementation: Annotated[
-        str | None, in_model(help="Attention of a ViT, GPT-2 ..., such as sdpa or eager. An AFT accepts only eager.")
-    ] = None,
+    trust_remote_code: Annotated[bool, in_model("--trust-remote-code", help="Run code of the model.")] = False,
+    attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT, GPT-2 ...: sdpa, eager ...")] = None,
     train: Annotated[str | None, in_data(help="Training data: a folder of images, or a file.")] = None,
     validation: Annotated[str | None, in_data(help="Validation data: a folder of images, or a file.")] = None,
-    validation_share: Annotated[
-        float, in_data(help="Share of the training data that is held out without --validation. 0: none.")
-    ] = 0.05,
+    validation_share: Annotated[float, in_data(help="Share held out without --validation. 0: none.")] = 0.05,
     dataset_name: Annotated[str | None, in_data(help="Instead: a dataset of the Hub, or a local one.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
     max_train_samples: Annotated[int | None, in_data(help="Train on the first images or blocks only.")] = None,
@@ -74,9 +64,7 @@ def finetune_command(
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
     text_column: Annotated[str, in_data(help="Column of the texts.")] = "text",
-    block_size: Annotated[
-        int | None, in_data(help="Tokens per block. Default: that of the model, at most 1024.")
-    ] = None,
+    block_size: Annotated[int | None, in_data(help="Tokens per block. Default: the model's, at most 1024.")] = None,
     augmentation: Annotated[str, in_data(help="Of images: none, shift, crop or resized_crop.")] = "none",
     mixup: Annotated[float, in_data(help="Alpha of mixup, 0.8 in DeiT. 0: none.")] = 0.0,
     cutmix: Annotated[float, in_data(help="Alpha of CutMix, 1 in DeiT. 0: none.")] = 0.0,
@@ -86,57 +74,33 @@ def finetune_command(
     num_train_epochs: Annotated[float | None, in_training(help="Length in epochs. Default: 3.")] = None,
     max_steps: Annotated[int | None, in_training(help="Length in steps, in place of epochs.")] = None,
     learning_rate: Annotated[float | None, in_training(help="Maximum learning rate. Default: 5e-5.")] = None,
-    per_device_train_batch_size: Annotated[
-        int | None, in_training(help="Samples per step of a process. Default: 8.")
-    ] = None,
-    resume_from_checkpoint: Annotated[
-        str | None, in_training(help="A checkpoint, or true for the newest one.")
-    ] = None,
+    per_device_train_batch_size: Annotated[int | None, in_training(help="Samples per step of a process.")] = None,
+    resume_from_checkpoint: Annotated[str | None, in_training(help="A checkpoint; true: the newest one.")] = None,
     position_bias_scale: Annotated[
-        float,
-        in_training(
-            help="Factor on the learning rate of AFT's position biases; 1 if the model has a "
-            "position_bias_multiplier, as after a conversion."
-        ),
+        float, in_training(help="Factor on the learning rate of position biases; 1 after a conversion.")
     ] = 1.0,
-    teacher: Annotated[
-        str | None,
-        in_distillation(help="ViT or DeiT with the same classes and normalization: any source of `aft-hf convert`."),
-    ] = None,
+    teacher: Annotated[str | None, in_distillation(help="ViT or DeiT of the same classes and normalization.")] = None,
     distillation: Annotated[str, in_distillation(help="Loss, as in DeiT: soft or hard.")] = "soft",
     distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
     distillation_temperature: Annotated[float, in_distillation(help="Temperature of soft distillation.")] = 3.0,
-    ema_decay: Annotated[
-        float | None, in_extras(help="Decay of an average of the weights, such as 0.999; it is evaluated and saved.")
-    ] = None,
-    lora_rank: Annotated[
-        int,
-        in_extras(
-            help="Train LoRA adapters of this rank on q, k, v and o, and the classifier of images; everything else "
-            "is frozen. 0: train everything."
-        ),
-    ] = 0,
+    ema_decay: Annotated[float | None, in_extras(help="Decay of an average of the weights, which is saved.")] = None,
+    lora_rank: Annotated[int, in_extras(help="Train LoRA of q, k, v, o, and the classifier only. 0: all.")] = 0,
     lora_alpha: Annotated[float, in_extras(help="Scale of the adapters: alpha / rank.")] = 16.0,
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any model of transformers, on labeled images or on text.
 
-    All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16. Instead of
-    options, a JSON or YAML file with their values may be given: aft-hf finetune options.json
+    All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
     """
-    from .finetune import finetune, parse_arguments, read_options
+    from .finetune import finetune, parse_arguments
 
-    words, options, values, file = list(context.args), dict(context.params), {}, None
-    if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
-        file = Path(words[0])
-        values = read_options(file)
+    words, options = list(context.args), dict(context.params)
     for name in LISTED:
         value = options.pop(name)
         if value is not None and value is not False:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    settings = SimpleNamespace(**{name: values.pop(name, value) for name, value in options.items()})
-    if settings.model_name_or_path is None:
-        raise ValueError(f"{'' if file is None else f'{file}: '}give --model-name-or-path MODEL")
-    return finetune(settings, parse_arguments(words, values, file))
+    if model_name_or_path is None:
+        raise ValueError("give --model-name-or-path MODEL")
+    return finetune(SimpleNamespace(**options), parse_arguments(words))
 
 
 # Options of `evaluate_command`, by the panel of its help.
@@ -146,39 +110,21 @@ of_images, of_text = (partial(typer.Option, rich_help_panel=name) for name in ("
 def evaluate_command(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
     data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a data file.")],
-    image_size: Annotated[
-        list[int] | None, of_images(min=1, help="Side in pixels; may be repeated. Default: as trained.")
-    ] = None,
+    image_size: Annotated[list[int] | None, of_images(min=1, help="Side in pixels; may be repeated.")] = None,
     stretch_kernels: Annotated[
-        bool,
-        of_images(
-            "--stretch-kernels/--keep-kernels",
-            help="With --image-size: stretch the kernels of AFT-conv, or keep them.",
-        ),
+        bool, of_images("--stretch-kernels/--keep-kernels", help="Kernels of AFT-conv, with --image-size.")
     ] = True,
     enlarge_patches: Annotated[
-        bool,
-        of_images(
-            "--enlarge-patches/--keep-patches",
-            help="With --image-size: enlarge the patches of AFT-conv, so that they overlap, or keep them.",
-        ),
+        bool, of_images("--enlarge-patches/--keep-patches", help="Patches of AFT-conv, with --image-size.")
     ] = True,
     image_column: Annotated[str, of_images(help="Column of the images.")] = "image",
     label_column: Annotated[str, of_images(help="Column of the labels.")] = "label",
-    block_size: Annotated[
-        int | None, of_text(help="Tokens per block. Default: the maximum length of the model.")
-    ] = None,
-    stride: Annotated[
-        int | None, of_text(help="New tokens per block; the others are context. Default: all are new.")
-    ] = None,
+    block_size: Annotated[int | None, of_text(help="Tokens per block. Default: the model's maximum.")] = None,
+    stride: Annotated[int | None, of_text(help="New tokens per block; the others are context. Default: all.")] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate only this many rows, the first ones.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator, else the CPU.")
-    ] = None,
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Evaluate the first rows only.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
@@ -208,36 +154,33 @@ def evaluate_command(
     place = usable_device(device)
     dataset = load_local(data)
     if max_samples is not None:
-        dataset = dataset.select(range(min(max_samples, len(dataset))))
+        dataset = dataset.take(min(max_samples, len(dataset)))
     config = load(AutoConfig, model)
     results: dict[str, dict[str, float]] = {}
-    if is_image_classifier(config):
-        classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
-        processor = load_image_processor(model, config)
-        columns = {"image_column": image_column, "label_column": label_column}
-        for column, name in columns.items():
-            require_column(DatasetDict(given=dataset), name, f"--{column.replace('_', '-')}")
-        sides: list[int | None] = [*image_size] if image_size else [None]
-        for side in sides:
-            size = None if side is None else (side, side)
-            name = "as trained" if side is None else f"{side} px"
-            with explained(f"{model}: cannot be evaluated on {data}"):
-                results[name] = evaluate_classifier(
+    with explained(f"{model}: cannot be evaluated on {data}"):
+        if is_image_classifier(config):
+            classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
+            processor = load_image_processor(model, config)
+            require_column(DatasetDict(given=dataset), image_column, "--image-column")
+            require_column(DatasetDict(given=dataset), label_column, "--label-column")
+            sides: list[int | None] = [*image_size] if image_size else [None]
+            for side in sides:
+                results["as trained" if side is None else f"{side} px"] = evaluate_classifier(
                     classifier,
                     processor,
                     dataset,
-                    image_size=size,
+                    image_size=None if side is None else (side, side),
                     stretch_kernels=stretch_kernels,
                     enlarge_patches=enlarge_patches,
                     batch_size=batch_size,
-                    **columns,
+                    image_column=image_column,
+                    label_column=label_column,
                 )
-    else:
-        language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
-        tokenizer = load(AutoTokenizer, model)
-        require_column(DatasetDict(given=dataset), text_column, "--text-column")
-        block_size = own_block_size(config, tokenizer) if block_size is None else block_size
-        with explained(f"{model}: cannot be evaluated on {data}"):
+        else:
+            language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
+            tokenizer = load(AutoTokenizer, model)
+            require_column(DatasetDict(given=dataset), text_column, "--text-column")
+            block_size = own_block_size(config, tokenizer) if block_size is None else block_size
             results[f"blocks of {block_size}"] = evaluate_language_model(
                 language_model,
                 tokenizer,

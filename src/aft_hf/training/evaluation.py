@@ -2,8 +2,13 @@
 
 import copy
 import inspect
+from array import array
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
@@ -14,17 +19,17 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    default_data_collator,
 )
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
 from ..conversion.resizing import adapt_to_image_size
-from ..data.bytes import IGNORED
+from ..data.bytes import IGNORED, Windows
 from ..data.classes import are_names, order_by_class_number, shortened
 from ..data.image_size import produces_size, resized_processor
-from ..data.images import ImagePipeline, ImageRows, class_names, class_numbers
-from ..data.text import read_texts
+from ..data.images import ImagePipeline, class_names, class_numbers
+from ..data.samples import RowSamples
+from ..data.text import TOKEN_DTYPE, read_texts
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
 from .metrics import accuracy_and_loss, bits_per_token
@@ -32,31 +37,21 @@ from .metrics import accuracy_and_loss, bits_per_token
 
 logger = logging.get_logger(__name__)
 
-# Tokens per block where the config of a language model has no max_position_embeddings.
-USUAL_BLOCK_SIZE = 1024
-
 
 def usable_device(name: str | None) -> torch.device:
-    """Return the device `name`, checked by creating a tensor on it; by default the accelerator, else the CPU.
-
-    Raises:
-        ValueError: PyTorch does not know the device, the machine does not have it, or it is the meta device.
-    """
+    """Return the device `name`, if it can be used here; by default the accelerator, else the CPU."""
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=name).item()  # which the meta device refuses
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from error
-    if device.type == "meta":
-        raise ValueError("--device meta computes nothing: give cpu, or an accelerator")
-    return device
+    return torch.device(name)
 
 
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the maximum length of a language model: the lesser of its config's (default 1024) and its tokenizer's."""
-    longest = getattr(config, "max_position_embeddings", None) or USUAL_BLOCK_SIZE
+    longest = getattr(config, "max_position_embeddings", None) or 1024
     return int(min(longest, tokenizer.model_max_length))  # a huge number if the tokenizer sets none
 
 
@@ -124,7 +119,7 @@ def evaluate_classifier(
         options["interpolate_pos_encoding"] = True
     found = []
     model.eval()
-    loader = DataLoader(ImageRows(dataset.with_transform(pipeline)), batch_size, collate_fn=default_data_collator)
+    loader = DataLoader(RowSamples(dataset, pipeline), batch_size)
     for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         found.append((model(pixel_values=pixels, **options).logits.float().cpu(), batch["labels"]))
@@ -178,48 +173,38 @@ def evaluate_language_model(
     Raises:
         ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.
     """
-    stride = block_size if stride is None else stride
-    if not 0 < stride <= block_size:
-        raise ValueError(f"block_size must be at least 1 and stride in 1 .. block_size, got {block_size} and {stride}")
     tokens, num_bytes = _tokenize(dataset, tokenizer, text_column)
-    blocks = overlapping_blocks(tokens, block_size, stride)
     found = []
     model.eval()
-    for numbers in tqdm(torch.arange(len(blocks)).split(batch_size), desc="text", unit="batch", disable=None):
-        batch = blocks[numbers]
-        inputs, labels = batch[:, :-1].clamp(min=0), batch[:, 1:]
-        labels[numbers > 0, : block_size - stride] = IGNORED
-        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float().transpose(1, 2)
-        losses = F.cross_entropy(logits, labels.to(model.device), reduction="none", ignore_index=IGNORED)
-        found.append((losses.flatten().cpu(), labels.flatten()))
+    with TemporaryDirectory() as folder:
+        tokens.tofile(path := Path(folder, "tokens"))
+        windows = Windows(path, seq_len=block_size, stride=stride, dtype=TOKEN_DTYPE)
+        for batch in tqdm(DataLoader(windows, batch_size), desc="text", unit="batch", disable=None):
+            inputs, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
+            logits = model(input_ids=inputs, use_cache=False).logits.float().transpose(1, 2)
+            losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+            found.append((losses.flatten().cpu(), batch["labels"].flatten()))
     result = bits_per_token(*map(torch.cat, zip(*found)))
     return {"bits_per_byte": result["bits_per_token"] * len(tokens) / num_bytes, **result}
 
 
-def overlapping_blocks(tokens: torch.Tensor, block_size: int, stride: int) -> torch.Tensor:
-    """Return a view of the tokens, (blocks, block_size + 1), a block every `stride` tokens; the last ends in -100."""
-    count = 1 + max(0, -(-(len(tokens) - 1 - block_size) // stride))
-    padding = (count - 1) * stride + block_size + 1 - len(tokens)
-    return F.pad(tokens, (0, padding), value=IGNORED).unfold(0, block_size + 1, stride)
-
-
-def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[torch.Tensor, int]:
+def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[np.ndarray, int]:
     """Return the tokens of all rows and the number of their bytes in UTF-8; warn if the two do not agree."""
-    tokens, num_bytes, changed = [torch.empty(0, dtype=torch.long)], 0, 0
+    tokens, num_bytes, changed = array("I"), 0, 0
     for texts in read_texts(dataset, column):
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens += map(torch.tensor, filter(None, rows))
+        tokens.extend(chain.from_iterable(rows))
         num_bytes += sum(len(text.encode()) for text in texts)
         decoded = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
         changed += sum(a != b for a, b in zip(texts, decoded))
-    joined = torch.cat(tokens)
-    if len(joined) < 2:
-        raise ValueError(f"a text needs 2 tokens, since the first is not predicted, and this one has {len(joined)}")
+    if len(tokens) < 2:
+        raise ValueError(f"a text needs 2 tokens, since the first is not predicted, and this one has {len(tokens)}")
     if changed:
         logger.warning(
             f"the tokenizer does not reproduce {changed} of {len(dataset)} texts (as if it lowercases): "
             "what it drops costs no bits, so do not compare bits_per_byte with that of another tokenizer"
         )
-    if special := int(torch.isin(joined, torch.tensor(tokenizer.all_special_ids)).sum()):
+    joined = np.asarray(tokens, dtype=TOKEN_DTYPE)
+    if special := int(np.isin(joined, tokenizer.all_special_ids).sum()):
         logger.warning(f"the text has {special} special tokens: each is scored as a single token")
     return joined, num_bytes

@@ -3,7 +3,7 @@ mixup, CutMix and EMA of the weights."""
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -23,7 +22,7 @@ from ..data.classes import are_names, shortened
 from ..data.classification import mix_batch
 from ..loading import load_trained
 from ..publishing import write_card
-from ..reading import Document, explained, first_line
+from ..reading import Document, first_line
 from .distillation import distillation_loss
 from .optimization import averaged, keep_average, parameter_groups, swap_average
 from .tasks import regularization
@@ -165,30 +164,14 @@ class FineTuner(Trainer):
         loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=smoothing)
         return loss + regularization(self.model, outputs), outputs, inputs
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the optimizer and schedule; raise an error if they are missing, where Trainer would start new ones."""
-        with _explained(checkpoint, "its optimizer or schedule"):
-            # DeepSpeed and FSDP have other files.
-            if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-                for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
-                    if not Path(checkpoint, name).is_file():
-                        raise ValueError(f"there is no {name}")
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _explained(checkpoint, "its random states"):
-            super()._load_rng_state(checkpoint)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _explained(resume_from_checkpoint, "its model"):
-            if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         checkpoint = self.state.best_model_checkpoint
-        with _explained(checkpoint, "its model, the best one,"):
-            if checkpoint is None or not self._load_weights(checkpoint, self.model):
-                super()._load_best_model()
+        if checkpoint is None or not self._load_weights(checkpoint, self.model):
+            super()._load_best_model()
 
     def _load_weights(self, checkpoint: str, model: nn.Module) -> bool:
         """Load the weights of a checkpoint by `from_pretrained`, and return whether that is possible.
@@ -244,10 +227,6 @@ class FineTuner(Trainer):
         other_size = tuple(pixel_values.shape[2:]) != pair(teacher.config.image_size)
         with self.accelerator.autocast():
             return teacher(pixel_values.to(teacher.dtype), interpolate_pos_encoding=other_size).logits
-
-
-def _explained(checkpoint: str | None, what: str) -> AbstractContextManager[None]:
-    return explained(f"{checkpoint}: {what} cannot be loaded; give an earlier checkpoint")
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

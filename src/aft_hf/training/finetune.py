@@ -1,14 +1,13 @@
 """Fine-tuning of an AFT, or of any model of transformers, on labeled images or on text: `aft-hf finetune`."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-import yaml
 from datasets import DatasetDict, Image
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -25,41 +24,29 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import default_logdir
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
-from ..data.images import ImagePipeline, ImageRows, build_augmentation, class_names, class_numbers
+from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import ImageColumn, hold_out, load_splits, require_column
+from ..data.samples import RowSamples
 from ..data.text import group_into_blocks
 from ..loading import load
-from ..reading import explained, read_json, read_text
-from .evaluation import is_image_classifier
+from ..reading import explained, read_json
+from .evaluation import is_image_classifier, own_block_size
 from .fine_tuning import FineTuner, SavedState
 from .metrics import accuracy, bits_per_token, token_losses
 from .ownership import RUN, owned
 from .safe_loading import data_only
+from .tasks import first_rows
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """Return the options in a JSON or YAML file."""
-    with explained(f"{path}: cannot be used as options"):
-        values = read_json(path, dict[str, Any]) if path.suffix == ".json" else yaml.safe_load(read_text(path))
-        if not isinstance(values, dict):
-            raise ValueError("must map options to values")
-    return values
-
-
-def parse_arguments(words: Sequence[str], values: Mapping[str, Any], source: Path | None) -> TrainingArguments:
-    """Parse the options of transformers' `TrainingArguments` from the command line, or from `values` of a file."""
+def parse_arguments(words: Sequence[str]) -> TrainingArguments:
+    """Parse the options of transformers' `TrainingArguments` from the command line."""
     parser = HfArgumentParser(cast(Any, TrainingArguments), prog="aft-hf finetune", usage="%(prog)s [OPTIONS]")
-    if source is None:
-        (arguments,) = parser.parse_args_into_dataclasses([*words])
-    else:
-        with explained(f"{source}: cannot be used as options"):
-            (arguments,) = parser.parse_dict(dict(values))
+    (arguments,) = parser.parse_args_into_dataclasses([*words])
     arguments.disable_tqdm |= not sys.stderr.isatty()  # a log gets a line per report, not a bar per step
     arguments.remove_unused_columns = False  # images become pixel values when a row is read
     if not (arguments.do_train or arguments.do_eval):
@@ -135,8 +122,12 @@ def _train(trainer: FineTuner, arguments: TrainingArguments) -> dict[str, float]
         checkpoint = _checkpoint(arguments)
         if checkpoint is not None:
             read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
-            with explained(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be used; give an earlier checkpoint"):
-                TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+            # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
+            for name in (
+                () if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled else (OPTIMIZER_NAME, SCHEDULER_NAME)
+            ):
+                if not Path(checkpoint, name).is_file():
+                    raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
         with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
             metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
         trainer.save_model()
@@ -151,7 +142,7 @@ def _checkpoint(arguments: TrainingArguments) -> str | None:
 
     Prints a line if a run begins at step 0 although there are checkpoints.
     """
-    wanted = str(arguments.resume_from_checkpoint)  # a JSON file may have the boolean true
+    wanted = str(arguments.resume_from_checkpoint)
     if wanted.lower() not in ("none", "false", "true"):
         return wanted
     # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
@@ -182,7 +173,7 @@ def _classification(
     require_column(splits, options.image_column, "--image-column")
     require_column(splits, options.label_column, "--label-column")
     names = class_names(splits.get("train", splits.get("validation")), options.label_column)
-    splits = _first_rows(hold_out(_decoded(splits, options.image_column), options.validation_share), options)
+    splits = first_rows(hold_out(_decoded(splits, options.image_column), options.validation_share), options)
     of_model: dict[Any, str] = config.id2label or {}
     if sorted(names) == sorted(of_model.values()):
         names = [of_model[number] for number in range(len(names))]  # in the order of the weights
@@ -197,16 +188,10 @@ def _classification(
         **hub,
     )
     processor = load_image_processor(options.model_name_or_path, config, **hub)
+    columns = {"image_column": options.image_column, "label_column": options.label_column}
     datasets = {
-        split: ImageRows(
-            rows.with_transform(
-                ImagePipeline(
-                    processor,
-                    image_column=options.image_column,
-                    label_column=options.label_column,
-                    numbers=class_numbers(rows, options.label_column, names),
-                )
-            )
+        split: RowSamples(
+            rows, ImagePipeline(processor, numbers=class_numbers(rows, options.label_column, names), **columns)
         )
         for split, rows in splits.items()
     }
@@ -218,17 +203,6 @@ def _classification(
         "augment": build_augmentation(options.augmentation, (height, width)),
         "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
     }
-
-
-def _first_rows(splits: DatasetDict, options: SimpleNamespace) -> DatasetDict:
-    """At most `max_train_samples` and `max_eval_samples` rows of the splits."""
-    counts = {"train": options.max_train_samples, "validation": options.max_eval_samples}
-    return DatasetDict(
-        {
-            split: rows if counts.get(split) is None else rows.select(range(min(counts[split], len(rows))))
-            for split, rows in splits.items()
-        }
-    )
 
 
 def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
@@ -253,15 +227,14 @@ def _language_modeling(
     tokenizer = load(AutoTokenizer, options.model_name_or_path, **hub)
     block_size = options.block_size
     if block_size is None:
-        limits = (1024, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
-        block_size = min(limit for limit in limits if limit is not None)
+        block_size = min(1024, own_block_size(config, tokenizer))
     blocks = DatasetDict()
     for split, rows in splits.items():
         with explained(f"the {split} data cannot be used"):
             blocks[split] = group_into_blocks(rows, tokenizer, block_size, column=options.text_column)
         if len(blocks[split]) == 0:
             raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block-size")
-    blocks = _first_rows(hold_out(blocks, options.validation_share, shuffle=False), options)
+    blocks = first_rows(hold_out(blocks, options.validation_share, shuffle=False), options)
     return model, {
         "train_dataset": blocks.get("train"),
         "eval_dataset": blocks.get("validation"),

@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from ..analysis import draw_losses, save
 from ..data.atomic_files import move_into
-from ..data.order import GlobalBatches, steps_per_epoch
-from ..data.streaming import StreamedBatches, StreamedSamples
+from ..data.order import Batches, GlobalBatches, steps_per_epoch
+from ..data.samples import StreamedSamples
+from ..data.streaming import StreamedBatches
 from ..reading import first_line
 from .checkpoints import Checkpoints
 from .context_parallelism import ContextParallelGroup
@@ -58,12 +59,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
 
 class Run(Training):
-    """A run of a recipe, which resumes from its newest checkpoint.
-
-    Raises:
-        ValueError: the recipe does not fit the data, the checkpoint, the device or the number of processes.
-        OSError: the data cannot be read.
-    """
+    """A run of a recipe, which resumes from its newest checkpoint. For the errors, see `train`."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -95,9 +91,8 @@ class Run(Training):
                 "output_dir"
             )
 
-        counts: dict[str, int] = {
-            "global_batch_size": recipe.global_batch_size,
-            "micro_batch_size": micro_batch_size,
+        sizes = (recipe.global_batch_size, micro_batch_size)
+        options: dict[str, Any] = {
             "seed": recipe.seed,
             "start": self.step,
             "stop": self.total,
@@ -105,13 +100,13 @@ class Run(Training):
             "processes": group.groups,
             "repetitions": task.repetitions,
         }
-        self.order: GlobalBatches | StreamedBatches
+        self.order: Batches
         if isinstance(task.train, StreamedSamples):
             assert isinstance(recipe.data, ImageRowsData)  # only datasets of images are streamed
             buffer = recipe.data.shuffle_buffer
-            self.order = StreamedBatches(task.train.rows, shuffle_buffer=buffer, position=position, **counts)
+            self.order = StreamedBatches(task.train.rows, *sizes, shuffle_buffer=buffer, position=position, **options)
         else:
-            self.order = GlobalBatches(len(task.train), **counts)
+            self.order = GlobalBatches(len(task.train), *sizes, **options)
         on_gpu = self.accelerator.device.type == "cuda"
         loading: dict[str, Any] = {"num_workers": recipe.data.workers, "pin_memory": on_gpu}
         self.batches = iter(DataLoader(task.train, batch_sampler=self.order, **loading))
@@ -200,7 +195,6 @@ class Run(Training):
             "record": self.record.state(),
             "recipe": self.recipe.model_dump(),
             "data": self.data,
-            "rates": self.scheduler.get_last_lr(),
             "position": tuple(self.order.position(self.step)),
         }
 
@@ -250,8 +244,7 @@ class Run(Training):
     def write_outcome(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Write the model, the results and the plot of the losses; return the results.
 
-        Raises:
-            OSError: a file cannot be written. If it is one of the model, an earlier model stays unchanged.
+        If a file of the model cannot be written, an earlier model stays unchanged.
         """
         directory, device = Path(self.recipe.output_dir), self.accelerator.device
         try:

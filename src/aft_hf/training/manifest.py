@@ -8,11 +8,11 @@ therefore validated against a schema here, and the other files are checked for c
 import json
 import re
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from transformers.utils.generic import flatten_dict
 
 from ..data.checksums import crc32
 from ..reading import Document, FileName, UnreadableError, parse_json
@@ -38,7 +38,6 @@ class Manifest(Document):
     """Schema of checkpoint.json: the state of a run besides its weights, optimizer and random states."""
 
     step: Count
-    rates: list[float]  # learning rate of each parameter group in the next step
     record: RecordState
     recipe: dict[str, Any]
     data: str  # the fingerprint of the training data
@@ -74,16 +73,11 @@ def read_manifest(directory: Path) -> Manifest:
     return parse_json(content, Manifest, MANIFEST)
 
 
-def find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the earlier and the present value of all entries that differ, by name; `outer.inner` for a nested one."""
-    changes: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(then.keys() | now.keys()):
-        old, new = then.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes |= {f"{key}.{name}": values for name, values in find_changes(old, new).items()}
-        elif old != new:
-            changes[key] = (old, new)
-    return changes
+    then, now = flatten_dict(then), flatten_dict(now)
+    pairs = {key: (then.get(key), now.get(key)) for key in sorted(then.keys() | now.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def checksum(content: bytes) -> str:

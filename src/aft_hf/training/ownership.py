@@ -13,20 +13,12 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ..data.json_files import write_json
-from ..reading import Document, UnreadableError, first_line, read_json, shortened
+from ..data.atomic_files import write_atomic
+from ..reading import UnreadableError, first_line, read_text, shortened
 
 
 RUN = "_run"  # a name that neither Trainer nor `publish` uploads
-LOCK, OWNER = f"{RUN}/run.lock", f"{RUN}/run.json"
-
-
-class Owner(Document):
-    """Schema of run.json: the process that holds the lock."""
-
-    host: str
-    pid: int
-    since: str
+LOCK, OWNER = f"{RUN}/run.lock", f"{RUN}/owner.txt"  # OWNER names the process that holds the lock
 
 
 @contextmanager
@@ -39,11 +31,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
     when that process ends, however it ends, so a killed run leaves no lock behind.
 
-    Args:
-        directory: the output directory.
-        folders: folders that the run will write to. They are created and tested at once, so that a run does not
-            compute for hours before its first checkpoint fails.
-        temporary: whether to remove the directory also if it existed before.
+    The `folders` that the run will write to are created and tested at once, so that it does not compute for hours
+    before its first checkpoint fails.
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
@@ -77,7 +66,8 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
             raise OSError(f"{directory / RUN} is a link")
         lock.acquire()
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        write_json(directory / OWNER, Owner(host=socket.gethostname(), pid=os.getpid(), since=since).model_dump())
+        with write_atomic(directory / OWNER) as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
@@ -90,7 +80,6 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
 
 def _name_owner(directory: Path) -> str:
     try:
-        owner = read_json(directory / OWNER, Owner)
-    except UnreadableError:  # the owner has the lock, but has not written run.json yet
+        return shortened(read_text(directory / OWNER)) or "another process"
+    except UnreadableError:  # the owner has the lock, but has not written its name yet
         return "another process"
-    return shortened(f"process {owner.pid} on {owner.host} since {owner.since}")

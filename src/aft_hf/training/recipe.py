@@ -7,13 +7,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 
-from ..reading import described, read_text, shortened, shown
+from ..reading import complete_message, described, explain, read_text, shortened, shown
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
@@ -27,14 +27,16 @@ ALTERNATIVES = (
 # Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
-# Limits of a YAML text (a file, or the value of an override): levels of nesting, and number of values.
-DEEPEST, LARGEST = 20, 10_000
+DEEPEST = 20  # levels of nested keys in an override
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]
+Natural = Annotated[int, Field(ge=0)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Pair = Annotated[list[Probability], Field(min_length=2, max_length=2)]
 
 
 class Section(BaseModel):
@@ -50,7 +52,7 @@ class Data(Section):
     validation: str | None = Field(None, description="Validation data, as for train.")
     dataset: str | None = Field(None, description="Instead of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
-    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load data. 0: the training process.")
+    workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
     max_train_samples: Count | None = Field(None, description="Train on the first samples only. null: on all.")
     max_eval_samples: Count | None = Field(None, description="Evaluate the first samples only. null: all.")
 
@@ -63,9 +65,7 @@ class BytesData(Data):
     text_column: str = Field("text", description="Column of the dataset with the texts.")
     text_separator: str = Field("\n", description="Text between the texts of a dataset.")
     seq_len: Count = Field(1024, description="Predicted tokens (bytes) per sample.")
-    eval_stride: Count | None = Field(
-        None, description="New tokens per evaluated sample; the others are context. null: seq_len, without overlap."
-    )
+    eval_stride: Count | None = Field(None, description="New tokens per evaluated sample. null: seq_len, no overlap.")
 
 
 class TokensData(BytesData):
@@ -87,22 +87,16 @@ class PixelsData(ImageRowsData):
 
     image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
     flip: bool = Field(True, description="Flip half of the training images.")
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
-        10, description="A shift from -x to x is added to all values of a training image."
-    )
+    brightness_shift: Natural = Field(10, description="Largest shift that is added to the values of an image.")
 
 
 class Augmentation(Section):
     """Augmentation of training images. The defaults only flip; configs/imagenet has the augmentation of DeiT."""
 
-    crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="Range of the share of the area that is cropped. null: no random crop."
-    )
+    crop_scale: Pair | None = Field(None, description="Smallest and largest share of the area of crops. null: none.")
     flip: bool = Field(True, description="Flip half of the images.")
-    rand_augment_operations: Annotated[int, Field(ge=0)] = Field(0, description="RandAugment: operations per image.")
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(
-        9.0, description="Mean magnitude of the operations."
-    )
+    rand_augment_operations: Natural = Field(0, description="RandAugment: operations per image.")
+    rand_augment_magnitude: NonNegative = Field(9.0, description="RandAugment: mean magnitude, at most 10.")
     rand_augment_noise: NonNegative = Field(0.0, description="RandAugment: deviation of the magnitude.")
     erasing: Probability = Field(0.0, description="Probability that noise replaces a part of an image.")
     mixup: NonNegative = Field(0.0, description="Alpha of the Beta distribution of mixup. 0: off.")
@@ -115,9 +109,7 @@ class ImagesData(ImageRowsData):
 
     label_column: str = Field("label", description="Column of the labels.")
     image_size: Count = Field(224, description="Side in pixels.")
-    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Side of the center crop, relative to the resized image, in evaluation."
-    )
+    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
     image_mean: list[float] = Field([0.485, 0.456, 0.406], description="Mean of each channel, for normalization.")
     image_std: list[Positive] = Field([0.229, 0.224, 0.225], description="Standard deviation of each channel.")
     augmentation: Augmentation = Augmentation()
@@ -128,9 +120,7 @@ class Optimizer(Section):
 
     name: Literal["adamw"] = Field("adamw", description="The optimizer.")
     learning_rate: Positive = Field(description="Maximum learning rate.")
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
-        [0.9, 0.999], description="Decay rates of the moments of AdamW."
-    )
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field([0.9, 0.999], description="Both betas.")
     eps: Positive = Field(1e-8, description="Term of AdamW that prevents a division by 0.")
     weight_decay: NonNegative = Field(0.0, description="Weight decay of linear layers and convolutions.")
     position_bias_scale: Positive = Field(1.0, description="Factor on the learning rate of AFT's position biases.")
@@ -140,7 +130,7 @@ class Schedule(Section):
     """A schedule of `transformers.get_scheduler`, such as "inverse_sqrt" of "Attention is all you need"."""
 
     name: str = Field("constant", description="A schedule of transformers, such as cosine or inverse_sqrt.")
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(None, description="Length of the warm-up in steps.")
+    warmup_steps: Natural | None = Field(None, description="Length of the warm-up in steps.")
     warmup_epochs: NonNegative | None = Field(None, description="Length of the warm-up in epochs.")
     options: dict[str, Any] = Field({}, description="Additional arguments of the schedule.")
 
@@ -155,7 +145,7 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> "Schedule":
         if self.warmup_steps is not None and self.warmup_epochs is not None:
-            raise ValueError("give warmup_steps or warmup_epochs, not both")
+            raise complete_message("schedule: give warmup_steps or warmup_epochs, not both")
         return self
 
 
@@ -163,9 +153,7 @@ class Paper(Section):
     """The result of the paper that a recipe reproduces. Without it, the recipe is not from the paper."""
 
     rows: Annotated[list[str], Field(min_length=1)] = Field(description="Rows of the paper's tables.")
-    score: Positive = Field(
-        description="Score on the test data: bits per byte or per dimension, or top-1 accuracy in 0 .. 1."
-    )
+    score: Positive = Field(description="Score on the test data: bits per byte or dimension, or accuracy in 0 .. 1.")
 
 
 class Recipe(Section):
@@ -189,17 +177,13 @@ class Recipe(Section):
     epochs: Positive | None = Field(None, description="Length of the training in epochs.")
     steps: Count | None = Field(None, description="Length of the training in steps, in place of epochs.")
     global_batch_size: Count = Field(description="Samples per optimizer step, over all processes.")
-    micro_batch_size: Count | None = Field(
-        None, description="Samples per forward pass of a process. null: its whole share of a batch."
-    )
+    micro_batch_size: Count | None = Field(None, description="Samples per forward pass of a process. null: all.")
     context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
     gradient_checkpointing: bool = Field(False, description="Compute activations twice to save memory.")
     compile: bool = Field(False, description="Compile the model by torch.compile.")
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="Decay of an average of the weights, which is evaluated and saved. null: no average."
-    )
+    ema_decay: Decay | None = Field(None, description="Decay of the average of the weights that is saved. null: none.")
     label_smoothing: Share = Field(0.0, description="Label smoothing of the cross entropy.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of weights, order and augmentation.")
     log_every: Count = Field(10, description="Steps between reports of the loss.")
@@ -214,7 +198,7 @@ class Recipe(Section):
     @classmethod
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if ("architecture" in model) == ("pretrained" in model):
-            raise ValueError("give either architecture (a model_type) or pretrained (a directory or Hub id)")
+            raise complete_message("give either model.architecture (a model_type) or model.pretrained")
         if "architecture" in model:
             check_architecture(**model)
         return model
@@ -222,7 +206,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _one_length(self) -> "Recipe":
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
+            raise complete_message("give either epochs or steps")
         return self
 
     def accumulation(self, processes: int) -> tuple[int, int]:
@@ -240,7 +224,7 @@ class Recipe(Section):
         return size, self.global_batch_size // (processes * size)
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 class BytesRecipe(Recipe):
@@ -260,7 +244,7 @@ class ImageRowsRecipe(Recipe):
     def _no_epochs_of_a_stream(self) -> "ImageRowsRecipe":
         warms_up_by_epochs = self.schedule.warmup_epochs is not None
         if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
-            raise ValueError(
+            raise complete_message(
                 "the length of an epoch is unknown with data.streaming: give steps, evaluate_every and save_every, "
                 "and the schedule's warmup_steps in place of warmup_epochs"
             )
@@ -403,25 +387,32 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ValueError("; ".join(_explain(item, kind) for item in error.errors())) from None
+        keys = _entries(kind.model_json_schema())
+        raise ValueError(explain(error, lambda key: _suggestion(key, keys))) from None
 
 
 def check_architecture(architecture: Any, **fields: Any) -> None:
-    """Raise a ValueError unless transformers knows the architecture and its config has the fields."""
+    """Raise an error of pydantic unless transformers knows the architecture and its config has the fields."""
     if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
         near = _suggestion(str(shown(architecture)), CONFIG_MAPPING.keys())
-        raise ValueError(f"model.architecture={shown(architecture)} is not known to transformers{near}")
+        raise complete_message(f"model.architecture={shown(architecture)} is not known to transformers{near}")
     config = CONFIG_MAPPING[architecture]
     known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
     for name in fields.keys() - known:
-        raise ValueError(
-            f"unknown key model.{shortened(name)} for architecture {architecture!r}"
-            f"{_suggestion(name, known, ['model'])}"
-        )
+        near = _suggestion(f"model.{name}", (f"model.{each}" for each in known))
+        raise complete_message(f"unknown key model.{shortened(name)} for architecture {architecture!r}{near}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4."""
+    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4.
+
+    Aliases are refused: nine lines of them can expand to a billion values.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*) are not supported")
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -434,48 +425,12 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def _write_string(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    """Escape Unicode line breaks in double quotes; PyYAML would write them in a form that is read as a space."""
-    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
-
-
-_Dumper.add_representer(str, _write_string)
-
-
 def _parse(text: str, source: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ValueError: the text is not YAML, is nested deeper than `DEEPEST`, or holds more than `LARGEST` values, where
-            an alias counts as all values that it stands for: nine lines of aliases can expand to a billion values.
-    """
-    loader = None
+    """Return the value of a YAML text; raise a ValueError if it cannot be read."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count(node, {}, 0)
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)  # nosec B506  # a SafeLoader
     except Exception as error:  # YAML's constructors pass on Python's errors for invalid dates and numbers
         raise ValueError(f"{source}: not YAML that can be read: {described(error)}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
-    """Return the number of values in a node, including itself."""
-    if depth > DEEPEST:
-        raise ValueError(f"it is nested deeper than {DEEPEST} levels")
-    if id(node) not in counted:
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        counted[id(node)] = 1 + sum(_count(child, counted, depth + 1) for child in flat)
-    if counted[id(node)] > LARGEST:
-        raise ValueError(f"it holds more than {LARGEST} values")
-    return counted[id(node)]
 
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:
@@ -499,35 +454,10 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _explain(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """Describe an error of pydantic in one line."""
-    *above, last = error["loc"] or ("",)
-    # Names of types in unions are part of pydantic's location, but not of the key.
-    path = [str(part) for part in above if not isinstance(part, str) or re.fullmatch(r"\w+", part)]
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {shortened('.'.join([*path, last]))}{_suggestion(last, _fields(kind, path), path)}"
-    key = ".".join([*path, *([str(last)] if not isinstance(last, str) or re.fullmatch(r"\w+", last) else [])])
-    if error["type"] == "missing":
-        return f"{key} is missing"
-    if error["type"] == "model_type":
-        return f"{key}={shown(error['input'])}: must be a mapping of keys to values"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    # An error about several keys, which the message names.
-    if error["type"] == "value_error" and isinstance(error["input"], dict):
-        return f"{key}: {message}" if key and f"{key}." not in message else message
-    return f"{key}={shown(error['input'])}: {message}"
-
-
-def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
-    for name in path:
-        kind = cast(type[BaseModel], kind.model_fields[name].annotation)  # a section
-    return list(kind.model_fields)
-
-
-def _suggestion(name: str, known: Iterable[str], path: Iterable[str] = ()) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     """Return '; did you mean ...?' with the known name closest to `name`, or up to 40 known names if none is close."""
     known = sorted(known)  # among equally close names, always suggest the same one
     near = difflib.get_close_matches(name, known, n=1)
     if near:
-        return f"; did you mean {'.'.join([*path, near[0]])}?"
-    return f"; known: {', '.join(known)}" if len(known) <= 40 else ""
+        return f"; did you mean {near[0]}?"
+    return f"; known: {', '.join(known)}" if len(known) <= 40 else "; aft-hf train --explain lists the keys"

@@ -79,12 +79,9 @@ class Record:
         return seconds
 
     def state(self) -> dict[str, Any]:
-        return {
-            "losses": self.losses,
-            "evaluations": self.evaluations,
-            "seconds": self.seconds,
-            "pending": self._pending,
-        }
+        """Return the content of `RecordState`."""
+        kept = {"losses": self.losses, "evaluations": self.evaluations, "seconds": self.seconds}
+        return kept | {"pending": self._pending}
 
     def restore(self, state: RecordState) -> None:
         self.losses, self.evaluations = list(state.losses), list(state.evaluations)

@@ -5,7 +5,6 @@ pickles, which can name any function to be called while they are loaded. Here pi
 and the few types that these libraries need.
 """
 
-import os
 import pickle  # nosec B403  # for an unpickler that refuses every name but a few
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from accelerate.utils import patch_environment
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -70,19 +70,15 @@ def data_only(checkpoint: Path) -> Iterator[None]:
                 raise UnsafeCheckpointError(f"{path} is not read: it is a symlink, which checkpoints never contain")
             if path.is_file():
                 _check(path)
-        kept = {name: os.environ.pop(name, None) for name in (FORCE, PREVENT)}
-        os.environ[FORCE] = "1"
         try:
-            yield
+            with patch_environment(**{FORCE: "1", PREVENT: "0"}):
+                yield
         except (CheckpointException, pickle.UnpicklingError) as error:
             if not isinstance(cause_of(error), pickle.UnpicklingError):
                 raise
             raise UnsafeCheckpointError(
                 f"{checkpoint} is not read: it contains objects other than tensors and numbers, which could run code"
             ) from error
-        finally:
-            del os.environ[FORCE]
-            os.environ.update({name: value for name, value in kept.items() if value is not None})
 
 
 def cause_of(error: BaseException) -> BaseException:

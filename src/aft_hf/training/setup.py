@@ -1,6 +1,5 @@
 """Parts of a run that follow from its recipe: accelerator, optimizer and schedule; resuming from a checkpoint."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import flatten_dict
 
 from ..data.atomic_files import remove_unfinished
 from ..reading import explained
 from .checkpoints import Checkpoints, find_damage
-from .manifest import Manifest, find_changes, read_manifest
+from .manifest import find_changes, read_manifest
 from .optimization import keep_average, parameter_groups
 from .recipe import Optimizer, Recipe, build_recipe
 from .records import Record, portable
@@ -55,12 +55,6 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
         log_with=recipe.tracker,
         project_dir=recipe.output_dir,
     )
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", recipe.mixed_precision):
-        accelerator.print(
-            f"mixed_precision={recipe.mixed_precision!r} of the recipe is used; {launched!r} of the launch has "
-            "no effect"
-        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if recipe.ema_decay is not None:
             raise ValueError("ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own")
@@ -73,7 +67,7 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
         unset_hf_deepspeed_config()
     if recipe.tracker is not None:
         # Trackers write files beside the model, which may be published: paths are reduced to file names.
-        values = _flat(portable(recipe.model_dump()))
+        values = flatten_dict(portable(recipe.model_dump()))
         accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
     return accelerator
 
@@ -135,12 +129,10 @@ def resume(
 ) -> tuple[int, tuple[Any, ...]]:
     """Load the checkpoint that the recipe asks for, after removing partial files of a killed process.
 
-    Returns:
-        The number of completed steps, and the position of the sampler.
+    Returns the number of completed steps and the position of the sampler.
 
     Raises:
-        ValueError: the checkpoint is damaged, or comes from another recipe or other data; or there is a checkpoint
-            and the recipe has resume="never".
+        ValueError: the checkpoint is damaged, or comes from another recipe or other data.
     """
     checkpoints.remove_partial()
     if checkpoints.accelerator.is_main_process:
@@ -165,27 +157,14 @@ def resume(
             f"{path} was made with other training data: give the same data, or another output_dir for a new run"
         )
     checkpoints.load(path)
-    restore_schedule(scheduler, manifest, path)
+    # Schedules are functions of the step; the checkpoint of the optimizer has their learning rates.
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    done = {"last_epoch": manifest.step, "_step_count": manifest.step + 1, "_last_lr": rates}
+    scheduler.load_state_dict(scheduler.state_dict() | done)
     checkpoints.set_aside(manifest.step)
     record.restore(manifest.record)
     checkpoints.accelerator.print(f"resuming from {path}")
     return manifest.step, manifest.position
-
-
-def restore_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, manifest: Manifest, path: Path) -> None:
-    """Set a schedule to the step of a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint has another number of parameter groups.
-    """
-    state = scheduler.state_dict()
-    if len(manifest.rates) != len(state["_last_lr"]):
-        raise ValueError(
-            f"{path} does not fit the model: it has another number of learning rates, {len(manifest.rates)}"
-        )
-    # A schedule counts its first step when it is created.
-    done = {"last_epoch": manifest.step, "_step_count": manifest.step + 1, "_last_lr": manifest.rates}
-    scheduler.load_state_dict(state | done)
 
 
 def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
@@ -198,11 +177,3 @@ def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
                 f"{path} was made with {key}={old!r}, and the recipe has {new!r}: "
                 "give the same value, or another output_dir for a new run"
             )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested keys to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -1,8 +1,9 @@
 """The training tasks (bytes, tokens, pixels and images): their data, models, losses and metrics."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -29,7 +30,7 @@ from ..data.bytes import IGNORED, Windows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
 from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
-from ..data.streaming import StreamedEvaluation, StreamedSamples
+from ..data.samples import Maker, RowSamples, StreamedEvaluation, StreamedSamples
 from ..data.text import TOKEN_DTYPE, join_texts, tokenize_file
 from ..loading import load, read_image_processor
 from ..reading import explained
@@ -37,14 +38,7 @@ from .metrics import accuracy_and_loss, code_length
 from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
 
 
-if TYPE_CHECKING:
-    from ..data.classification import TrainingImages
-
-
 Batch = dict[str, torch.Tensor]
-
-# Training datasets: indexed by `SampleKey`, or streamed.
-Samples: TypeAlias = "Windows | PixelSequences | TrainingImages | StreamedSamples"
 
 
 class Task(ABC):
@@ -57,7 +51,7 @@ class Task(ABC):
     unit: str  # unit of the throughput
     units_per_sample: int = 1
     repetitions: int = 1  # consecutive copies of each sample
-    train: Samples
+    train: Windows | RowSamples | StreamedSamples
     # Map-style or iterable datasets by split; the first is evaluated during training, all of them at the end.
     evaluated: dict[str, Dataset[Any]]
     config_values: dict[str, Any]  # fields of the model's config that follow from the data
@@ -218,16 +212,15 @@ class PixelsTask(SequenceTask):
     def __init__(self, recipe: PixelsRecipe):
         super().__init__(recipe)
         data = recipe.data
-        splits = first_rows(read_rows(recipe), data)
-        options: dict[str, Any] = {"image_size": data.image_size, "image_column": data.image_column}
-        augment: dict[str, Any] = {"flip": data.flip, "brightness_shift": data.brightness_shift}
-        rows = splits.pop("train")
-        train = PixelSequences(rows, seed=recipe.seed, **options, **augment)
-        self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
-        self.evaluated = {}
-        for split, rows in splits.items():
-            samples = PixelSequences(rows, **options)
-            self.evaluated[split] = StreamedEvaluation(rows, samples.sample) if data.streaming else samples
+        splits = read_rows(recipe)
+        make = PixelSequences(
+            data.image_size,
+            image_column=data.image_column,
+            seed=recipe.seed,
+            flip=data.flip,
+            brightness_shift=data.brightness_shift,
+        )
+        self.train, self.evaluated = build_samples(splits, data, dict.fromkeys(splits, make), data.image_column)
         self.units_per_sample = 3 * data.image_size**2
         self.config_values = {
             "modality": "text",
@@ -258,29 +251,14 @@ class ImagesTask(Task):
         columns: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
         self.processor = self._image_processor()
         numbers = {split: class_numbers(rows, data.label_column, names) for split, rows in splits.items()}
-        splits = first_rows(splits, data)
-        rows = splits.pop("train")
+        makers: dict[str, Maker] = {
+            split: ImagePipeline(self.processor, numbers=numbers[split], **columns) for split in splits
+        }
         crop: dict[str, Any] = {"crop_scale": augmentation.crop_scale, "seed": recipe.seed}
-        train = TrainingImages(rows, numbers["train"], size=data.image_size, **crop, **columns)
-        self.train = StreamedSamples(rows, train.sample, read_files(data)) if data.streaming else train
-        self.evaluated = {}
-        for split, rows in splits.items():
-            pipeline = ImagePipeline(self.processor, numbers=numbers[split], **columns)
-            self.evaluated[split] = (
-                StreamedEvaluation(rows, pipeline.sample) if data.streaming else rows.with_transform(pipeline)
-            )
-        self.augment = BatchAugmentation(
-            len(names),
-            self.processor.image_mean,
-            self.processor.image_std,
-            flip=augmentation.flip,
-            operations=augmentation.rand_augment_operations,
-            magnitude=augmentation.rand_augment_magnitude,
-            noise=augmentation.rand_augment_noise,
-            erasing=augmentation.erasing,
-            mixup=augmentation.mixup,
-            cutmix=augmentation.cutmix,
-        )
+        makers["train"] = TrainingImages(numbers["train"], size=data.image_size, **crop, **columns)
+        self.train, self.evaluated = build_samples(splits, data, makers, *columns.values())
+        options = augmentation.model_dump(exclude={"crop_scale", "repetitions"})
+        self.augment = BatchAugmentation(len(names), self.processor.image_mean, self.processor.image_std, **options)
         self.repetitions = augmentation.repetitions
         self.config_values = {
             "modality": "image",
@@ -382,18 +360,27 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableData
     return splits
 
 
-def read_files(data: ImageRowsData) -> list[Path]:
-    """Return the local files of the training rows, if any."""
-    return [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
+def build_samples(
+    splits: DatasetDict | IterableDatasetDict, data: ImageRowsData, makers: Mapping[str, Maker], *columns: str
+) -> tuple[RowSamples | StreamedSamples, dict[str, Dataset[Any]]]:
+    """Return the training samples and those of the other splits, made by the maker of each split."""
+    rows = first_rows(splits, data)
+    training = rows.pop("train")
+    evaluation = StreamedEvaluation if data.streaming else RowSamples
+    evaluated: dict[str, Dataset[Any]] = {split: evaluation(rows[split], makers[split]) for split in rows}
+    if not data.streaming:
+        return RowSamples(training, makers["train"], columns), evaluated
+    files = [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
+    return StreamedSamples(training, makers["train"], files), evaluated
 
 
-def first_rows(splits: DatasetDict | IterableDatasetDict, data: ImageRowsData) -> dict[str, Rows | StreamedRows]:
-    """Return the first rows of each split, as many as the recipe asks for."""
+def first_rows(splits: DatasetDict | IterableDatasetDict, limits: Any) -> dict[str, Rows | StreamedRows]:
+    """Return the first rows of each split: up to `limits.max_train_samples`, or `limits.max_eval_samples`."""
     first: dict[str, Rows | StreamedRows] = {}
     for split, rows in splits.items():
-        limit = data.max_train_samples if split == "train" else data.max_eval_samples
+        limit = limits.max_train_samples if split == "train" else limits.max_eval_samples
         if limit is not None:
-            rows = rows.take(limit if data.streaming else min(limit, len(rows)))
+            rows = rows.take(min(limit, len(rows)) if isinstance(rows, Rows) else limit)
         first[split] = rows
     return first
 

@@ -1,0 +1,417 @@
+"""Local data: folders of images and files of rows, which all commands read alike. A path is never a pattern or an
+address."""
+
+import json
+import os
+import shutil
+import socket
+
+import pyarrow
+import pytest
+from datasets import Audio, ClassLabel, Dataset, DatasetDict, Features, List, Value
+from datasets import Image as ImageFeature
+from hypothesis import given
+from hypothesis import strategies as st
+from image_contents import picture, write_rows
+from PIL import Image
+from pyarrow import parquet
+from transformers.testing_utils import CaptureLogger
+
+from aft_hf.conversion import ConversionError, ImagesOnDisk, read_images
+from aft_hf.data.fingerprint import sum_rows
+from aft_hf.data.image_files import ImageError, list_images
+from aft_hf.data.loading import (
+    hold_out,
+    load_local,
+    load_named,
+    load_splits,
+    local_files,
+    logger,
+    require_column,
+)
+
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
+@pytest.fixture(autouse=True)
+def no_requests(monkeypatch):
+    """Count the requests to other machines, and refuse them."""
+    requests = []
+
+    def refuse(*arguments, **options):
+        requests.append(arguments)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    yield
+    assert not requests
+
+
+# Folders of images
+
+ALL = ["cat/1.png", "cat/2.jpg", "dog/1.png", "dog/3.PNG"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes with two images each."""
+    for i, name in enumerate(ALL):
+        save(tmp_path / "images" / name, i)
+    return tmp_path / "images"
+
+
+def save(path, value=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 4), (40 * value, 0, 0)).save(path, path.suffix[1:].lower().replace("jpg", "jpeg"))
+
+
+def names(folder):
+    """Return the names of the images that all readers find, and check that they agree."""
+    found = list_images(folder)
+    assert local_files(train=str(folder)) == found
+    assert len(ImagesOnDisk(folder)) == len(found)
+    for rows in (load_local(folder), load_splits(train=str(folder))["train"], load_local(folder, streaming=True)):
+        paths = (
+            rows.decode(False) if not hasattr(rows, "data") else rows.cast_column("image", ImageFeature(decode=False))
+        )
+        assert [row["image"]["path"] for row in paths] == [str(path) for path in found]
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+LEFT_OUT = ["._1.png", "cat/.hidden.png", ".DS_Store", "Thumbs.db", "cat/.ipynb_checkpoints/1.png", ".git/1.png"]
+LEFT_OUT += ["__MACOSX/cat/1.png", ".cache/train.parquet", "cat/@eaDir/1.png/thumbnail.png", "$RECYCLE.BIN/1.png"]
+LEFT_OUT += ["notes.txt", "cat/figure.eps", "metadata.csv"]
+
+
+def test_hidden_files_system_files_and_documents_are_left_out(folder):
+    for name in LEFT_OUT:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"no image")
+    assert names(folder) == ALL
+    assert names(folder.rename(folder.parent / ".images")) == ALL  # a folder that is itself hidden
+
+
+def test_each_suffix_of_a_known_format_is_that_of_an_image(tmp_path):
+    wanted = ["bmp", "gif", "jpe", "jpeg", "jpg", "jfif", "pbm", "pgm", "png", "ppm", "tif", "tiff", "webp"]
+    (tmp_path / "class").mkdir()
+    for suffix in wanted:
+        format = Image.registered_extensions()[f".{suffix}"]
+        Image.new("L", (4, 4)).save(tmp_path / "class" / f"x.{suffix.upper()}", format)
+    assert sorted(path.suffix.lower()[1:] for path in list_images(tmp_path)) == sorted(wanted)
+    assert len(load_local(tmp_path)[:]["image"]) == len(wanted)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_the_class_is_the_folder_of_an_image_at_any_depth(folder, depth):
+    outer = folder.parent / "train"  # a name that sounds like a split is only a name
+    shutil.move(folder, outer.joinpath(*map(str, range(depth - 1)), "images"))
+    rows = load_local(outer)
+    assert rows.features["label"].names == ["cat", "dog"] and rows["label"] == [0, 0, 1, 1]
+    streamed = load_local(outer, streaming=True)
+    assert [row["label"] for row in streamed] == [0, 0, 1, 1] and streamed.num_shards == 4
+
+
+@pytest.mark.parametrize("name", ["4.png", "dog/more/4.png"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_where_the_class_is_unclear_an_image_is_named_and_labels_are_refused(folder, name, streaming):
+    save(folder / name)
+    with pytest.raises(ValueError, match=r"the classes are unclear: .*/CLASS/IMAGE, unlike .*4\.png") as error:
+        load_local(folder, streaming=streaming)
+    assert "\n" not in str(error.value)
+    rows = load_local(folder, streaming=streaming, labeled=False)
+    assert list(rows.features) == ["image"] and len(list(rows)) == 5
+
+
+def test_linked_folders_are_read_under_each_name_but_not_inside_themselves(folder, tmp_path):
+    save(tmp_path / "elsewhere" / "7.png")
+    for name in ("bird", "fowl"):
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    (folder / "cat" / "loop").symlink_to(folder)
+    assert names(folder) == ["bird/7.png", *ALL, "fowl/7.png"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "missing"])
+@pytest.mark.parametrize("suffix", [".png", ".parquet"])
+def test_what_is_no_regular_file_is_named(folder, kind, suffix):
+    path = folder / "cat" / f"odd{suffix}"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else folder / "nowhere")
+    told = rf"odd\{suffix}: {'no such file' if kind == 'missing' else 'is not a regular file'}"
+    for read in (load_local, ImagesOnDisk, lambda folder: local_files(train=str(folder))):
+        with pytest.raises((ImageError, ConversionError), match=told):
+            read(folder)
+
+
+def test_parquet_files_in_a_folder_are_read_in_order_and_not_beside_images(tmp_path):
+    for name, label in (("b.parquet", 2), ("a.PARQUET", 1), (".c.parquet", 3), ("deep/er/d.parquet", 4)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_dict({"label": [label]}).to_parquet(tmp_path / name)
+    assert load_local(tmp_path)["label"] == [1, 2, 4]
+    assert [row["label"] for row in load_local(tmp_path, streaming=True)] == [1, 2, 4]
+    save(tmp_path / "cat/1.png")
+    for read in (load_local, ImagesOnDisk):
+        with pytest.raises(ValueError, match=r"has both images .*cat/1.png\) and parquet files .*a.PARQUET\)"):
+            read(tmp_path)
+
+
+def test_a_folder_without_images_is_refused(tmp_path):
+    for read in (load_local, ImagesOnDisk):
+        with pytest.raises(ValueError, match="no images in it; give a folder of"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "Test"])
+@pytest.mark.parametrize("outer", ["", "deep/"])
+def test_a_folder_of_splits_is_refused(folder, outer, split):
+    shutil.copytree(folder, folder.parent / "ds" / outer / "other")
+    shutil.copytree(folder, folder.parent / "ds" / outer / split)
+    message = f"ds: its folders are splits, not classes: give one of .*/ds/{outer}{split}$"
+    with pytest.raises(ValueError, match=message):
+        load_local(folder.parent / "ds")
+    assert len(load_local(folder.parent / "ds" / outer / split)) == 4
+
+
+# Files of rows
+
+
+def write_file(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = Dataset.from_dict({"text": [text]})
+    if path.suffix == ".parquet":
+        parquet.write_table(rows.data.table, path)
+    else:
+        path.write_text({".csv": f"text\n{text}\n", ".jsonl": f'{{"text": "{text}"}}\n', ".txt": text}[path.suffix])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".txt"])
+def test_files_are_read_by_their_ending_and_again_when_they_change(suffix, streaming, tmp_path):
+    for text in ("before", "thereafter"):
+        write_file(tmp_path / f"a{suffix}", text)
+        rows = load_local(tmp_path / f"a{suffix}", streaming=streaming)
+        assert rows.column_names == ["text"] and [row["text"] for row in rows] == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.csv", None, "missing.csv: no such file or folder"),
+        ("a.tar", b"", "ends in one of .parquet, .csv, .json, .jsonl, .txt"),
+        ("a.parquet", b"no parquet", "a.parquet: cannot be read as a file of type parquet"),
+        ("a.json", b"{no json", "a.json: cannot be read as a file of type json"),
+        ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type txt"),
+        ("a.jsonl", b"", r"a.jsonl: cannot be read as a file of type jsonl \(it has no rows\)"),
+        ("a.csv", b"text\n", r"a.csv: cannot be read as a file of type csv \(it has no rows\)"),
+        (
+            "a.csv",
+            b"text\nhello, world\n",
+            r"a\.csv: .*rows have more cells than the header: put texts with commas in",
+        ),
+        ("a.csv", b"text,n\none, two,1\n", r"a\.csv: .*rows have more cells than the header"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=message):
+            load_local(tmp_path / name, streaming=streaming)
+
+
+@given(text=st.text())
+def test_a_text_file_is_one_row_with_all_its_bytes(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    for streaming in (False, True):
+        assert [row["text"] for row in load_local(path, streaming=streaming)] == [text]
+
+
+@pytest.mark.parametrize("texts", [("007", "abc"), ("abc", "007"), ("1", "1.50x")])
+def test_texts_of_a_csv_are_kept_however_many_rows_look_like_numbers(texts, tmp_path):
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f"{text}\n" * 550_000 for text in texts))
+    rows = load_local(tmp_path / "a.csv")
+    assert [rows[0]["text"], rows[-1]["text"]] == list(texts) and len(rows) == 2 * 550_000
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("value", [5, ["two"], {"a": "x"}, None], ids=repr)
+def test_a_column_of_mixed_values_is_kept(value, streaming, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", value)))
+    rows = load_local(tmp_path / "a.jsonl", streaming=streaming)
+    assert [row["text"] for row in rows] == ["one", value]
+
+
+# Splits
+
+
+def numbers(count: int) -> DatasetDict:
+    return DatasetDict(train=Dataset.from_dict({"x": list(range(count))}))
+
+
+def test_splits_come_from_files_or_from_a_dataset_whose_test_split_serves_to_validate(tmp_path):
+    for split, count in (("train", 3), ("test", 2)):
+        Dataset.from_dict({"text": ["a"] * count}).to_json(tmp_path / f"{split}.jsonl")
+    train, test = str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl")
+    assert load_splits(train=train, validation=test).num_rows == {"train": 3, "validation": 2}
+    assert load_splits(validation=test).num_rows == {"validation": 2}
+    assert load_splits(str(tmp_path)).num_rows == {"train": 3, "validation": 2}
+    for arguments in ({}, {"dataset_name": "x", "train": "y"}):
+        with pytest.raises(ValueError, match="either dataset_name, or train and validation"):
+            load_splits(**arguments)
+
+
+def test_a_share_of_the_rows_is_held_out_and_told_the_same_ones_each_time():
+    with CaptureLogger(logger) as log:
+        splits = hold_out(numbers(20), 0.25)
+    assert "no validation data: 5 of the 20 training samples are held out" in log.out
+    assert splits.num_rows == {"train": 15, "validation": 5}
+    assert sorted([*splits["train"]["x"], *splits["validation"]["x"]]) == list(range(20))
+    assert hold_out(numbers(20), 0.25)["validation"][:] == splits["validation"][:] != {"x": [15, 16, 17, 18, 19]}
+    with CaptureLogger(logger) as log:
+        assert hold_out(splits, 0.5) is splits
+    assert log.out == "" and hold_out(numbers(20), 0).num_rows == {"train": 20}
+    last = hold_out(numbers(20), 0.25, shuffle=False)
+    assert last["validation"]["x"][:] == [15, 16, 17, 18, 19] and last["train"]["x"][:] == list(range(15))
+
+
+def test_a_share_or_a_column_that_cannot_be_is_told():
+    for share in (1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match=f"validation_share must be between 0 and 1, got {share}"):
+            hold_out(numbers(20), share)
+    with pytest.raises(ValueError, match="give validation data"):
+        hold_out(numbers(1), 0.5)
+    require_column(numbers(1), "x", "--text_column")
+    with pytest.raises(ValueError, match="--text_column: the train data has no column 'y', it has 'x'"):
+        require_column(numbers(1), "y", "--text_column")
+
+
+# Names given by users
+
+# Each name, and another file that it would match as a pattern.
+NAMES = {"data[1]": "data1", "data*": "data_old", "da?a": "data", "a::b": "a", "{a,b}": "a", ".hidden": "hidden"}
+NAMES |= {"__special": "special", "~": "home", "a b#c%20": "a b#c ", "-x": "x", "train-x": "test-x"}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".txt"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_no_pattern(tmp_path, name, suffix):
+    for each, text, value in ((NAMES[name], "another file", 100), (name, "this file", 7)):
+        write_file(tmp_path / f"{each}{suffix}", text)
+        (tmp_path / each / "class").mkdir(parents=True)
+        (tmp_path / each / "class" / "1.png").write_bytes(picture(value))
+    for streaming in (False, True):
+        rows = load_local(tmp_path / f"{name}{suffix}", streaming=streaming)
+        assert [row["text"] for row in rows] == ["this file"]
+    if suffix == ".parquet":
+        for file, value in ((NAMES[name], 100), (name, 7)):
+            write_rows(tmp_path / "rows", [picture(value)]).rename(tmp_path / f"{file}.parquet")
+        folder, file = tmp_path / name, tmp_path / f"{name}.parquet"
+        for images in ([row["image"] for row in load_local(folder)], read_images(folder, 5), read_images(file, 5)):
+            assert [image.getpixel((0, 0))[0] for image in images] == [7]
+
+
+@pytest.mark.parametrize("name", ["ds[1]", "d*", "d?", "a::b"])
+def test_a_named_dataset_whose_path_would_be_a_pattern_is_refused(tmp_path, name):
+    write_file(tmp_path / name / "train.csv", "text")
+    with pytest.raises(ValueError, match="rename the directory"):
+        load_named(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("key", ["data_files", "data_dir"])
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/x.csv", "zip://x.csv::http://127.0.0.1:9/x.zip"])
+@pytest.mark.parametrize(("name", "end"), [("README.md", "---\n"), (".huggingface.yaml", "")])
+def test_a_local_dataset_that_names_addresses_is_refused(tmp_path, name, end, key, address):
+    write_file(tmp_path / "train.csv", "text")
+    (tmp_path / name).write_text(f"---\nconfigs:\n- config_name: default\n  {key}: '{address}'\n{end}")
+    for read in (load_named, local_files):
+        with pytest.raises(ValueError, match=f"{name}: its configs name addresses"):
+            read(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["http://127.0.0.1:9/x.csv", "file:///dev/zero", "zip://a.csv::http://127.0.0.1/a"])
+def test_an_address_is_no_file(name):
+    for read in (load_local, lambda name: read_images(name, 5)):
+        with pytest.raises((ValueError, ConversionError), match="no such file or folder"):
+            read(name)
+
+
+# Paths in rows
+
+PATHS = ["file:///dev/zero", "/dev/zero", "/proc/kmsg", "http://127.0.0.1:9/x.png", "hf://datasets/a/b/x.png"]
+PATHS += ["zip://x.png::http://127.0.0.1:9/x.zip", "zip://x.png::/dev/zero", "data:image/png;base64,AAAA", ""]
+PATHS += ["a\0b", "a\nb", "x" * 5000, "PIPE", "LINK", "SPARSE", "FOLDER"]
+
+
+def file_of(tmp_path, path: str) -> str:
+    """Return a path, after creating the file that it stands for."""
+    made = tmp_path / "made.png"
+    if path == "PIPE":
+        os.mkfifo(made)
+    elif path == "LINK":
+        made.symlink_to("/dev/zero")
+    elif path == "SPARSE":
+        made.write_bytes(picture())
+        os.truncate(made, 2**40)
+    elif path == "FOLDER":
+        made.mkdir()
+    else:
+        return path
+    return str(made)
+
+
+def write_paths(file, path: str):
+    """Write rows of a good image and one by its path, and the path in columns of other media, too."""
+    storage = {"bytes": Value("binary"), "path": Value("string")}
+    stored = Features(image=storage, label=ClassLabel(names=["a"]), sound=storage, more=List(storage))
+    by_path = {"bytes": None, "path": path}
+    rows = {"image": [{"bytes": picture(), "path": None}, by_path], "label": [0, 0]}
+    rows |= {"sound": [by_path] * 2, "more": [[by_path]] * 2}
+    declared = Features(image=ImageFeature(), label=stored["label"], sound=Audio(), more=List(ImageFeature()))
+    table: pyarrow.Table = Dataset.from_dict(rows, features=stored).data.table
+    parquet.write_table(table.replace_schema_metadata(declared.arrow_schema.metadata), file)
+    return file
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[repr(path[:40]) for path in PATHS])
+def test_the_path_of_an_image_in_a_row_is_that_of_a_regular_file(tmp_path, path):
+    file = write_paths(tmp_path / "rows.parquet", file_of(tmp_path, path))
+    rows = load_local(file)
+    assert rows[0]["image"].size == (4, 4)
+    for read in (
+        lambda: rows[1],
+        lambda: sum_rows(rows, "image", "label"),
+        lambda: list(load_local(file, streaming=True)),
+        lambda: load_named(str(file))["train"][1],
+    ):
+        with pytest.raises(ImageError) as error:
+            read()
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConversionError, match=r"rows\.parquet, row 1"):
+        list(read_images(file, 5))
+
+
+def test_a_regular_file_may_be_named_like_an_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "http:").mkdir()
+    (tmp_path / "http:" / "x.png").write_bytes(picture(7))
+    file = write_paths(tmp_path / "rows.parquet", "http://x.png")
+    assert load_local(file)[1]["image"].getpixel((0, 0))[0] == 7
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_binary", "null"])
+def test_structs_of_bytes_and_path_are_images_for_all_readers(kind, tmp_path):
+    (tmp_path / "x.png").write_bytes(picture(7))
+    rows = [{"bytes": None, "path": str(tmp_path / "x.png")}]
+    rows += [] if kind == "null" else [{"bytes": picture(7), "path": None}]
+    struct = pyarrow.struct([("bytes", getattr(pyarrow, kind)()), ("path", pyarrow.string())])
+    parquet.write_table(pyarrow.table({"image": pyarrow.array(rows, struct)}), tmp_path / "rows.parquet")
+    for images in (
+        load_local(tmp_path / "rows.parquet")["image"],
+        [row["image"] for row in load_local(tmp_path / "rows.parquet", streaming=True)],
+        read_images(tmp_path / "rows.parquet", 5),
+    ):
+        assert [image.getpixel((0, 0))[0] for image in images] == [7] * len(rows)
