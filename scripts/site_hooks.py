@@ -1,24 +1,39 @@
-"""Hooks of the documentation site: pages generated from other files, and the rendering of types in docstrings.
+"""Hooks of the documentation site: pages generated from code and other files, formulas, and types in docstrings.
 
-Generated pages are the command line reference, CONTRIBUTING.md, CHANGELOG.md, the model cards and the notebooks.
+Generated pages are the fields of AFTConfig, the keys of recipes, the command line reference, CONTRIBUTING.md,
+CHANGELOG.md, the model cards and the notebooks.
 """
 
+import dataclasses
+import html
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import griffe
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).parents[1]
 
 
+class Values(griffe.Extension):
+    """Shows the value of a default that is a constant of a module in place of its name."""
+
+    def on_function(self, *, func, loader, **kwargs):
+        for parameter in func.parameters:
+            if isinstance(parameter.default, griffe.ExprName) and parameter.default.name.isupper():
+                parameter.default = loader.modules_collection[parameter.default.canonical_path].value
+
+
 def on_files(files, config):
     """Add the generated pages."""
-    pages = {"reference/cli.md": _command_line(), "contributing.md": _page("CONTRIBUTING.md")}
-    pages["changelog.md"] = _page("CHANGELOG.md")
+    pages = {"reference/configuration.md": _configuration(), "reference/recipes.md": _recipe_keys()}
+    pages |= _command_line()
+    pages |= {"contributing.md": _page("CONTRIBUTING.md"), "changelog.md": _page("CHANGELOG.md")}
     pages["models.md"] = re.sub(r"\]\((\S+)/README.md\)", r"](models/\1.md)", _page("model_cards/README.md"))
     for path in sorted((ROOT / "model_cards").glob("*/README.md")):
         pages[f"models/{path.parent.name}.md"] = path.read_text(encoding="utf-8")
@@ -29,14 +44,57 @@ def on_files(files, config):
     return files
 
 
-def on_page_content(html, page, config, files):
-    """Render types in docstrings as Markdown, in the form of transformers: (`int`, *optional*, defaults to 1)."""
-    return re.sub(r"(?<=\()<code>([^<]*`[^<]*)</code>", lambda match: _markdown(match[1]), html)
+def on_page_content(content, page, config, files):
+    """Set formulas as MathML, and types in docstrings in the form of transformers: (`int`, *optional*)."""
+    content = re.sub(r"(?<=\()<code>([^<]*`[^<]*)</code>", lambda match: _markdown(match[1]), content)
+    return re.sub(r'class="arithmatex">\\([(\[])(.*?)\\[)\]]', _formula, content, flags=re.DOTALL)
+
+
+def _formula(match: re.Match[str]) -> str:
+    math = convert(html.unescape(match[2]), display="block" if match[1] == "[" else "inline")
+    # A prime as a superscript is too small to see without a font for mathematics.
+    prime = r'<mrow><mi>\1</mi><mo lspace="0" rspace="0">&#x02032;</mo></mrow>'
+    return 'class="arithmatex">' + re.sub(r"<msup><mi>(\w)</mi><mi>&#x02032;</mi></msup>", prime, math)
 
 
 def _markdown(text: str) -> str:
     text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
     return re.sub(r"\*(\w+)\*", r"<em>\1</em>", text)
+
+
+def _configuration() -> str:
+    """Return the fields of AFTConfig with their types, ranges and defaults."""
+    from aft_hf import AFTConfig
+
+    fields = {field.name: field for field in dataclasses.fields(AFTConfig)}
+    sections = griffe.Docstring(AFTConfig.__doc__, parser="google").parse("google", warnings=False)
+    lines = ["# Configuration", "`aft_hf.AFTConfig`: " + sections[0].value.replace("\n", " ")]
+    lines.append("A wrong type, a value out of range and contradicting fields are a `ValueError`.")
+    for parameter in sections[1].value:
+        field = fields.get(parameter.name, fields.get(f"_{parameter.name}"))
+        allowed = field.metadata.get("range")
+        range_ = f", {_number(allowed[0])} to {_number(allowed[1])}" if allowed else ""
+        default = repr(field.default).replace("'", '"')
+        meaning = parameter.description.replace("\n", " ")
+        lines.append(f"- **`{parameter.name}`** (`{_type(field.type)}`{range_}, default: `{default}`): {meaning}")
+    return "\n\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{int(value) if value == int(value) else value:,}"
+
+
+def _type(annotation) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _recipe_keys() -> str:
+    """Return the keys of recipes with their types, ranges and defaults: those that `aft-hf train --explain` prints."""
+    from aft_hf.training.recipe import explain_keys
+
+    text = re.sub(r"^(\S+): (.*)\n", r"- **`\1`** (\2):\n", explain_keys(), flags=re.MULTILINE)
+    text = re.sub(r"^(?=Keys of|Other keys)", "## ", text, flags=re.MULTILINE)
+    return f"# Keys of recipes\n\n[Training from recipes](../training.md#write-a-recipe) has an example.\n\n{text}"
 
 
 def _page(name: str) -> str:
@@ -54,7 +112,9 @@ def _notebook(path: Path) -> str:
     return "\n\n".join([title, f"[Download this notebook]({path.name})", *rest])
 
 
-def _command_line() -> str:
-    """Return the help of `aft-hf` and all its commands as Markdown, generated by typer."""
+def _command_line() -> dict[str, str]:
+    """Return a page for each command of `aft-hf`, generated by typer."""
     command = [sys.executable, "-m", "typer", "aft_hf.cli", "utils", "docs", "--name", "aft-hf"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    _, *commands = re.split(r"^#(?=# `aft-hf )", text, flags=re.MULTILINE)
+    return {f"reference/cli/{re.match(r'# `aft-hf (.*)`', each)[1]}.md": each for each in commands}

@@ -1,0 +1,86 @@
+"""The documentation site: what the build generates, and how its pages look in a browser."""
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+
+for name in ("mkdocs", "mkdocstrings", "latex2mathml"):
+    pytest.importorskip(name, reason="the site needs: pip install -c constraints.txt -e '.[docs]'")
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+TALLEST = 6 * 900  # pixels
+TALLER = {"reproduction"}  # a row for each comparison
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site. The build is strict: a broken link or anchor is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_formulas_are_mathml(site):
+    assert (site / "method" / "index.html").read_text().count("<math") > 5
+    assert [page for page in site.rglob("index.html") if 'class="arithmatex">\\' in page.read_text()] == []
+
+
+def test_the_reference_shows_values(site):
+    conversion, fields, keys = (
+        (site / "reference" / name / "index.html").read_text() for name in ("conversion", "configuration", "recipes")
+    )
+    assert "KERNEL_SIZE" not in conversion
+    assert "1 to 131,072, default: <code>256</code>" in fields
+    assert "data.augmentation.mixup" in keys
+
+
+@pytest.mark.parametrize("word", ("install", "finetune", "streaming", "tokenizer"))
+def test_the_search_finds(site, word):
+    sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert any(word in section["text"].lower() for section in sections)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs: pip install -e '.[demo-test]'")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize(("width", "height"), ((1280, 900), (390, 844)), ids=("desktop", "phone"))
+def test_pages_fit_and_request_nothing_from_elsewhere(site, browser, width, height):
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        page = browser.new_page(viewport={"width": width, "height": height})
+        wrong = []
+        page.on("request", lambda it: it.url.startswith((address, "data:", "blob:")) or wrong.append(it.url))
+        page.on("response", lambda it: it.status < 400 or wrong.append(it.url))
+        for path in sorted(site.rglob("index.html")):
+            name = path.parent.relative_to(site).as_posix()
+            page.goto(address + name)
+            tall, wide = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
+            assert wide <= width, name
+            assert tall <= TALLEST or width < 1280 or name in TALLER, name
+        page.close()
+        server.shutdown()
+    assert wrong == []
