@@ -290,7 +290,10 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         if problem["type"] == "json_invalid":
             return f"is not JSON that can be read ({problem['ctx']['error']})"
         # For a union, pydantic reports one problem per type, with the type as the last part of the key.
-        key = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
+        is_unknown, location = problem["type"] == "extra_forbidden", problem["loc"]
+        own = location[-1:] if is_unknown else ()  # a key of the document, even if it looks like a type
+        above = location[: len(location) - len(own)]
+        key = ".".join(map(str, (*(part for part in above if not _is_type(part)), *own)))
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if "instance of" in message:  # of a class that a user does not know
             message = "must be a mapping of keys to values"
@@ -298,7 +301,7 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
             line = message
         elif problem["type"] == "missing":
             line = f"{key} is missing"
-        elif problem["type"] == "extra_forbidden":
+        elif is_unknown:
             line = f"unknown key {shortened(key)}{suggest(key)}"
         else:
             line = f"{f'{key}=' if key else ''}{shown(problem['input'])}: {message}"

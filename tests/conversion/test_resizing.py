@@ -129,6 +129,15 @@ def unchanged(model, size, message, **options):
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("changes", [{"global_connectivity": False}, {"position_bias_selection": "gumbel"}])
+def test_kernels_that_cannot_be_stretched_can_be_kept(changes):
+    model = classifier(**changes)
+    kernels = [layer.mixer.kernel for layer in model.aft.layers]
+    adapt_to_image_size(model, (64, 96), stretch_kernels=False)
+    assert all(layer.mixer.kernel is kernel for layer, kernel in zip(model.aft.layers, kernels))
+    assert model(torch.zeros(1, 3, 64, 96)).logits.isfinite().all()
+
+
 def test_what_cannot_be_resized_is_refused_and_nothing_is_changed():
     model = classifier()
     for size in (30, 0, (32, 33)):

@@ -182,6 +182,12 @@ def test_of_several_models_none_is_taken_silently(tmp_path, content, names):
     assert f"holds 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")
 
 
+def test_raw_weights_are_not_taken_beside_averaged_ones_of_another_form(tmp_path):
+    average = {"decay": 0.9, "shadow_params": list(timm_tensors().values())}
+    torch.save({"model": timm_tensors(), "ema": average}, tmp_path / "checkpoint.pth")
+    assert "holds averaged weights (ema)" in refusal(tmp_path / "checkpoint.pth")
+
+
 @pytest.mark.parametrize(
     "raw",
     ["model_no_ema", "non_ema", "no-swa", "model_before_swa", "preEMA", "raw.ema", "unaveraged"],

@@ -85,19 +85,48 @@ def test_a_folder_and_a_socket_are_refused_by_name(tmp_path):
         assert state(tmp_path) == before
 
 
-def test_a_device_and_a_pipe_get_the_content_and_stay(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
+def test_a_device_gets_the_content_and_stays(tmp_path):
     (tmp_path / "null").symlink_to("/dev/null")
     (tmp_path / "full").symlink_to("/dev/full")
-    before, received = state(tmp_path), []
-    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_bytes()))
-    reader.start()
-    write(tmp_path / "pipe", b"x" * 300_000)  # more than a pipe holds
-    reader.join()
+    before = state(tmp_path)
     write(tmp_path / "null")
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/full'"):
         write(tmp_path / "full")
-    assert received == [b"x" * 300_000] and state(tmp_path) == before
+    assert state(tmp_path) == before
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_whoever_reads_a_pipe_gets_everything_or_nothing(tmp_path, linked):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    path, received = tmp_path / ("link" if linked else "pipe"), []
+    descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "rb") as pipe:
+
+        def read() -> None:
+            content = b""
+            while len(content) < 300_000:  # before a writer has opened the pipe, nothing comes
+                content += pipe.read()
+            received.append(content)
+
+        reader = threading.Thread(target=read)
+        with pytest.raises(ZeroDivisionError), write_atomic(path) as file:
+            file.write(b"half")
+            1 / 0  # noqa: B018
+        content = os.urandom(300_000)  # more than a pipe holds
+        with write_atomic(path) as file:
+            file.write(content)
+            reader.start()
+        reader.join()
+    assert received == [content] and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=f"'{tmp_path}/pipe'"):
+        write(tmp_path / "pipe")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"] and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_file_has_the_rights_of_any_other_and_a_name_as_long_as_the_file_system_allows(tmp_path):

@@ -55,6 +55,15 @@ def test_a_block_has_a_token_to_predict(block_size):
         group_into_blocks(Dataset.from_dict({"text": ["abc"]}), build_byte_tokenizer(), block_size)
 
 
+def test_blocks_of_rows_in_memory_lie_on_the_disk_and_are_made_once():
+    first, second = (
+        group_into_blocks(Dataset.from_dict({"text": ["abcdef"]}), build_byte_tokenizer(), 2) for _ in "ab"
+    )
+    assert first.cache_files and first.cache_files == second.cache_files
+    other = group_into_blocks(Dataset.from_dict({"text": ["abcdeg"]}), build_byte_tokenizer(), 2)
+    assert other.cache_files != first.cache_files and other[:] != first[:]
+
+
 READERS = {
     "blocks": partial(group_into_blocks, tokenizer=build_byte_tokenizer(), block_size=2),
     "a joined file": partial(join_texts, separator=" "),

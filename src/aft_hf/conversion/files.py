@@ -87,9 +87,13 @@ def _inside(
     return inside
 
 
+def _is_averaged(name: str) -> bool:
+    return AVERAGED.search(name) is not None and NOT_AVERAGED.search(name) is None
+
+
 def _choose(source: str, names: Collection[str]) -> str:
     """Return the name of the only model, or of the only one with averaged weights."""
-    averaged = [name for name in names if AVERAGED.search(name) and not NOT_AVERAGED.search(name)]
+    averaged = [name for name in names if _is_averaged(name)]
     choice = averaged or list(names)
     if len(choice) != 1:
         found = shortened(", ".join(sorted(name.rstrip(".") or "(top level)" for name in choice)))
@@ -132,6 +136,17 @@ def _read_weight_file(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
         keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
         raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
     part = _choose(str(path), found)
+    if not _is_averaged(part):
+        for key, entries in _containers(content):
+            if (
+                key not in found
+                and _is_averaged(key)
+                and any(isinstance(x, list | torch.Tensor) for x in entries.values())
+            ):
+                raise ConversionError(
+                    f"{path}: holds averaged weights ({shortened(key)}) that are no state dict of a ViT, beside "
+                    f"{part or 'others'}; save the wanted state dict alone"
+                )
     return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
 
 

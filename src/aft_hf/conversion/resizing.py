@@ -64,8 +64,6 @@ def adapt_to_image_size(
         raise ValueError(
             'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
         )
-    if config.position_bias_selection is not None:
-        raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
     base: Any = model.base_model  # an `AFTModel`
     mixers, embeddings = [layer.mixer for layer in base.layers], base.embeddings
     modules = [(embeddings.patch_embeddings, "weight"), *((mixer, "kernel") for mixer in mixers)]
@@ -88,7 +86,9 @@ def adapt_to_image_size(
     ratios = rows / config.grid_size[0], columns / config.grid_size[1]
     if ratios == (1.0, 1.0):
         return
-    if not config.global_connectivity and ratios[0] != ratios[1]:
+    if stretch_kernels and any(mixer.selection is not None for mixer in mixers):
+        raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
+    if stretch_kernels and not config.global_connectivity and ratios[0] != ratios[1]:
         raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")
     patch_size = embeddings.patch_size
     if enlarge_patches:  # at least as large as the stride of the grid, so that no pixels are left out

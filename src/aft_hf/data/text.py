@@ -66,9 +66,27 @@ def group_into_blocks(
         blocks = [tokens[i : i + block_size] for i in range(0, stop, block_size)]
         return {"input_ids": blocks, "labels": blocks}
 
+    given = group_into_blocks.__name__, dataset._fingerprint, _rules(tokenizer), end, block_size, column
     return dataset.map(
-        tokenize, with_indices=True, batched=True, remove_columns=dataset.column_names, desc="Tokenizing"
+        tokenize,
+        with_indices=True,
+        batched=True,
+        remove_columns=dataset.column_names,
+        desc="Tokenizing",
+        cache_file_name=str(_cached(given, "arrow")),  # rows in memory have no file of their own
     )
+
+
+def _cached(given: tuple[Any, ...], suffix: str) -> Path:
+    """Return the path of a file in the cache of `datasets` for what is computed from the given values."""
+    directory = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / f"{Hasher.hash(given)}.{suffix}"
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what a tokenizer does, as text."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
 
 
 def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
@@ -76,8 +94,7 @@ def join_texts(dataset: Dataset, column: str, separator: str) -> Path:
 
     The file lies in the cache of `datasets` and is written only if it does not exist yet.
     """
-    name = Hasher.hash((join_texts.__name__, dataset._fingerprint, column, separator))
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.txt"
+    path = _cached((join_texts.__name__, dataset._fingerprint, column, separator), "txt")
     if not path.exists():
         with write_atomic(path) as file:
             between = b""
@@ -95,9 +112,7 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     end of a line. The first byte and the end, `span`, are moved to the next character that begins there or later.
     """
     start, stop = (_character_start(source, byte) for byte in span)
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-    name = Hasher.hash((tokenize_file.__name__, sum_file(source, (start, stop)), rules))
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{name}.tokens"
+    path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), _rules(tokenizer)), "tokens")
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):

@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -87,7 +87,9 @@ class PixelsData(ImageRowsData):
 
     image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
     flip: bool = Field(True, description="Flip half of the training images.")
-    brightness_shift: Natural = Field(10, description="Largest shift that is added to the values of an image.")
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
+        10, description="Largest shift that is added to the values of an image."
+    )
 
 
 class Augmentation(Section):
@@ -96,7 +98,9 @@ class Augmentation(Section):
     crop_scale: Pair | None = Field(None, description="Smallest and largest share of the area of crops. null: none.")
     flip: bool = Field(True, description="Flip half of the images.")
     rand_augment_operations: Natural = Field(0, description="RandAugment: operations per image.")
-    rand_augment_magnitude: NonNegative = Field(9.0, description="RandAugment: mean magnitude, at most 10.")
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(
+        9.0, description="RandAugment: mean magnitude, at most 10."
+    )
     rand_augment_noise: NonNegative = Field(0.0, description="RandAugment: deviation of the magnitude.")
     erasing: Probability = Field(0.0, description="Probability that noise replaces a part of an image.")
     mixup: NonNegative = Field(0.0, description="Alpha of the Beta distribution of mixup. 0: off.")
@@ -399,7 +403,7 @@ def check_architecture(architecture: Any, **fields: Any) -> None:
     config = CONFIG_MAPPING[architecture]
     known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
     for name in fields.keys() - known:
-        near = _suggestion(f"model.{name}", (f"model.{each}" for each in known))
+        near = _suggestion(f"model.{name}", [f"model.{each}" for each in known])
         raise complete_message(f"unknown key model.{shortened(name)} for architecture {architecture!r}{near}")
 
 
@@ -454,10 +458,15 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the known name closest to `name`, or up to 40 known names if none is close."""
-    known = sorted(known)  # among equally close names, always suggest the same one
+def _suggestion(key: str, keys: Collection[str]) -> str:
+    """Return '; did you mean ...?' with the known key of the same section that is closest to `key`, or up to 40 known
+    keys if none is close.
+    """
+    section, dot, name = key.rpartition(".")
+    inside = [each.removeprefix(section + dot) for each in keys if each.startswith(section + dot)]
+    # Among equally close names, always suggest the same one.
+    known = sorted({*inside, *(each.partition(".")[0] for each in inside)})
     near = difflib.get_close_matches(name, known, n=1)
     if near:
-        return f"; did you mean {near[0]}?"
+        return f"; did you mean {section}{dot}{near[0]}?"
     return f"; known: {', '.join(known)}" if len(known) <= 40 else "; aft-hf train --explain lists the keys"
