@@ -477,6 +477,8 @@ def test_arguments_that_do_not_match_are_errors(variant):
     with pytest.raises(TypeError, match="bfloat16"):
         operator(of_causal._replace(key=of_causal.key.bfloat16()))
     state = empty_state(of_causal, 2)
+    with pytest.raises(ValueError, match="do not match"):
+        OPS.causal_state(*of_causal._replace(bias=torch.randn(1, 20, 4, 4)), *state)  # of more heads than the state
     for i in range(5):
         for change in (lambda x: x[..., :1, :0], lambda x: x.double(), lambda x: x.mT.contiguous().mT):
             changed = [change(x) if i == j else x for j, x in enumerate(state)]
