@@ -571,6 +571,7 @@ def test_a_state_may_be_in_bfloat16_problems_too(variant):
 # ----------------------------------------------------------------------------------------- operators are ordinary ones
 
 SMALL = {kind: partial(causal, kind, 2, 9, 4, 2, 3) for kind in KINDS}
+SMALL |= {"rows, hidden": partial(causal, "rows", 2, 9, 4, 2, 3, hides_outside=True)}
 SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 3)), "table": partial(table, 2, 7, 4, 2)}
 SMALL |= {"table of a grid": partial(table, 2, 6, 4, 2, key_per_head=True, rows=2)}
 SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True)}
@@ -605,7 +606,8 @@ def test_operators_pass_the_checks_of_pytorch(name, dtype):
 
 @each(SMALL)
 def test_gradients_of_gradients_and_batched_gradients_are_right(name, variant):
-    _, inputs, run = small(name, torch.float64)
+    problem, inputs, run = small(name, torch.float64)
+    torch.testing.assert_close(operator(to(problem, FP32, 5)), run(*inputs).float())
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
     _, inputs, run = small(name)
