@@ -290,10 +290,10 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         if problem["type"] == "json_invalid":
             return f"is not JSON that can be read ({problem['ctx']['error']})"
         # For a union, pydantic reports one problem per type, with the type as the last part of the key.
-        is_unknown, location = problem["type"] == "extra_forbidden", problem["loc"]
-        own = location[-1:] if is_unknown else ()  # a key of the document, even if it looks like a type
-        above = location[: len(location) - len(own)]
-        key = ".".join(map(str, (*(part for part in above if not _is_type(part)), *own)))
+        # The last part of an unknown key is from the document, even if it looks like a type.
+        is_unknown, last = problem["type"] == "extra_forbidden", len(problem["loc"]) - 1
+        parts = enumerate(problem["loc"])
+        key = ".".join(str(part) for i, part in parts if not _is_type(part) or (is_unknown and i == last))
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if "instance of" in message:  # of a class that a user does not know
             message = "must be a mapping of keys to values"
