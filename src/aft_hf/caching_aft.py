@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, gather, has_state_operator, mix, without_padding
+from .mixing_aft import Mixing, gather, has_state_operator, mix, window_and_slopes, without_padding
 from .portable_aft import (
     EMPTY,
     Averages,
@@ -141,8 +141,7 @@ class AFTLayerState(CacheLayerMixin):
         if counts is not None:
             tokens = torch.arange(length, device=counts.device)
             first = torch.where(tokens < counts[:, None], 0, length)  # padding sees nothing
-        bias = biases.by_lag(length, self._position(biases))
-        bias, slopes = (x if x is None else x.float() for x in (bias, biases.slopes))
+        bias, slopes = window_and_slopes(problem, self._position(biases))
         state = self._sums_and_window()
         if not all(x.is_contiguous() for x in state):
             self._map(torch.Tensor.contiguous)

@@ -362,14 +362,22 @@ def has_state_operator(problem: Mixing, implementation: str) -> bool:
     return "causal" in _operators_for(problem) and _operator_takes("causal", problem, implementation)
 
 
+def window_and_slopes(problem: Mixing, start: int | torch.Tensor = 0) -> tuple[torch.Tensor | None, ...]:
+    """Return w as the causal operators take it; the first token has position `start`."""
+    biases = problem.biases
+    if isinstance(biases, Window) and biases.key is not None and has_operator("band", biases.device.type):
+        biases = replace(biases, band=torch.ops.aft_hf_v1.band)
+    bias, slopes = biases.by_lag(problem.length, start), biases.slopes
+    return None if bias is None else bias.float(), None if slopes is None else slopes.float()
+
+
 def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
     """Compute a problem by an operator, gate included."""
     biases: Any = problem.biases
     given = problem.query, problem.key, problem.value
     if name == "causal":
         first = None if problem.documents is None else problem.documents.first_positions()
-        bias, slopes = (x if x is None else x.float() for x in (biases.by_lag(problem.length), biases.slopes))
-        return torch.ops.aft_hf_v1.causal(*given, bias, slopes, first, biases.hides_outside)
+        return torch.ops.aft_hf_v1.causal(*given, *window_and_slopes(problem), first, biases.hides_outside)
     if name == "grid":
         return torch.ops.aft_hf_v1.grid(*given, biases.kernels.float(), *biases.grid_size, biases.hides_outside)
     if isinstance(biases, GridKernel):

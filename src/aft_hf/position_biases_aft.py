@@ -5,6 +5,7 @@ table, w between any positions, and w of the window of each token. It holds tens
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,7 +75,7 @@ class PositionBias:
         """Return w from each of T tokens to the `reach` positions before it and to itself, itself last: (B or 1, T, h,
         reach + 1), or (1, 1, h, reach + 1) if w is the same for all tokens.
 
-        Values for positions before the start of the sequence are undefined. None for structures without a window,
+        Values for positions before the sequence are undefined. None for structures without a window,
         where w is 0 or decays with the distance. The first token has position `start`, or one position per row (B,).
         """
         return None
@@ -147,7 +148,7 @@ class Dense(PositionBias):
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
-        raise NotImplementedError("w of all positions before a token has no fixed size: use `between`")
+        raise NotImplementedError("use `between`")
 
     def from_position(self, start: int, length: int) -> "Dense":
         if self.key is None:
@@ -165,6 +166,7 @@ class Window(Dense):
 
     size: int = 1
     hides_outside: bool = False
+    band: Callable[..., torch.Tensor] | None = None  # the operator for `by_lag`
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -178,36 +180,26 @@ class Window(Dense):
         return self._windowed(super().dense(length), positions, positions)
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
-        reach, (heads, count, _) = self.reach, self.query.shape
-        if isinstance(start, torch.Tensor):
-            positions = (start[:, None] + torch.arange(length, device=start.device)).unsqueeze(-1)  # (B, T, 1)
-            keys = positions + torch.arange(-reach, 1, device=start.device)
+        reach, count = self.reach, self.query.shape[1]
+        if self.band is not None and not isinstance(start, torch.Tensor):
+            bias = self.band(self.query, self.key, start, length, self.size)
+            return bias if self.multiplier == 1.0 else bias * self.multiplier
+        if length == 1 or self.key is None or isinstance(start, torch.Tensor):
+            first = start[:, None] if isinstance(start, torch.Tensor) else start
+            positions = (first + torch.arange(length, device=self.device)).view(-1, length, 1)
+            keys = positions + torch.arange(-reach, 1, device=self.device)
             return super().between(positions, keys).squeeze(-2)
-        if length == 1:
-            # The rows are contiguous in memory, so slices cost less than a gather.
-            first = max(start - reach, 0)
-            row, known = self.query.narrow(1, start, 1), start + 1 - first
-            if self.key is None:
-                bias = self._multiplied(row.narrow(2, first, known))
-            else:
-                bias = torch.bmm(self._multiplied(row), widen(self.key.narrow(1, first, known)).mT)
-            return nn.functional.pad(bias, (self.size - known, 0)).reshape(1, 1, heads, self.size)
         if start > 0:
             return self.from_position(start - reach, length + reach).by_lag(length + reach)[:, reach:]
         # In the table (C, 2 C) from a chunk to the chunk before it and to itself, row i has its window from column
-        # i + C - reach on. In rows that are longer by one, the windows of all rows start in the same column.
+        # i + C - reach. In rows that are longer by one, the windows of all rows start in the same column.
         size = max(1 << max(reach - 1, 0).bit_length(), SMALLEST_PRODUCT)
         chunks = max((length + size - 1) // size, 1)
         padding = chunks * size - min(length, count)
         queries = self._multiplied(self.query[:, :length])
         queries = nn.functional.pad(queries, (0, 0, 0, padding)).unflatten(1, (chunks, size))
-        if self.key is None:
-            keys = nn.functional.pad(queries[..., :length], (size, padding)).unfold(-1, 2 * size, size)
-            tables = keys.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # (h, n, C, 2 C)
-        else:
-            keys = nn.functional.pad(widen(self.key[:, :length]), (0, 0, size, padding)).unfold(1, 2 * size, size)
-            tables = queries @ keys
-        tables = nn.functional.pad(tables.flatten(-2), (0, size)).unflatten(-1, (size, 2 * size + 1))
+        keys = nn.functional.pad(widen(self.key[:, :length]), (0, 0, size, padding)).unfold(1, 2 * size, size)
+        tables = nn.functional.pad((queries @ keys).flatten(-2), (0, size)).unflatten(-1, (size, 2 * size + 1))
         windows = tables[..., size - reach : size + 1].flatten(1, 2)[:, :length]  # (h, T, s)
         return windows.transpose(0, 1).unsqueeze(0)
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <random>
 
+#include "band.h"
 #include "causal.h"
 #include "grid.h"
 #include "table.h"
@@ -16,6 +17,8 @@ int aft_grid(const aft::GridProblem*);
 int aft_grid_backward(const aft::GridProblem*);
 int aft_table(const aft::TableProblem*);
 int aft_table_backward(const aft::TableProblem*);
+int aft_band(const aft::BandProblem*);
+int aft_band_backward(const aft::BandProblem*);
 }
 
 using aft::bf16;
@@ -195,6 +198,20 @@ static void run_table(bool is_bf16) {
   require_finite(dbias, "a gradient of a bias of a table");
 }
 
+template <class S>
+static void run_band(bool is_bf16) {
+  const int64_t h = choose({1, 3}), P = choose({1, 2, 7, 64, 65, 200}), r = choose({1, 3, 16, 17, 64, 70});
+  const int64_t start = generator() % P, T = choose({0, 1, P - start, P}), s = choose({1, 2, 9, 40});
+  std::vector<S> u = numbers<S>(h * P * r, 1), v = numbers<S>(h * P * r, 1), du(u.size()), dv(v.size());
+  std::vector<float> band(T * h * s, NAN);
+  aft::BandProblem p = {is_bf16, h, P, r, start, T, s, u.data(), v.data(), P * r, r, P * r, r, band.data(), du.data(), dv.data()};
+  aft_band(&p);
+  require_finite(band, "w");
+  aft_band_backward(&p);
+  require_finite(du, "a gradient of u");
+  require_finite(dv, "a gradient of v");
+}
+
 int main(int argc, char** argv) {
   for (int i = 0; i < (argc > 1 ? atoi(argv[1]) : 400); ++i) {
     run<float>(false);
@@ -203,6 +220,8 @@ int main(int argc, char** argv) {
     run_grid<bf16>(true);
     run_table<float>(false);
     run_table<bf16>(true);
+    run_band<float>(false);
+    run_band<bf16>(true);
   }
   return 0;
 }

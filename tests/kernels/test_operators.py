@@ -449,6 +449,8 @@ def test_the_number_of_threads_does_not_matter(name, variant):
 def test_queries_and_keys_of_a_table_may_differ_in_number(variant):
     problem = table(2, 37, 40, 2, query=False)
     torch.testing.assert_close(operator(problem._replace(bias=problem.bias[:, :11])), operator(problem)[:, :11])
+    found = with_gradients(operator, problem._replace(bias=problem.bias[:, :0]), torch.ones(2, 0, 40))
+    assert found["output"].shape == (2, 0, 40) and not any(found[name].any() for name in ("key", "value"))
 
 
 def test_arguments_that_do_not_match_are_errors(variant):

@@ -18,7 +18,7 @@ from .build import SOURCES, library_path
 
 logger = logging.get_logger(__name__)
 
-NAMES = ("causal", "causal_backward", "causal_step", "grid", "grid_backward", "table", "table_backward")
+NAMES = [f"{name}{end}" for name in ("causal", "grid", "table", "band") for end in ("", "_backward")] + ["causal_step"]
 
 
 # For each instruction set that PyTorch reports, the variants that the CPU can run, the fastest first.

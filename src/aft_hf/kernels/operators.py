@@ -44,6 +44,10 @@ document, which follows the tokens that the state has seen:
                    (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle.
     columns:       of the grid; 0 if `bias` is a table.
     causal:        whether a query sees only t' <= t; then T = T', and there is no grid.
+
+`band` makes the bias of `causal`, (1, T, h, s), for tokens from position `start` on, from w = u v^T (Eq. 7):
+
+    query, key:    u and v, (h, P, d'). Entries for positions below 0 or after P - 1 are not defined.
 """
 
 import struct
@@ -54,7 +58,7 @@ from typing import Any
 import torch
 
 from ..portable_aft import are_plain_tensors, join_heads, pairwise_mixing, split_heads
-from ..position_biases_aft import GridKernel, grid_table, widen
+from ..position_biases_aft import GridKernel, Window, grid_table, widen, working_dtype
 from .library import load_library
 
 
@@ -66,6 +70,7 @@ TABLE = f"{INPUTS}, Tensor bias, int columns, bool causal"
 STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) denominator, Tensor(e!) maximum"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
+BAND = "Tensor query, Tensor key, SymInt start, SymInt length, int window"
 SCHEMAS = {
     "causal": f"({CAUSAL}) -> Tensor",
     "causal_backward": f"(Tensor gradient, {CAUSAL}, bool bias_needed) -> {GRADIENTS}",
@@ -74,6 +79,8 @@ SCHEMAS = {
     "grid_backward": f"(Tensor gradient, {GRID}, bool kernels_needed) -> {GRADIENTS}",
     "table": f"({TABLE}) -> Tensor",
     "table_backward": f"(Tensor gradient, {TABLE}, bool bias_needed) -> {GRADIENTS}",
+    "band": f"({BAND}) -> Tensor",
+    "band_backward": f"(Tensor gradient, {BAND}) -> (Tensor, Tensor)",
 }
 DTYPES = (torch.float32, torch.bfloat16)  # of the kernels; operators compute others by their portable forms
 
@@ -136,6 +143,11 @@ def portable_table(
     return _of_all_pairs(query, key, value, bias.unsqueeze(0), visible)
 
 
+def portable_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
+    """The operator `band` by differentiable operations."""
+    return Window(query, key, size=window).by_lag(length, start)
+
+
 def _of_all_pairs(
     query: torch.Tensor | None,
     key: torch.Tensor,
@@ -159,6 +171,7 @@ PORTABLE: dict[str, Callable[..., torch.Tensor]] = {
     "causal": portable_causal,
     "grid": portable_grid,
     "table": portable_table,
+    "band": portable_band,
 }
 
 # ------------------------------------------------------------------------------------------------ shapes and gradients
@@ -179,6 +192,11 @@ def empty_gradients(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return tuple(value.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
+def _new_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
+    """Return memory for the output of `band`."""
+    return query.new_empty(1, length, len(query), window, dtype=working_dtype(query))
+
+
 def _fake_backward(gradient, query, key, value, biases, *others):  # type: ignore[no-untyped-def]
     return empty_gradients(query, key, value, biases if others[-1] else None)
 
@@ -189,17 +207,17 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _gradients(name: str, ctx, gradient):  # type: ignore[no-untyped-def]
-    """The gradients of query, key, value and biases, which are the first four arguments of an operator."""
-    needed = ctx.needs_input_grad[:4]
+    """The gradients of query, key, value and biases, which are the first four arguments of an operator but `band`."""
+    needed = ctx.needs_input_grad
     problem = [x if tensor is None else tensor for x, tensor in zip(ctx.inputs, ctx.saved_tensors)]
-    others = [None] * (len(problem) - 4)
-    if torch.is_grad_enabled() or gradient.dtype not in DTYPES or _is_batched(gradient):
+    if torch.is_grad_enabled() or problem[1].dtype not in DTYPES or _is_batched(gradient):
         with torch.enable_grad():
-            wanted = [x for x, need in zip(problem, needed) if need and x is not None]
-            found = iter(torch.autograd.grad(PORTABLE[name](*problem), wanted, gradient, create_graph=True))
-            return *(next(found) if need else None for need in needed), *others
-    found = getattr(torch.ops.aft_hf_v1, f"{name}_backward").default(gradient, *problem, needed[3])
-    return *(x if need else None for x, need in zip(found, needed)), *others
+            wanted = [x for x, need in zip(problem, needed) if need]
+            of_wanted = iter(torch.autograd.grad(PORTABLE[name](*problem), wanted, gradient, create_graph=True))
+            return tuple(next(of_wanted) if need else None for need in needed)
+    flags = () if name == "band" else (needed[3],)
+    found = getattr(torch.ops.aft_hf_v1, f"{name}_backward").default(gradient, *problem, *flags)
+    return *(x if need else None for x, need in zip(found, needed)), *(None for _ in needed[len(found) :])
 
 
 def _is_batched(x: torch.Tensor) -> bool:
@@ -224,8 +242,9 @@ def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch
     output = _new_output(name, *problem)
     if gradient.shape != output.shape or gradient.dtype != output.dtype:
         raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
-    inputs = (*problem[:3], biases if needed else None)
-    found = [None if x is None else torch.zeros(x.shape, dtype=x.dtype) for x in inputs]
+    new = torch.empty if gradient.numel() else torch.zeros  # kernels add to the gradient of w, and fill the others
+    found = [None if x is None else new(x.shape, dtype=x.dtype) for x in problem[:3]]
+    found.append(torch.zeros(biases.shape, dtype=biases.dtype) if needed else None)
     _call(f"{name}_backward", sizes, problem, None, gradients=(_dense_rows(gradient), *found))
     return tuple(value.new_empty(0) if x is None else x for x in found)
 
@@ -236,6 +255,33 @@ def _state(*arguments: Any) -> torch.Tensor:
     one_token = output.shape[1] == 1 and problem[5] is None
     _call("causal_step" if one_token else "causal", sizes, problem, output, state)
     return output
+
+
+def _band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
+    output = _new_band(query, key, start, length, window)
+    if query.dtype not in DTYPES:
+        return output.copy_(portable_band(query, key, start, length, window))
+    _call_band("band", query, key, start, output)
+    return output
+
+
+def _band_backward(gradient, query, key, start, length, window):  # type: ignore[no-untyped-def]
+    output = _new_band(query, key, start, length, window)
+    if gradient.shape != output.shape or gradient.dtype != output.dtype:
+        raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
+    found = torch.empty(query.shape, dtype=query.dtype), torch.empty(key.shape, dtype=key.dtype)
+    _call_band("band_backward", query, key, start, gradient.contiguous(), found)
+    return found
+
+
+def _call_band(kernel, query, key, start, band, gradients=(None, None)):  # type: ignore[no-untyped-def]
+    (_, length, heads, window), (_, positions, features) = band.shape, query.shape
+    if query.shape != key.shape or query.dtype != key.dtype or len(query) != heads or window < 1 or positions < 1:
+        raise ValueError(f"factors do not match: {tuple(query.shape)}, {query.dtype}, {tuple(key.shape)}, {key.dtype}")
+    query, key = _dense_rows(query), _dense_rows(key)
+    sizes = query.dtype == torch.bfloat16, heads, positions, features, start, length, window
+    strides = *query.stride()[:2], *key.stride()[:2]
+    _run(kernel, [*sizes, *map(_address, (query, key)), *strides, *map(_address, (band, *gradients))])
 
 
 def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *state):  # type: ignore[no-untyped-def]
@@ -318,6 +364,10 @@ def _call(
     fields += map(_address, (*biases, output, *(state or (None,) * 5 if is_causal else ()), gradients[0]))
     fields += (0, 0) if gradients[0] is None else gradients[0].stride()[:2]
     fields += map(_address, gradients[1:])
+    _run(kernel, fields)
+
+
+def _run(kernel: str, fields: Sequence[int]) -> None:
     if getattr(KERNELS, f"aft_{kernel}")(struct.pack(f"{len(fields)}q", *fields)):
         raise RuntimeError(f"the kernel {kernel} failed, probably for lack of memory")
 
@@ -342,11 +392,13 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 if not REGISTERED:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema)
-    found: dict[str, Callable[..., Any]] = {"causal_state": _state}
-    fakes: dict[str, Callable[..., Any]] = {"causal_state": partial(_new_output, "causal")}
-    for name in PORTABLE:
+    found: dict[str, Callable[..., Any]] = {"causal_state": _state, "band": _band, "band_backward": _band_backward}
+    fakes: dict[str, Callable[..., Any]] = {"causal_state": partial(_new_output, "causal"), "band": _new_band}
+    fakes["band_backward"] = lambda gradient, query, key, *_: (torch.empty_like(query), torch.empty_like(key))
+    for name in SIZES:
         found |= {name: partial(_forward, name), f"{name}_backward": partial(_backward, name)}
         fakes |= {name: partial(_new_output, name), f"{name}_backward": _fake_backward}
+    for name in PORTABLE:
         gradients = partial(_gradients, name)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=_save, lib=LIBRARY)
     for name in SCHEMAS:

@@ -11,7 +11,7 @@
 namespace aft {
 namespace {
 
-constexpr int GROUP = 16;  // columns of a head that share one pass over the gradients of w
+constexpr int GROUP = 8;  // columns of a head that share one pass over the gradients of w
 
 // One column of a group.
 template <class S>
@@ -314,15 +314,18 @@ void backward(const CausalProblem& p) {
   if (p.numbers() == 0) return;
   const Weights weights(p);
   const std::vector<Column> columns = columns_of(p);
+  const int64_t threads = num_threads(p.numbers()), of_thread = p.batch * columns.size() / threads;
+  const int64_t most = p.bias_gradient && !weights.vectors ? std::clamp<int64_t>(of_thread, 1, GROUP) : 1;
   std::vector<const Column*> groups;  // where each begins
   for (const Column& column : columns) {
-    const bool joins = p.bias_gradient && !weights.vectors && !groups.empty() && groups.back()->head == column.head;
-    if (!joins || &column - groups.back() == GROUP) groups.push_back(&column);
+    const bool joins = !groups.empty() && groups.back()->head == column.head && &column - groups.back() < most;
+    if (!joins) groups.push_back(&column);
   }
-  const bool key_per_head = p.key_width != p.width;  // then a thread computes whole rows
-  const int64_t count = groups.size(), per_unit = key_per_head ? count : 1, units = p.batch * count / per_unit;
+  const bool key_per_head = p.key_width != p.width;  // then a thread computes whole heads, or rows if columns mix them
+  const int64_t heads = weights.vectors ? p.heads : 1, count = groups.size();
+  const int64_t per_unit = key_per_head ? count * heads / p.heads : 1, units = p.batch * count / per_unit;
   groups.push_back(columns.data() + columns.size());
-  const int64_t parts = std::min(units, num_threads(p.numbers()));
+  const int64_t parts = std::min(units, threads);
   std::vector<std::vector<float>> partial(p.bias_gradient ? parts : 0);
   parallel_for(parts, p.numbers(), [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
@@ -336,13 +339,12 @@ void backward(const CausalProblem& p) {
       Backward<S> pass(p, weights, bias_gradient);
       for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; ++unit) {
         std::fill(keys.begin(), keys.end(), 0.0f);
-        for (int64_t i = unit * per_unit; i < (unit + 1) * per_unit; ++i)
-          pass.run(i / count, groups[i % count], groups[i % count + 1], keys.data());
-        S* of_keys = (S*)p.key_gradient + unit * keys.size();
-        for (int64_t i = 0; i < int64_t(keys.size()); i += VL) {
-          const int lanes = int(std::min<int64_t>(VL, keys.size() - i));
-          store(of_keys + i, load(keys.data() + i, lanes), lanes);
-        }
+        const int64_t row = unit * per_unit / count, first = unit * per_unit % count;
+        for (int64_t i = first; i < first + per_unit; ++i) pass.run(row, groups[i], groups[i + 1], keys.data());
+        const int64_t head = weights.vectors ? 0 : groups[first]->head;
+        for (int64_t i = head; i < int64_t(keys.size()); i += p.heads)
+          for (int64_t j = i; j < i + heads; ++j)
+            store((S*)p.key_gradient + row * keys.size() + j, splat(keys[j]), 1);
       }
     }
   });

@@ -1,0 +1,88 @@
+// The kernels for w of a causal window by factors (see band.h).
+#include "band.h"
+
+namespace aft {
+namespace {
+
+constexpr int SIDE = 4, ROWS = VL / SIDE;  // a register tile has ROWS x SIDE vectors
+
+template <class S>
+void forward(const BandProblem& p) {
+  p.for_each_span(p.start, p.start + p.length, [&](int64_t head, int64_t begin, int64_t end) {
+    const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
+    const auto place = [&](int64_t t) { return std::min(std::max<int64_t>(t, 0), p.positions - 1); };
+    for (int64_t t = begin; t < end; t += ROWS)
+      for (int64_t from = t - p.window + 1; from < t + ROWS; from += SIDE) {
+        const S *queries[ROWS], *keys[SIDE];
+        for (int i = 0; i < ROWS; ++i) queries[i] = u + place(t + i) * p.query_row;
+        for (int j = 0; j < SIDE; ++j) keys[j] = v + place(from + j) * p.key_row;
+        vf sums[VL] = {};
+        const auto add = [&](int64_t f, int count) {
+          vf of_keys[SIDE];
+          for (int j = 0; j < SIDE; ++j) of_keys[j] = load(keys[j] + f, count);
+#pragma GCC unroll 8
+          for (int i = 0; i < ROWS; ++i) {
+            const vf of_query = load(queries[i] + f, count);
+#pragma GCC unroll 8
+            for (int j = 0; j < SIDE; ++j) sums[i * SIDE + j] += of_query * of_keys[j];
+          }
+        };
+        int64_t f = 0;
+        for (; f + VL <= p.features; f += VL) add(f, VL);
+        if (f < p.features) add(f, int(p.features - f));
+        const vf products = sums_of_rows((const float*)sums);
+        for (int64_t i = t; i < std::min(t + ROWS, end); ++i)
+          for (int64_t j = from; j < from + SIDE; ++j)
+            if (p.holds(i, j)) p.at(head, i, j) = j < 0 || i >= p.positions ? 0.0f : products[(i - t) * SIDE + j - from];
+      }
+  });
+}
+
+// The gradient of u for positions begin .. end - 1, if x is v, or that of v, if x is u.
+template <bool OF_QUERY, class S>
+void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, const S* x, int64_t stride, S* output) {
+  const int64_t reach = p.window - 1;
+  for (int64_t t = begin; t < end; t += ROWS) {
+    const int64_t first = OF_QUERY ? std::max<int64_t>(t - reach, 0) : t;
+    const int64_t last = std::min(OF_QUERY ? t + ROWS : t + ROWS + reach, p.positions);
+    for (int64_t f = 0; f < p.features; f += SIDE * VL) {
+      const bool is_full = f + SIDE * VL <= p.features;
+      int counts[SIDE];
+      for (int c = 0; c < SIDE; ++c)
+        counts[c] = int(std::min<int64_t>(VL, std::max<int64_t>(0, p.features - f - c * VL)));
+      vf sums[ROWS][SIDE] = {};
+      for (int64_t other = first; other < last; ++other) {
+        float g[ROWS];
+        for (int i = 0; i < ROWS; ++i) {
+          const int64_t query = OF_QUERY ? t + i : other, key = OF_QUERY ? other : t + i;
+          g[i] = p.holds(query, key) ? p.at(head, query, key) : 0.0f;
+        }
+        const S* next = x + other * stride + f;
+        vf of_other[SIDE];
+        for (int c = 0; c < SIDE; ++c) of_other[c] = is_full ? load(next + c * VL) : load(next + c * VL, counts[c]);
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+          for (int c = 0; c < SIDE; ++c) sums[i][c] += splat(g[i]) * of_other[c];
+      }
+      for (int i = 0; i < ROWS && t + i < end; ++i)
+        for (int c = 0; c < SIDE; ++c)
+          store(output + (head * p.positions + t + i) * p.features + f + c * VL, sums[i][c], counts[c]);
+    }
+  }
+}
+
+template <class S>
+void backward(const BandProblem& p) {
+  p.for_each_span(0, p.positions, [&](int64_t head, int64_t begin, int64_t end) {
+    const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
+    gradient<true>(p, head, begin, end, v, p.key_row, (S*)p.query_gradient);
+    gradient<false>(p, head, begin, end, u, p.query_row, (S*)p.key_gradient);
+  });
+}
+
+}  // namespace
+}  // namespace aft
+
+AFT_KERNEL(band, BandProblem, forward)
+AFT_KERNEL(band_backward, BandProblem, backward)

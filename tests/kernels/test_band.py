@@ -1,0 +1,104 @@
+"""The operator `band`: w of a causal window by its factors, against products in float64."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from aft_hf import AFTLocal
+from aft_hf.caching_aft import AFTLayerState
+from aft_hf.kernels import operators
+from aft_hf.kernels.library import runnable_variants
+
+
+OPS = torch.ops.aft_hf_v1
+pytestmark = pytest.mark.skipif(not runnable_variants(), reason="no compiled kernels for this CPU")
+# (h, P, d'), start, T, s: one of each, primes, parts of vectors, a window that is longer than the sequence, no tokens.
+CASES = [((1, 1, 1), 0, 1, 1), ((2, 65, 64), 0, 65, 3), ((1, 130, 128), 0, 130, 32), ((3, 67, 37), 0, 50, 9)]
+CASES += [((2, 70, 17), 33, 20, 5), ((1, 40, 8), 39, 1, 16), ((1, 3, 16), 0, 3, 40), ((2, 9, 8), 4, 0, 3)]
+
+
+def products(query, key, start, length, window):
+    """w as defined, and whether it is defined: (1, T, h, s)."""
+    t = start + torch.arange(length)[:, None]
+    keys = t - (window - 1) + torch.arange(window)
+    w = (query @ key.mT)[:, t, keys.clamp(0)]
+    return w.transpose(0, 1)[None], (keys >= 0)[None, :, None].expand(1, -1, len(query), -1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("strided", (False, True))
+def test_values_and_gradients_are_those_of_the_products(case, dtype, strided, variant):
+    shape, *sizes = case
+    factors = [torch.randn(shape).to(dtype) for _ in range(2)]
+    if strided:
+        factors = [factors[0].transpose(0, 1).contiguous().transpose(0, 1), factors[1].mT.contiguous().mT]
+    exact = [x.double().requires_grad_() for x in factors]
+    factors = [x.requires_grad_() for x in factors]
+    expected, defined = products(*exact, *sizes)
+    found = OPS.band(*factors, *sizes)
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    rounding = 4 * torch.finfo(torch.float32).eps * math.sqrt(shape[2]) * 4
+    torch.testing.assert_close(found[defined].double(), expected[defined], rtol=rounding, atol=rounding)
+    weight = torch.randn(found.shape) * defined
+    gradients = torch.autograd.grad(found, factors, weight.mT.contiguous().mT)
+    rounding = 4 * torch.finfo(dtype).eps * (math.sqrt(sizes[2]) if dtype == torch.float32 else 1.0)
+    for x, y in zip(gradients, torch.autograd.grad(expected, exact, weight.double())):
+        torch.testing.assert_close(x.double(), y, rtol=rounding, atol=rounding)
+
+
+def test_threads_and_other_tokens_do_not_matter(variant):
+    factors, before = torch.randn(2, 1, 300, 24).requires_grad_(), torch.get_num_threads()
+    weight, found = torch.randn(1, 300, 1, 9), []
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            w = OPS.band(*factors, 0, 300, 9)
+            found.append((w, *torch.autograd.grad(w, factors, weight)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0]))
+    with torch.no_grad():
+        changed = factors.clone()
+        changed[:, :, 100:] = math.nan
+        assert torch.equal(OPS.band(*changed, 0, 300, 9)[:, :100], found[0][0][:, :100])
+
+
+def test_it_is_an_ordinary_operator(variant):
+    for dtype in (torch.float32, torch.float64):
+        torch.library.opcheck(OPS.band.default, (*torch.randn(2, 2, 9, 4, dtype=dtype).requires_grad_(), 2, 5, 3))
+    torch.library.opcheck(OPS.band_backward.default, (torch.randn(1, 5, 2, 3), *torch.randn(2, 2, 9, 4), 2, 5, 3))
+    factors, run = torch.randn(2, 2, 9, 4, dtype=torch.float64).requires_grad_(), partial(OPS.band, start=2, length=5)
+    assert torch.autograd.gradgradcheck(lambda x: run(*x, window=3), (factors,))
+    found = OPS.band(*factors.float(), 2, 5, 3)
+    torch.testing.assert_close(found, operators.portable_band(*factors, 2, 5, 3).float())
+    batched = torch.autograd.grad(found, factors, torch.ones(3, *found.shape), True, is_grads_batched=True)
+    torch.testing.assert_close(batched[0][1], torch.autograd.grad(found.sum(), factors)[0])
+
+
+@pytest.mark.parametrize(
+    "factors", (torch.randn(2, 1, 9, 4)[:, :, :0], (torch.ones(1, 9, 4), torch.ones(1, 9, 5)), torch.randn(2, 1, 9, 4))
+)
+def test_arguments_that_do_not_match_are_errors(factors, variant):
+    with pytest.raises(ValueError, match="do not match"):
+        OPS.band(*factors, 0, 5, 0)
+    with pytest.raises(ValueError, match="gradient must be"):
+        OPS.band_backward(torch.ones(1, 5, 1, 3), *factors, 0, 4, 3)
+
+
+@pytest.mark.parametrize("multiplier", (1.0, 30.0))
+def test_local_uses_it_in_sequences_and_states(multiplier, variant, monkeypatch):
+    calls, operator = [], operators._run
+    monkeypatch.setattr(operators, "_run", lambda kernel, fields: calls.append(kernel) or operator(kernel, fields))
+    mixer = AFTLocal(16, 40, 5, causal=True, position_bias_dim=4, position_bias_multiplier=multiplier)
+    x, state = torch.randn(2, 12, 16), AFTLayerState(window=4)
+    with torch.no_grad():
+        mixer.implementation = "reference"
+        expected = mixer(x)
+        mixer.implementation = "auto"
+        found = [mixer(x), torch.cat([mixer(part, state=state) for part in x.split((5, 1, 6), 1)], 1)]
+    assert calls.count("band") == 4
+    for y in found:
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
