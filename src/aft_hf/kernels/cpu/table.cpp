@@ -135,23 +135,27 @@ struct Weights {
   static constexpr bool PAIRS = std::is_same<U, Pair>::value;
   using Number = std::conditional_t<PAIRS, bf16, float>;
 
-  Weights(const TableProblem& p, int64_t head, bool backward)
-      : stride(whole(p.keys)), rows((p.queries + 1) / 2 * 2 * stride), columns(PAIRS && backward ? rows.size() / 2 : 0) {
+  Weights(const TableProblem& problem, bool backward)
+      : p(problem), stride(whole(p.keys)), pairs((p.queries + 1) / 2), rows(new Number[2 * pairs * stride]),
+        columns(PAIRS && backward ? new U[pairs * stride] : nullptr), exps_(p.columns ? p.biases_of_head() : 0) {}
+
+  void compute(int64_t head) {
     const float* biases = p.bias + head * p.biases_of_head();
-    std::vector<float> exps(p.columns ? p.biases_of_head() : 0);
-    if (p.columns) write_exps(biases, exps.size(), exps.data());
-    parallel_for(rows.size() / stride / 2, p.queries * p.keys, [&](int64_t begin, int64_t end) {
+    if (p.columns) write_exps(biases, exps_.size(), exps_.data());
+    parallel_for(pairs, p.queries * p.keys, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
       std::vector<float> row(stride);
-      for (int64_t t = 2 * begin; t < std::min(2 * end, p.queries); ++t) {
+      for (int64_t t = 2 * begin; t < 2 * end; ++t) {
         float* out = PAIRS ? row.data() : (float*)&rows[t * stride];
-        p.for_each_run(p.columns ? exps.data() : biases, t, [&](int64_t key, const float* run, int64_t count) {
-          p.columns ? (void)memcpy(out + key, run, count * sizeof(float)) : write_exps(run, count, out);
+        const int64_t seen = t < p.queries ? p.seen(t) : 0;
+        if (seen) p.for_each_run(p.columns ? exps_.data() : biases, t, [&](int64_t key, const float* run, int64_t count) {
+          if (!p.columns) return write_exps(run, count, out);
+          for (int64_t j = 0; j < count; j += VL) store(out + key + j, load(run + j, part(count - j)), part(count - j));
         });
-        std::fill(out + p.seen(t), out + stride, 0.0f);
+        std::fill(out + seen, out + stride, 0.0f);
         for (int64_t j = 0; PAIRS && j < stride; j += VL) store(&rows[t * stride + j], load(out + j));
       }
-      for (int64_t i = begin * stride; i < end * stride && !columns.empty(); ++i) {
+      for (int64_t i = begin * stride; i < end * stride && columns; ++i) {
         const Number* even = &rows[i / stride * 2 * stride + i % stride];
         memcpy(&columns[i], even, sizeof(Number)), memcpy((Number*)&columns[i] + 1, even + stride, sizeof(Number));
       }
@@ -165,9 +169,10 @@ struct Weights {
     else return {&rows[t * stride + key], 1, stride};
   }
 
-  int64_t stride;
-  std::vector<Number> rows;
-  std::vector<U> columns;
+  const TableProblem& p;
+  const int64_t stride, pairs;
+  std::unique_ptr<Number[]> rows;
+  std::unique_ptr<U[]> columns;
 
  private:
   // exp(x - the largest x).
@@ -175,6 +180,8 @@ struct Weights {
     const float top = largest(x, count);
     for (int64_t j = 0; j < count; j += VL) store(out + j, exp(load(x + j, part(count - j)) - top), part(count - j));
   }
+
+  std::vector<float> exps_;  // of the biases of a grid
 };
 
 // ------------------------------------------------------------------------------------------------------------- tasks
@@ -596,13 +603,15 @@ void run(const TableProblem& p, bool backward) {
   const Division division(p);
   const int64_t row = whole(p.keys), of_head = division.of_rows * division.of_features;
   const int64_t numbers = p.batch * p.queries * p.width * 8;
-  const int64_t at_once = std::min(p.heads, std::max(CACHE / (p.queries * row), num_threads(numbers)));
+  const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.queries * row);
+  const int64_t at_once = std::min(p.heads, std::max(in_cache / threads, int64_t(1)) * threads);
+  std::vector<Weights<U>> weights;
+  weights.reserve(at_once);
+  while (int64_t(weights.size()) < at_once) weights.emplace_back(p, backward);
   for (int64_t first = 0; first < p.heads; first += at_once) {
     const int64_t heads = std::min(at_once, p.heads - first), tasks = heads * of_head;
-    const int64_t parts = std::min(tasks, num_threads(numbers));
-    std::vector<Weights<U>> weights;
-    weights.reserve(heads);
-    for (int64_t i = 0; i < heads; ++i) weights.emplace_back(p, first + i, backward);
+    const int64_t parts = std::min(tasks, threads);
+    for (int64_t i = 0; i < heads; ++i) weights[i].compute(first + i);
     std::vector<std::vector<float>> of_biases(heads * parts);  // added in a fixed order
     parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
