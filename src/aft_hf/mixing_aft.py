@@ -306,7 +306,7 @@ def has_operator(name: str, device_type: str) -> bool:
     """
     if (name, device_type) in _found:
         return True
-    if device_type not in ("cpu", "cuda") or not hasattr(getattr(torch.ops, OPERATORS), "table"):
+    if device_type not in ("cpu", "cuda") or not hasattr(getattr(torch.ops, OPERATORS), name):
         if device_type == "cpu":
             logger.warning_once("on a CPU, the kernels of `pip install aft-hf` make AFT faster, after `import aft_hf`")
         return False
@@ -364,10 +364,15 @@ def has_state_operator(problem: Mixing, implementation: str) -> bool:
 
 def window_and_slopes(problem: Mixing, start: int | torch.Tensor = 0) -> tuple[torch.Tensor | None, ...]:
     """Return w as the causal operators take it; the first token has position `start`."""
-    biases = problem.biases
-    if isinstance(biases, Window) and biases.key is not None and has_operator("band", biases.device.type):
-        biases = replace(biases, band=torch.ops.aft_hf_v1.band)
-    bias, slopes = biases.by_lag(problem.length, start), biases.slopes
+    biases, length, is_window = problem.biases, problem.length, False
+    if isinstance(biases, Window) and biases.key is not None and not isinstance(start, torch.Tensor):
+        is_window = biases.query.dtype == biases.key.dtype and has_operator("band", biases.device.type)
+    if is_window:
+        bias = torch.ops.aft_hf_v1.band(biases.query, biases.key, start, length, biases.size)
+        bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
+    else:
+        bias = biases.by_lag(length, start)
+    slopes = biases.slopes
     return None if bias is None else bias.float(), None if slopes is None else slopes.float()
 
 

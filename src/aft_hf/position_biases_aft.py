@@ -5,7 +5,6 @@ table, w between any positions, and w of the window of each token. It holds tens
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,7 +147,7 @@ class Dense(PositionBias):
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
-        raise NotImplementedError("use `between`")
+        raise NotImplementedError("w of all positions is not by lag: use `between`")
 
     def from_position(self, start: int, length: int) -> "Dense":
         if self.key is None:
@@ -166,7 +165,6 @@ class Window(Dense):
 
     size: int = 1
     hides_outside: bool = False
-    band: Callable[..., torch.Tensor] | None = None  # the operator for `by_lag`
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -181,9 +179,6 @@ class Window(Dense):
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
         reach, count = self.reach, self.query.shape[1]
-        if self.band is not None and not isinstance(start, torch.Tensor):
-            bias = self.band(self.query, self.key, start, length, self.size)
-            return bias if self.multiplier == 1.0 else bias * self.multiplier
         if length == 1 or self.key is None or isinstance(start, torch.Tensor):
             first = start[:, None] if isinstance(start, torch.Tensor) else start
             positions = (first + torch.arange(length, device=self.device)).view(-1, length, 1)

@@ -60,16 +60,26 @@ def test_threads_and_other_tokens_do_not_matter(variant):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0]))
-    with torch.no_grad():
-        changed = factors.clone()
-        changed[:, :, 100:] = math.nan
-        assert torch.equal(OPS.band(*changed, 0, 300, 9)[:, :100], found[0][0][:, :100])
+    for size in (math.nan, math.inf):  # of positions that are not used
+        changed = factors.detach().clone()
+        changed[0, :, :200], changed[1, :, :192], changed[:, :, 290:] = size, size, size
+        changed.requires_grad_()
+        w = OPS.band(*changed, 200, 90, 9)
+        assert torch.equal(w, found[0][0][:, 200:290])
+        gradient = torch.autograd.grad(w, changed, weight[:, 200:290])[0]
+        expected = torch.autograd.grad(OPS.band(*factors, 200, 90, 9), factors, weight[:, 200:290])[0]
+        assert torch.equal(gradient, expected)
 
 
 def test_it_is_an_ordinary_operator(variant):
     for dtype in (torch.float32, torch.float64):
         torch.library.opcheck(OPS.band.default, (*torch.randn(2, 2, 9, 4, dtype=dtype).requires_grad_(), 2, 5, 3))
     torch.library.opcheck(OPS.band_backward.default, (torch.randn(1, 5, 2, 3), *torch.randn(2, 2, 9, 4), 2, 5, 3))
+    strided = torch.randn(2, 9, 2, 4).requires_grad_()
+    compiled = torch.compile(lambda x: OPS.band(*(2 * x).transpose(1, 2), 0, 9, 3).sin().sum(), fullgraph=True)
+    compiled(strided).backward()
+    expected = torch.autograd.grad(OPS.band(*(2 * strided).transpose(1, 2), 0, 9, 3).sin().sum(), strided)[0]
+    torch.testing.assert_close(strided.grad, expected)
     factors, run = torch.randn(2, 2, 9, 4, dtype=torch.float64).requires_grad_(), partial(OPS.band, start=2, length=5)
     assert torch.autograd.gradgradcheck(lambda x: run(*x, window=3), (factors,))
     found = OPS.band(*factors.float(), 2, 5, 3)
@@ -102,3 +112,5 @@ def test_local_uses_it_in_sequences_and_states(multiplier, variant, monkeypatch)
     assert calls.count("band") == 4
     for y in found:
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    mixer.position_bias_key.data = mixer.position_bias_key.data.bfloat16()  # of another dtype than u
+    torch.testing.assert_close(mixer(x), expected, rtol=0.02, atol=0.02)

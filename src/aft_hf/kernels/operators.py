@@ -197,6 +197,11 @@ def _new_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, w
     return query.new_empty(1, length, len(query), window, dtype=working_dtype(query))
 
 
+def _new_factors(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the gradients of `band`."""
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
 def _fake_backward(gradient, query, key, value, biases, *others):  # type: ignore[no-untyped-def]
     return empty_gradients(query, key, value, biases if others[-1] else None)
 
@@ -242,9 +247,10 @@ def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch
     output = _new_output(name, *problem)
     if gradient.shape != output.shape or gradient.dtype != output.dtype:
         raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
-    new = torch.empty if gradient.numel() else torch.zeros  # kernels add to the gradient of w, and fill the others
-    found = [None if x is None else new(x.shape, dtype=x.dtype) for x in problem[:3]]
-    found.append(torch.zeros(biases.shape, dtype=biases.dtype) if needed else None)
+    # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
+    new = torch.Tensor.new_empty if gradient.numel() else torch.Tensor.new_zeros
+    found = [None if x is None else new(x, x.shape) for x in problem[:3]]
+    found.append(biases.new_zeros(biases.shape) if needed else None)
     _call(f"{name}_backward", sizes, problem, None, gradients=(_dense_rows(gradient), *found))
     return tuple(value.new_empty(0) if x is None else x for x in found)
 
@@ -269,14 +275,14 @@ def _band_backward(gradient, query, key, start, length, window):  # type: ignore
     output = _new_band(query, key, start, length, window)
     if gradient.shape != output.shape or gradient.dtype != output.dtype:
         raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
-    found = torch.empty(query.shape, dtype=query.dtype), torch.empty(key.shape, dtype=key.dtype)
+    found = _new_factors(query, key)
     _call_band("band_backward", query, key, start, gradient.contiguous(), found)
     return found
 
 
 def _call_band(kernel, query, key, start, band, gradients=(None, None)):  # type: ignore[no-untyped-def]
-    (_, length, heads, window), (_, positions, features) = band.shape, query.shape
-    if query.shape != key.shape or query.dtype != key.dtype or len(query) != heads or window < 1 or positions < 1:
+    (_, length, heads, window), (*_, positions, features) = band.shape, query.shape
+    if query.shape != key.shape or query.dtype != key.dtype or window < 1 or positions < 1:
         raise ValueError(f"factors do not match: {tuple(query.shape)}, {query.dtype}, {tuple(key.shape)}, {key.dtype}")
     query, key = _dense_rows(query), _dense_rows(key)
     sizes = query.dtype == torch.bfloat16, heads, positions, features, start, length, window
@@ -394,7 +400,7 @@ if not REGISTERED:
         LIBRARY.define(name + schema)
     found: dict[str, Callable[..., Any]] = {"causal_state": _state, "band": _band, "band_backward": _band_backward}
     fakes: dict[str, Callable[..., Any]] = {"causal_state": partial(_new_output, "causal"), "band": _new_band}
-    fakes["band_backward"] = lambda gradient, query, key, *_: (torch.empty_like(query), torch.empty_like(key))
+    fakes["band_backward"] = lambda gradient, *factors: _new_factors(*factors[:2])
     for name in SIZES:
         found |= {name: partial(_forward, name), f"{name}_backward": partial(_backward, name)}
         fakes |= {name: partial(_new_output, name), f"{name}_backward": _fake_backward}

@@ -10,6 +10,7 @@ template <class S>
 void forward(const BandProblem& p) {
   p.for_each_span(p.start, p.start + p.length, [&](int64_t head, int64_t begin, int64_t end) {
     const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
+    // Tiles reach beyond both ends of u and v; what they read there is not used.
     const auto place = [&](int64_t t) { return std::min(std::max<int64_t>(t, 0), p.positions - 1); };
     for (int64_t t = begin; t < end; t += ROWS)
       for (int64_t from = t - p.window + 1; from < t + ROWS; from += SIDE) {
@@ -52,18 +53,17 @@ void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, co
         counts[c] = int(std::min<int64_t>(VL, std::max<int64_t>(0, p.features - f - c * VL)));
       vf sums[ROWS][SIDE] = {};
       for (int64_t other = first; other < last; ++other) {
-        float g[ROWS];
-        for (int i = 0; i < ROWS; ++i) {
-          const int64_t query = OF_QUERY ? t + i : other, key = OF_QUERY ? other : t + i;
-          g[i] = p.holds(query, key) ? p.at(head, query, key) : 0.0f;
-        }
+        const auto holds = [&](int i) { return OF_QUERY ? p.holds(t + i, other) : p.holds(other, t + i); };
+        const auto g = [&](int i) { return splat(OF_QUERY ? p.at(head, t + i, other) : p.at(head, other, t + i)); };
         const S* next = x + other * stride + f;
         vf of_other[SIDE];
         for (int c = 0; c < SIDE; ++c) of_other[c] = is_full ? load(next + c * VL) : load(next + c * VL, counts[c]);
+        const bool all = holds(0) && holds(ROWS - 1);  // others may be NaN, so they are not multiplied by 0
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
+          if (all || holds(i))
 #pragma GCC unroll 8
-          for (int c = 0; c < SIDE; ++c) sums[i][c] += splat(g[i]) * of_other[c];
+            for (int c = 0; c < SIDE; ++c) sums[i][c] += g(i) * of_other[c];
       }
       for (int i = 0; i < ROWS && t + i < end; ++i)
         for (int c = 0; c < SIDE; ++c)

@@ -9,7 +9,7 @@ namespace aft {
 
 constexpr int64_t SPAN = 64;  // positions of a task
 
-// Fields as in causal.h.
+// All fields have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
 struct BandProblem {
   int64_t is_bf16;  // u and v are bfloat16, otherwise float32
   int64_t heads, positions, features;

@@ -321,9 +321,10 @@ void backward(const CausalProblem& p) {
     const bool joins = !groups.empty() && groups.back()->head == column.head && &column - groups.back() < most;
     if (!joins) groups.push_back(&column);
   }
-  const bool key_per_head = p.key_width != p.width;  // then a thread computes whole heads, or rows if columns mix them
-  const int64_t heads = weights.vectors ? p.heads : 1, count = groups.size();
-  const int64_t per_unit = key_per_head ? count * heads / p.heads : 1, units = p.batch * count / per_unit;
+  // If features share keys, a unit of work is a head, or a row if columns mix heads. All heads have as many groups.
+  const bool key_per_head = p.key_width != p.width;
+  const int64_t heads_of_unit = weights.vectors ? p.heads : 1, count = groups.size();
+  const int64_t per_unit = key_per_head ? count * heads_of_unit / p.heads : 1, units = p.batch * count / per_unit;
   groups.push_back(columns.data() + columns.size());
   const int64_t parts = std::min(units, threads);
   std::vector<std::vector<float>> partial(p.bias_gradient ? parts : 0);
@@ -338,13 +339,12 @@ void backward(const CausalProblem& p) {
       }
       Backward<S> pass(p, weights, bias_gradient);
       for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; ++unit) {
-        std::fill(keys.begin(), keys.end(), 0.0f);
         const int64_t row = unit * per_unit / count, first = unit * per_unit % count;
         for (int64_t i = first; i < first + per_unit; ++i) pass.run(row, groups[i], groups[i + 1], keys.data());
-        const int64_t head = weights.vectors ? 0 : groups[first]->head;
-        for (int64_t i = head; i < int64_t(keys.size()); i += p.heads)
-          for (int64_t j = i; j < i + heads; ++j)
-            store((S*)p.key_gradient + row * keys.size() + j, splat(keys[j]), 1);
+        const int64_t first_head = weights.vectors ? 0 : groups[first]->head;
+        for (int64_t i = first_head; i < int64_t(keys.size()); i += p.heads)  // of each token
+          for (int64_t j = i; j < i + heads_of_unit; ++j)
+            store((S*)p.key_gradient + row * keys.size() + j, splat(std::exchange(keys[j], 0.0f)), 1);
       }
     }
   });
