@@ -1,6 +1,6 @@
 """The common model tests of transformers on AFT models of every type: `make conformance`.
 
-docs/conformance.md lists the skipped tests with the reasons.
+docs/conformance.md says which tests are skipped, and why.
 """
 
 import unittest
