@@ -58,32 +58,40 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_static_cache_gives_the_tokens_of_no_cache(model, padded):
+def test_a_static_cache_gives_the_tokens_of_no_cache_and_the_attentions_of_a_dynamic_one(model, padded):
     prompts = padded_prompts()
     if not padded:
         prompts["attention_mask"].fill_(1)
     expected = generate(model, prompts, use_cache=False)
-    found = generate(model, prompts, cache_implementation="static")
+    dynamic = generate(model, prompts, output_attentions=True)
+    found = generate(model, prompts, cache_implementation="static", output_attentions=True)
     assert_same(found, expected)
+    torch.testing.assert_close(found.attentions, dynamic.attentions, rtol=1e-4, atol=1e-5)
     cache = found.cache
     assert isinstance(cache, AFTCache) and cache.is_compileable and len(cache.layers) == len(model.aft.layers)
     assert all(isinstance(layer, AFTStaticLayerState) for layer in cache.layers)
     assert int(cache.get_seq_length()) == 9 + 12 - 1
+    beams, static = (
+        model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False, cache_implementation=name)
+        for name in (None, "static")
+    )
+    assert torch.equal(static, beams)
 
 
 def test_the_tensors_of_a_static_cache_stay_in_place(model):
+    def places():
+        tensors = [x for layer in cache.layers for x in layer._tensors().values()]
+        return [(x.data_ptr(), x.shape) for x in tensors]
+
     cache = model.aft.new_cache(40)
-    prompts = padded_prompts()
     with torch.no_grad():
-        model(**prompts, cache=cache)
-        places = [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
-        shapes = [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
+        model(**padded_prompts(), cache=cache)
+        before = places()
         for _ in range(3):
             model(input_ids=torch.randint(0, 40, (2, 1)), cache=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
         cache.reset()
-    assert places == [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
-    assert shapes == [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
+    assert places() == before
 
 
 def test_a_static_cache_that_is_reset_begins_anew(model):
@@ -122,13 +130,6 @@ def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(m
     assert longer.sequences.shape[1] == 7 + 15
 
 
-def test_beams_with_a_static_cache(model):
-    prompts = padded_prompts()
-    expected = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False)
-    found = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False, cache_implementation="static")
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("implementation", [None, "static"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
@@ -149,15 +150,6 @@ def test_new_tokens_continue_the_static_cache_of_an_earlier_call(model):
     }
     second = generate(model, grown, 5, cache=cache)
     assert torch.equal(second.sequences, expected.sequences)
-
-
-def test_attentions_with_a_static_cache_are_those_of_a_dynamic_one(model):
-    prompts = padded_prompts()
-    expected = generate(model, prompts, 4, output_attentions=True)
-    found = generate(model, prompts, 4, output_attentions=True, cache_implementation="static")
-    for mine, theirs in zip(found.attentions, expected.attentions):
-        for a, b in zip(mine, theirs):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_full_has_no_static_cache():
