@@ -347,7 +347,7 @@ def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
 
 
 @torch.no_grad()
-def test_wrong_states_and_masks_are_named(model):
+def test_training_keeps_no_state_and_wrong_states_and_masks_are_named(model):
     ids = tokens(2, 6)
     assert model.train()(ids).cache is None
     _, state = in_pieces(model.eval(), ids, [6])

@@ -111,11 +111,33 @@ def test_a_decode_step_compiles_once_for_all_tokens(aft_type):
     assert graphs[1] == graphs[-1] <= 2
 
 
-def assert_export_equals_model(model, inputs, shapes, others):
-    """Assert that a program exported with `inputs` equals the model, on these and on inputs of other sizes."""
-    program = export(model, (), kwargs=inputs, dynamic_shapes=shapes).module()
-    for other in (inputs, *others):
-        torch.testing.assert_close(program(**other).logits, model(**other).logits, rtol=1e-4, atol=1e-5)
+@pytest.fixture(params=["torch.export", "ONNX"])
+def assert_export_equals_model(request, tmp_path):
+    """Function that asserts that a program exported with `inputs` equals the model, on these and on other inputs."""
+
+    def by_torch(model, inputs, shapes):
+        program = export(model, (), kwargs=inputs, dynamic_shapes=shapes).module()
+        return lambda inputs: program(**inputs).logits
+
+    def by_onnx(model, inputs, shapes):
+        runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
+        pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
+        options = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True, "verbose": False}
+        torch.onnx.export(model, (), kwargs=inputs, **options).save(tmp_path / "model.onnx")
+        session = runtime.InferenceSession(tmp_path / "model.onnx")
+
+        def run(inputs):
+            tensors = {name: x.numpy() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+            return torch.from_numpy(session.run(["logits"], tensors)[0])
+
+        return run
+
+    def check(model, inputs, shapes, others):
+        run = (by_torch if request.param == "torch.export" else by_onnx)(model, inputs, shapes)
+        for other in (inputs, *others):
+            torch.testing.assert_close(run(other), model(**other).logits, rtol=1e-4, atol=1e-5)
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -129,14 +151,15 @@ def assert_export_equals_model(model, inputs, shapes, others):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 @torch.no_grad()
-def test_an_exported_language_model_takes_any_batch_and_length(options):
+def test_an_exported_language_model_takes_any_batch_and_length(options, assert_export_equals_model):
     model = language_model(**options, layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1)
     others = [text_inputs(*size) for size in TEXT_SIZES]
     assert_export_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others)
 
 
+@pytest.mark.parametrize("assert_export_equals_model", ["torch.export"], indirect=True)
 @torch.no_grad()
-def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
+def test_an_exported_language_model_without_tables_takes_thousands_of_tokens(assert_export_equals_model):
     model, shapes = language_model("alibi", layers=1), text_shapes(min=1, max=8192)
     assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
 
@@ -181,35 +204,9 @@ IMAGE_MODELS += [("full", {}), ("conv", OVERLAPPING)]
 
 @pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
 @torch.no_grad()
-def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(aft_type, options):
+def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(
+    aft_type, options, assert_export_equals_model
+):
     example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
     model = image_model(aft_type, **options)
     assert_export_equals_model(model, example, image_shapes(aft_type), image_inputs(aft_type))
-
-
-def assert_onnx_equals_model(model, inputs, shapes, others, path):
-    runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
-    pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
-    options = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True, "verbose": False}
-    torch.onnx.export(model, (), kwargs=inputs, **options).save(path)
-    session = runtime.InferenceSession(path)
-    for other in (inputs, *others):
-        feed = {name: x.numpy() for name, x in other.items() if isinstance(x, torch.Tensor)}
-        logits = torch.from_numpy(session.run(["logits"], feed)[0])
-        torch.testing.assert_close(logits, model(**other).logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("aft_type", ONE_TYPE_OR_ALL)
-@torch.no_grad()
-def test_onnxruntime_gives_the_logits_of_the_language_model(aft_type, tmp_path):
-    model, others = language_model(aft_type, layers=1), [text_inputs(*size) for size in TEXT_SIZES]
-    path = tmp_path / "model.onnx"
-    assert_onnx_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others, path)
-
-
-@pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
-@torch.no_grad()
-def test_onnxruntime_gives_the_logits_of_the_image_model(aft_type, options, tmp_path):
-    example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
-    shapes, others = image_shapes(aft_type), image_inputs(aft_type)
-    assert_onnx_equals_model(image_model(aft_type, **options), example, shapes, others, tmp_path / "model.onnx")

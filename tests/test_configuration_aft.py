@@ -18,48 +18,14 @@ LARGEST["num_labels"] = MOST_LABELS
 IMAGE = {"modality": "image", "aft_type": "full"}
 IMAGE_CONV = {"modality": "image", "aft_type": "conv"}
 
-DEFAULTS = {
-    "modality": "text",
-    "aft_type": "local",
-    "hidden_size": 256,
-    "num_hidden_layers": 24,
-    "intermediate_size": 1024,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-5,
-    "initializer_range": 0.02,
-    "hidden_dropout_prob": 0.0,
-    "drop_path_rate": 0.0,
-    "qkv_bias": True,
-    "use_output_projection": True,
-    "num_heads": 1,
-    "position_bias_dim": 256,
-    "position_bias_init_std": 0.1,
-    "position_bias_multiplier": 1.0,
-    "window_size": 32,
-    "kernel_size": 11,
-    "position_bias_reparameterized": True,
-    "global_connectivity": True,
-    "query_activation": "sigmoid",
-    "use_query": True,
-    "position_bias_entropy_weight": 0.0,
-    "position_bias_selection": None,
-    "gumbel_temperature": 0.5,
-    "mixing_implementation": "auto",
-    "vocab_size": 256,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "use_position_embeddings": True,
-    "use_cls_token": False,
-    "pooling": None,
-    "image_size": 224,
-    "patch_size": 16,
-    "num_channels": 3,
-    "num_labels": 2,
-}
+# The best character model of the paper, and what a caller of the config sees before anything is derived.
+DEFAULTS = {"modality": "text", "aft_type": "local", "hidden_size": 256, "num_hidden_layers": 24, "window_size": 32}
+DEFAULTS |= {"max_position_embeddings": 1024, "vocab_size": 256, "position_bias_dim": 256, "kernel_size": 11}
+DEFAULTS |= {"intermediate_size": 1024, "num_heads": 1, "use_position_embeddings": True, "use_cls_token": False}
+DEFAULTS |= {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "initializer_range": 0.02, "position_bias_init_std": 0.1}
+DEFAULTS |= {"hidden_dropout_prob": 0.0, "drop_path_rate": 0.0, "position_bias_entropy_weight": 0.0}
+DEFAULTS |= {"query_activation": "sigmoid", "gumbel_temperature": 0.5, "tie_word_embeddings": False, "use_cache": True}
+DEFAULTS |= {"image_size": 224, "patch_size": 16, "num_channels": 3, "num_labels": 2, "position_bias_multiplier": 1.0}
 
 
 def test_the_defaults_are_those_of_the_design():
@@ -67,52 +33,36 @@ def test_the_defaults_are_those_of_the_design():
 
 
 @pytest.mark.parametrize(
-    ("aft_type", "positions"),
+    ("modality", "aft_type", "positions", "cls_token", "pooling"),
     (
-        ("full", True),
-        ("local", True),
-        ("simple", True),
-        ("conv", False),
-        ("alibi", False),
-        (["conv", "alibi"], False),
-        (["conv", "simple"], True),
+        ("text", "full", True, False, None),
+        ("text", "local", True, False, None),
+        ("text", "simple", True, False, None),
+        ("text", "conv", False, False, None),
+        ("text", "alibi", False, False, None),
+        ("text", ["conv", "alibi"], False, False, None),
+        ("text", ["conv", "simple"], True, False, None),
+        ("image", "full", True, True, "cls"),
+        ("image", "local", True, True, "cls"),
+        ("image", "simple", True, True, "cls"),
+        ("image", "conv", False, False, "mean"),
+        ("image", ["full", "conv"], True, False, "mean"),
     ),
     ids=str,
 )
-def test_text_has_position_embeddings_where_a_layer_needs_them(aft_type, positions):
-    config = AFTConfig(aft_type=aft_type, num_hidden_layers=2)
-    assert config.use_position_embeddings is positions
-    assert config.use_cls_token is False
-    assert config.pooling is None
-
-
-@pytest.mark.parametrize(
-    ("aft_type", "positions", "cls_token", "pooling"),
-    (
-        ("full", True, True, "cls"),
-        ("local", True, True, "cls"),
-        ("simple", True, True, "cls"),
-        ("conv", False, False, "mean"),
-        (["full", "conv"], True, False, "mean"),
-    ),
-    ids=str,
-)
-def test_images_have_positions_class_token_and_pooling_by_type(aft_type, positions, cls_token, pooling):
-    config = AFTConfig(modality="image", aft_type=aft_type, num_hidden_layers=2)
-    assert config.use_position_embeddings is positions
-    assert config.use_cls_token is cls_token
+def test_positions_class_token_and_pooling_follow_from_the_type(modality, aft_type, positions, cls_token, pooling):
+    config = AFTConfig(modality=modality, aft_type=aft_type, num_hidden_layers=2)
+    assert (config.use_position_embeddings, config.use_cls_token) == (positions, cls_token)
     assert config.pooling == pooling
 
 
-def test_images_without_a_class_token_pool_by_mean():
-    assert AFTConfig(**IMAGE, use_cls_token=False).pooling == "mean"
-
-
 @pytest.mark.parametrize("cls_token", (False, True))
-def test_the_grid_is_rows_and_columns_of_patches(cls_token):
+def test_the_grid_is_rows_and_columns_of_patches_which_may_overlap(cls_token):
     config = AFTConfig(**IMAGE, image_size=(32, 48), patch_size=(8, 16), use_cls_token=cls_token)
-    assert config.grid_size == (4, 3)
-    assert config.max_positions == 12 + cls_token
+    assert config.grid_size == (4, 3) and config.max_positions == 12 + cls_token
+    assert config.pooling == ("cls" if cls_token else "mean")
+    config = AFTConfig(**IMAGE, image_size=(32, 48), patch_size=10, patch_stride=(8, 4))
+    assert config.grid_stride == (8, 4) and config.grid_size == (4, 12) and config.grid_of((16, 8)) == (2, 2)
 
 
 # Arguments, and the parts that the error message must contain: the field, the wrong value and others.
@@ -210,24 +160,14 @@ def test_a_wrong_argument_is_a_value_error_that_names_field_and_value(arguments,
     assert str(error.value).isprintable() and len(str(error.value)) < 400
 
 
-def test_the_number_of_layers_is_checked_before_a_list_of_them_is_made():
+def test_a_field_set_wrong_later_is_refused_at_once_or_when_saved(tmp_path):
     config = AFTConfig()
-    with pytest.raises(ValueError, match="num_hidden_layers"):
-        config.num_hidden_layers = 2**50  # a list of that length would not fit into memory
-    with pytest.raises(ValueError, match="num_labels"):
-        config.num_labels = 2**50
-
-
-def test_a_field_set_wrong_later_is_refused_when_saved(tmp_path):
-    config = AFTConfig()
+    for name in ("num_hidden_layers", "num_labels"):
+        with pytest.raises(ValueError, match=name):
+            setattr(config, name, 2**50)  # a list of that length would not fit into memory
     config.num_heads = 3
     with pytest.raises(StrictDataclassError, match="num_heads=3"):
         config.save_pretrained(tmp_path)
-
-
-def test_the_stride_of_overlapping_patches_sets_the_grid():
-    config = AFTConfig(**IMAGE, image_size=(32, 48), patch_size=10, patch_stride=(8, 4))
-    assert config.grid_stride == (8, 4) and config.grid_size == (4, 12) and config.grid_of((16, 8)) == (2, 2)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AFTConfig) if field.name[0] != "_"])

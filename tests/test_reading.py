@@ -82,22 +82,6 @@ def test_a_pipe_a_directory_a_missing_and_an_endless_file_are_no_documents(tmp_p
         read_json(tmp_path / "endless.json", Example)
 
 
-def test_the_caller_chooses_the_error(tmp_path):
-    class OurError(ValueError):
-        pass
-
-    with pytest.raises(OurError):
-        read_json(tmp_path / "no.json", Example, OurError)
-    with pytest.raises(OurError, match="count is missing"):
-        parse_json("{}", Example, "answer", OurError)
-
-
-@pytest.mark.parametrize("content", ['{"model_type": []}', '{"architectures": "AFTModel"}', '{"auto_map": ["a"]}'])
-def test_a_config_that_names_no_classes_is_refused(content):
-    with pytest.raises(UnreadableError, match=r"must be an? "):
-        parse_json(content, ModelConfig, "config.json")
-
-
 @pytest.mark.parametrize(
     ("name", "largest"),
     [("num_hidden_layers", 2**12), ("num_labels", 2**22), ("d_model", 2**20), ("vocab_size", 2**27)],

@@ -14,9 +14,10 @@ from pathlib import Path
 import datasets
 import pytest
 import transformers
-from hostile import READERS, TEXTS, VALUES, arguments, places, save_models, with_value
+from hostile import READERS, TEXTS, VALUES, arguments, places, with_value
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_models import save_models
 
 from aft_hf import cli
 from aft_hf.reading import TRACEBACK
