@@ -5,53 +5,15 @@ Compiled graphs run as they were captured (backend "aot_eager"): the tests check
 
 import pytest
 import torch
+from tiny_models import image_model, language_model
 from torch.export import Dim, export
 
-from aft_hf import AFTConfig, AFTConv, AFTForCausalLM, AFTForImageClassification
+from aft_hf import AFTConv
 
 
 TYPES = ["full", "local", "simple", "conv", "alibi"]
 # Compilation takes seconds, so `make test` covers one type and `make test-all` every type.
 ONE_TYPE_OR_ALL = ["local", *(pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name != "local")]
-
-
-def with_biases(model):
-    """Give the model random kernels, since initial ones (w = 0) have no effect, and set evaluation mode."""
-    for name, parameter in model.named_parameters():
-        if "kernel" in name:
-            torch.nn.init.normal_(parameter)
-    return model.eval()
-
-
-def language_model(aft_type, layers=2, **options):
-    config = AFTConfig(
-        aft_type=aft_type,
-        hidden_size=12,
-        num_hidden_layers=layers,
-        num_heads=3,
-        position_bias_dim=4,
-        window_size=7,
-        kernel_size=5,
-        max_position_embeddings=80,
-        **options,
-    )
-    return with_biases(AFTForCausalLM(config))
-
-
-def image_model(aft_type, **options):
-    config = AFTConfig(
-        modality="image",
-        aft_type=aft_type,
-        hidden_size=12,
-        num_hidden_layers=1,
-        num_heads=3,
-        position_bias_dim=4,
-        image_size=32,
-        window_size=3,
-        kernel_size=5,
-        **{"patch_size": 4, **options},
-    )
-    return with_biases(AFTForImageClassification(config))
 
 
 def text_inputs(batch_size, length):
@@ -152,7 +114,9 @@ def assert_export_equals_model(request, tmp_path):
 )
 @torch.no_grad()
 def test_an_exported_language_model_takes_any_batch_and_length(options, assert_export_equals_model):
-    model = language_model(**options, layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1)
+    model = language_model(
+        **options, num_hidden_layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1
+    )
     others = [text_inputs(*size) for size in TEXT_SIZES]
     assert_export_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others)
 
@@ -160,7 +124,7 @@ def test_an_exported_language_model_takes_any_batch_and_length(options, assert_e
 @pytest.mark.parametrize("assert_export_equals_model", ["torch.export"], indirect=True)
 @torch.no_grad()
 def test_an_exported_language_model_without_tables_takes_thousands_of_tokens(assert_export_equals_model):
-    model, shapes = language_model("alibi", layers=1), text_shapes(min=1, max=8192)
+    model, shapes = language_model("alibi", num_hidden_layers=1), text_shapes(min=1, max=8192)
     assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
 
 
@@ -171,7 +135,7 @@ def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
     counts = []
     for layers in (1, 2):
         inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
-        counts.append(len(export(language_model(aft_type, layers), (), kwargs=inputs).graph.nodes))
+        counts.append(len(export(language_model(aft_type, num_hidden_layers=layers), (), kwargs=inputs).graph.nodes))
     assert counts[1] - counts[0] < 330
 
 
@@ -180,7 +144,7 @@ def test_an_exported_window_is_cut_from_one_table():
     """Position biases gathered for each length would have symbolic sizes, for which exporters take long."""
     inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
     shapes = {"input_ids": text_shapes(min=1, max=80)["input_ids"], "use_cache": None}
-    program = export(language_model("local", layers=1), (), kwargs=inputs, dynamic_shapes=shapes)
+    program = export(language_model("local", num_hidden_layers=1), (), kwargs=inputs, dynamic_shapes=shapes)
     assert not [node for node in program.graph.nodes if node.target is torch.ops.aten.index.Tensor]
 
 
@@ -208,5 +172,5 @@ def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(
     aft_type, options, assert_export_equals_model
 ):
     example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
-    model = image_model(aft_type, **options)
+    model = image_model(aft_type, num_hidden_layers=1, **options)
     assert_export_equals_model(model, example, image_shapes(aft_type), image_inputs(aft_type))

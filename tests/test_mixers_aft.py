@@ -347,71 +347,51 @@ def test_the_implicit_attention_times_values_is_the_gated_average(structure, kin
 # ------------------------------------------------------------------------------------------------------ wrong inputs
 
 
-WRONG = {
-    "heads": (lambda: AFTSimple(8, num_heads=3), "num_heads=3 .* hidden_size=8"),
-    "implementation": (
-        lambda: AFTSimple(8, implementation="flash"),
-        "mixing_implementation='flash' .*'auto', 'reference', 'portable'",
-    ),
-    "alibi both ways": (lambda: AFTAlibi(8, 2, causal=False), "causal=False"),
-    "even kernel": (lambda: AFTConv(8, 2, 4), "kernel_size .* got 4"),
-    "no kernel": (lambda: AFTConv(8, 2, 0, spatial_dims=1, causal=True), "kernel_size .* got 0"),
-    "causal grid": (lambda: AFTConv(8, 2, 3, causal=True), "spatial_dims .* got 2 .causal=True"),
-    "selection": (lambda: AFTConv(8, 2, 3, selection="gumble"), "gumble"),
-    "longer than the table": (lambda: AFTFull(8, 16)(torch.zeros(1, 20, 8)), "20 .* 16"),
-    "position beyond the table": (
-        lambda: AFTFull(8, 16)(torch.zeros(1, 2, 8), position_ids=torch.tensor([[3, 19]])),
-        "20 .* 16",
-    ),
-    "width": (lambda: AFTSimple(8)(torch.zeros(1, 5, 6)), r"query .* 8\), got \(1, 5, 6\)"),
-    "dimensions": (lambda: AFTSimple(8)(torch.zeros(5, 8)), r"query .* got \(5, 8\)"),
-    "key and value": (
-        lambda: AFTSimple(8)(torch.zeros(1, 5, 8), torch.zeros(1, 6, 8), torch.zeros(1, 7, 8)),
-        r"\(1, 6, 8\) .* \(1, 7, 8\)",
-    ),
-    "batch sizes": (
-        lambda: AFTSimple(8)(torch.zeros(1, 5, 8), torch.zeros(2, 5, 8), torch.zeros(2, 5, 8)),
-        r"\(1, 5, 8\).* \(2, 5, 8\)",
-    ),
-    "padding mask": (
-        lambda: AFTSimple(8)(torch.zeros(2, 5, 8), attention_mask=torch.ones(2, 6)),
+def call(mixer, *shapes, **options):
+    return mixer(*map(torch.zeros, shapes), **options)
+
+
+WRONG = [
+    (lambda: AFTSimple(8, num_heads=3), "num_heads=3 .* hidden_size=8"),
+    (lambda: AFTSimple(8, implementation="flash"), "mixing_implementation='flash' .*'auto', 'reference', 'portable'"),
+    (lambda: AFTAlibi(8, 2, causal=False), "causal=False"),
+    (lambda: AFTConv(8, 2, 4), "kernel_size .* got 4"),
+    (lambda: AFTConv(8, 2, 0, spatial_dims=1, causal=True), "kernel_size .* got 0"),
+    (lambda: AFTConv(8, 2, 3, causal=True), "spatial_dims .* got 2 .causal=True"),
+    (lambda: AFTConv(8, 2, 3, selection="gumble"), "gumble"),
+    (lambda: call(AFTFull(8, 16), (1, 20, 8)), "20 .* 16"),
+    (lambda: call(AFTFull(8, 16), (1, 2, 8), position_ids=torch.tensor([[3, 19]])), "20 .* 16"),
+    (lambda: call(AFTSimple(8), (1, 5, 6)), r"query .* 8\), got \(1, 5, 6\)"),
+    (lambda: call(AFTSimple(8), (5, 8)), r"query .* got \(5, 8\)"),
+    (lambda: call(AFTSimple(8), (1, 5, 8), (1, 6, 8), (1, 7, 8)), r"\(1, 6, 8\) .* \(1, 7, 8\)"),
+    (lambda: call(AFTSimple(8), (1, 5, 8), (2, 5, 8), (2, 5, 8)), r"\(1, 5, 8\).* \(2, 5, 8\)"),
+    (
+        lambda: call(AFTSimple(8), (2, 5, 8), attention_mask=torch.ones(2, 6)),
         r"\(2, 5\) or \(2 or 1, 5, 5\), got \(2, 6\)",
     ),
-    "mask": (
-        lambda: AFTSimple(8)(torch.zeros(2, 5, 8), attention_mask=torch.ones(3, 5, 5, dtype=torch.bool)),
-        r"got \(3, 5, 5\)",
-    ),
-    "mask per head": (
-        lambda: AFTSimple(8)(torch.zeros(2, 5, 8), attention_mask=torch.ones(2, 1, 5, 5, dtype=torch.bool)),
-        r"got \(2, 1, 5, 5\)",
-    ),
-    "mask to be added to logits": (
-        lambda: AFTFull(8, 16)(torch.zeros(1, 4, 8), attention_mask=torch.zeros(1, 4, 4)),
-        "boolean",
-    ),
-    "position ids": (
-        lambda: AFTFull(8, 16)(torch.zeros(1, 5, 8), position_ids=torch.zeros(1, 4, dtype=torch.long)),
+    (lambda: call(AFTSimple(8), (2, 5, 8), attention_mask=torch.ones(3, 5, 5).bool()), r"got \(3, 5, 5\)"),
+    (lambda: call(AFTSimple(8), (2, 5, 8), attention_mask=torch.ones(2, 1, 5, 5).bool()), r"got \(2, 1, 5, 5\)"),
+    (lambda: call(AFTFull(8, 16), (1, 4, 8), attention_mask=torch.zeros(1, 4, 4)), "boolean"),
+    (
+        lambda: call(AFTFull(8, 16), (1, 5, 8), position_ids=torch.zeros(1, 4).long()),
         r"position_ids must be .* 5 keys, got \(1, 4\)",
     ),
-    "position ids on a grid": (
-        lambda: AFTConv(8, 2, 3)(torch.zeros(1, 9, 8), position_ids=torch.arange(9).unsqueeze(0)),
-        "position_ids",
-    ),
-    "grid": (lambda: AFTConv(8, 2, 3)(torch.zeros(1, 35, 8), grid_size=(3, 4)), "35 positions .* 3 x 4"),
-    "not a square": (lambda: AFTConv(8, 2, 3)(torch.zeros(1, 35, 8)), "35 positions .* 6 x 6"),
-    "no length": (lambda: AFTSimple(8).position_bias(), "AFTSimple .* seq_len"),
-    "no grid": (lambda: AFTConv(8, 2, 3).position_bias(), "AFTConv .* grid_size"),
-    "multiplier of 0": (lambda: AFTFull(8, 16, position_bias_multiplier=0.0), "position_bias_multiplier"),
-    "multiplier below 0": (lambda: AFTConv(8, 2, 3, position_bias_multiplier=-1.0), "position_bias_multiplier"),
-    "multiplier of infinity": (lambda: AFTFull(8, 16, position_bias_multiplier=math.inf), "position_bias_multiplier"),
-    "multiplier of NaN": (lambda: AFTConv(8, 2, 3, position_bias_multiplier=math.nan), "position_bias_multiplier"),
-}
+    (lambda: call(AFTConv(8, 2, 3), (1, 9, 8), position_ids=torch.arange(9).unsqueeze(0)), "position_ids"),
+    (lambda: call(AFTConv(8, 2, 3), (1, 35, 8), grid_size=(3, 4)), "35 positions .* 3 x 4"),
+    (lambda: call(AFTConv(8, 2, 3), (1, 35, 8)), "35 positions .* 6 x 6"),
+    (lambda: AFTSimple(8).position_bias(), "AFTSimple .* seq_len"),
+    (lambda: AFTConv(8, 2, 3).position_bias(), "AFTConv .* grid_size"),
+    (lambda: AFTFull(8, 16, position_bias_multiplier=0.0), "position_bias_multiplier"),
+    (lambda: AFTConv(8, 2, 3, position_bias_multiplier=-1.0), "position_bias_multiplier"),
+    (lambda: AFTFull(8, 16, position_bias_multiplier=math.inf), "position_bias_multiplier"),
+    (lambda: AFTConv(8, 2, 3, position_bias_multiplier=math.nan), "position_bias_multiplier"),
+]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_input_is_a_value_error_that_names_it(call, message):
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_wrong_input_is_a_value_error_that_names_it(wrong, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        wrong()
 
 
 # --------------------------------------------------------------------------------------------- padding and extremes

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from tiny_models import image_model, language_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -15,27 +16,24 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, loading
+from aft_hf import loading
 from aft_hf.loading import UnreadableError, load, load_trained
 from aft_hf.publishing.checks import _loading_problems
 
 
-SMALL = {"hidden_size": 8, "num_hidden_layers": 2}
-VIT = SMALL | {"num_attention_heads": 2, "intermediate_size": 16, "image_size": 16, "patch_size": 8}
+VIT = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 16,
+    "patch_size": 8,
+}
+GPT2 = GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, n_positions=9)
 MODELS = {
-    "aft": (AutoModelForCausalLM, AFTForCausalLM(AFTConfig(**SMALL, num_heads=2, max_position_embeddings=16))),
-    "aft image": (
-        AutoModelForImageClassification,
-        AFTForImageClassification(
-            AFTConfig(
-                modality="image", aft_type="conv", num_heads=2, image_size=16, patch_size=8, kernel_size=3, **SMALL
-            )
-        ),
-    ),
-    "gpt2": (
-        AutoModelForCausalLM,
-        GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, n_positions=9)),
-    ),
+    "aft": (AutoModelForCausalLM, language_model(hidden_size=8, num_heads=2)),
+    "aft image": (AutoModelForImageClassification, image_model(hidden_size=8, num_heads=2)),
+    "gpt2": (AutoModelForCausalLM, GPT2LMHeadModel(GPT2)),
     "vit": (AutoModelForImageClassification, ViTForImageClassification(ViTConfig(**VIT))),
 }
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_models import image_model, language_model
 from torch import distributed
 from transformers import (
     AutoModelForSequenceClassification,
@@ -15,9 +16,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import (
-    AFTConfig,
     AFTForCausalLM,
-    AFTForImageClassification,
     AFTForSequenceClassification,
     AFTForTokenClassification,
     AFTModel,
@@ -36,15 +35,9 @@ PAD = 257
 
 
 def build(head=AFTForSequenceClassification, **options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "position_bias_dim": 4}
-    sizes |= {"max_position_embeddings": 32, "window_size": 4, "kernel_size": 4, "initializer_range": 0.5}
-    config = AFTConfig(**{"vocab_size": 258, "pad_token_id": PAD, "num_labels": 3, **sizes, **options})
-    model = head(config).double().eval()
-    for name, parameter in model.named_parameters():
-        if "position_bias" in name or "kernel" in name:
-            torch.nn.init.normal_(parameter)
-    return model
+    sizes = {"hidden_size": 16, "num_heads": 2, "max_position_embeddings": 32, "window_size": 4, "kernel_size": 4}
+    sizes |= {"vocab_size": 258, "pad_token_id": PAD, "num_labels": 3, "initializer_range": 0.5}
+    return language_model(head=head, **(sizes | options)).double()
 
 
 def padded(rows, side, pad=PAD):
@@ -190,9 +183,7 @@ def test_the_pipeline_of_features_of_texts(head, saved):
 @pytest.mark.parametrize("aft_type", ["full", "conv"])
 @pytest.mark.parametrize("pool", [False, True])
 def test_the_pipeline_of_features_of_images(aft_type, pool, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "position_bias_dim": 4, "image_size": 8, "patch_size": 2}
-    model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, kernel_size=3, **sizes)).eval()
+    model = image_model(aft_type, image_size=8, patch_size=2, kernel_size=3)
     model.save_pretrained(tmp_path)
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
     processor.save_pretrained(tmp_path)

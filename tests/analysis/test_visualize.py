@@ -5,13 +5,14 @@ import re
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from PIL import Image
 from transformers import BeitConfig, BeitForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from typer.testing import CliRunner
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf import build_byte_tokenizer
 from aft_hf.analysis import (
     bias_maps,
     complete_images,
@@ -26,51 +27,36 @@ from aft_hf.analysis import (
 from aft_hf.cli import app
 
 
-SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2}
+SMALL = {"hidden_size": 8, "num_heads": 2}
 TYPES = ["conv", "full", "local", "simple"]
 
 
-def randomized(model):
-    """Give a model random position biases."""
-    for name, parameter in model.named_parameters():
-        if "kernel" in name or "position_bias" in name:
-            torch.nn.init.normal_(parameter)
-    return model.eval()
-
-
 def image_model(aft_type="conv"):
-    sizes = {"image_size": (8, 12), "patch_size": 2, "num_labels": 3, "kernel_size": 3}
-    return randomized(AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **SMALL, **sizes)))
+    return tiny_models.image_model(aft_type, image_size=(8, 12), patch_size=2, num_labels=3, kernel_size=3, **SMALL)
 
 
 def text_model(aft_type="local"):
-    config = AFTConfig(aft_type=aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
-    return randomized(AFTForCausalLM(config))
+    return tiny_models.language_model(aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
 
 
 def pixel_model(side=4):
-    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side}
-    return randomized(AFTForCausalLM(AFTConfig(position_bias_dim=4, window_size=4, **SMALL, **sizes)))
+    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side, "window_size": 4}
+    return tiny_models.language_model(**SMALL, **sizes)
 
 
 # ------------------------------------------------------------------------------------------------------------- arrays
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
-def test_implicit_attention_of_an_image_is_what_the_model_returns(aft_type):
-    model, pixels = image_model(aft_type), torch.randn(1, 3, 8, 12)
-    attentions = model(pixels, output_attentions=True).attentions
-    for row, whole in zip(implicit_attention(model, 7, pixel_values=pixels), attentions):
+@pytest.mark.parametrize(
+    "modality, aft_type", [("image", x) for x in TYPES] + [("text", x) for x in (*TYPES, "alibi")]
+)
+def test_implicit_attention_is_what_the_model_returns(modality, aft_type):
+    model = image_model(aft_type) if modality == "image" else text_model(aft_type)
+    pixels, tokens = {"pixel_values": torch.randn(1, 3, 8, 12)}, {"input_ids": torch.randint(256, (1, 12))}
+    inputs = pixels if modality == "image" else tokens
+    attentions = model(**inputs, output_attentions=True).attentions
+    for row, whole in zip(implicit_attention(model, 7, **inputs), attentions):
         torch.testing.assert_close(row, whole[0, :, 7])
-
-
-@pytest.mark.parametrize("aft_type", [*TYPES, "alibi"])
-def test_implicit_attention_of_a_text_is_what_the_model_returns(aft_type):
-    model, tokens = text_model(aft_type), torch.randint(256, (1, 12))
-    attentions = model(tokens, output_attentions=True).attentions
-    for row, whole in zip(implicit_attention(model, 7, input_ids=tokens), attentions):
-        torch.testing.assert_close(row, whole[0, :, 7])
-        assert row[:, 8:].abs().max() == 0 < row[:, :8].abs().max()
 
 
 def test_keys_are_those_of_the_projection():
@@ -81,28 +67,8 @@ def test_keys_are_those_of_the_projection():
         expected = layer.mixer.k_proj(layer.layernorm_before(x))[0].T
         torch.testing.assert_close(key, expected)
         torch.testing.assert_close(on_patches(key, (4, 6))[1, 2, 3], expected[1, 2 * 6 + 3])
-
-
-def test_a_class_token_is_no_patch():
-    (key, _), grid = key_features(image_model("full"), pixel_values=torch.randn(1, 3, 8, 12)), (4, 6)
-    assert key.shape == (8, 25)
-    torch.testing.assert_close(on_patches(key, grid)[:, 0, 0], key[:, 1])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda model: implicit_attention(model, 24, pixel_values=torch.zeros(1, 3, 8, 12)),
-            r"position must be 0 \.\. 23",
-        ),
-        (lambda model: key_features(model, pixel_values=torch.zeros(2, 3, 8, 12)), "got a batch of 2"),
-        (lambda model: bias_maps(model, "log"), "values must be one of w, exp, expm1"),
-    ],
-)
-def test_what_does_not_exist_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(image_model())
+    (key, _) = key_features(image_model("full"), pixel_values=pixels)  # whose class token is no patch
+    torch.testing.assert_close(on_patches(key, (4, 6))[:, 0, 0], key[:, 1])
 
 
 def test_bias_maps_are_kernels_or_tables():
@@ -135,30 +101,7 @@ def test_completions_are_drawn_by_the_model():
     assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
 
 
-def test_models_of_something_else_complete_no_images():
-    with pytest.raises(ValueError, match="a model of sub-pixels"):
-        complete_images(text_model(), torch.zeros(1, 4, 4, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"rows must be 0 \.\. 3"):
-        complete_images(pixel_model(), torch.zeros(1, 4, 4, 3, dtype=torch.uint8), rows=4)
-
-
 # ----------------------------------------------------------------------------------------------------------- pictures
-
-
-def luminance(colour):
-    """Relative luminance of a color "#rrggbb", as WCAG 2 defines it."""
-    channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
-
-
-@pytest.mark.parametrize("page", ["#ffffff", "#0d1117"])
-def test_letters_and_curves_stand_out_on_light_and_dark_pages(page):
-    def contrast(colour):
-        low, high = sorted((luminance(colour), luminance(page)))
-        return (high + 0.05) / (low + 0.05)
-
-    assert contrast(pictures.INK) > 4 and min(map(contrast, pictures.CURVES)) > 3
 
 
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
