@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from transformers import (
-    AutoBackbone,
     DPTConfig,
     DPTForDepthEstimation,
     UperNetConfig,
@@ -97,15 +96,6 @@ def test_a_backbone_that_was_saved_keeps_its_stages_and_a_classifier_names_none(
     torch.testing.assert_close(again(pixels).feature_maps, backbone(pixels).feature_maps, rtol=0, atol=0)
     classifier = AFTForImageClassification.from_pretrained(tmp_path / "backbone")
     assert torch.equal(classifier.aft.layers[2].mixer.kernel, backbone.layers[2].mixer.kernel)
-
-
-def test_hidden_states_and_tuples_are_returned_where_asked_for():
-    backbone = AutoBackbone.from_config(config_of()).eval()
-    assert type(backbone) is AFTBackbone
-    pixels = torch.randn(1, 3, 32, 32)
-    assert backbone(pixels).hidden_states is None
-    assert len(backbone(pixels, output_hidden_states=True).hidden_states) == 4
-    torch.testing.assert_close(backbone(pixels, return_dict=False)[0], backbone(pixels).feature_maps)
 
 
 def test_a_stage_that_does_not_exist_and_a_text_model_are_refused():

@@ -2,7 +2,7 @@
 
 `eq_2` below is the complete definition of a mixer. It uses the position biases of `mixer.position_bias`, which
 separate tests compare with the paper's definitions. Everything else is tested by `test_backend_contract_aft.py`, with
-the reference implementation as the definition.
+the reference implementation as the definition: it equals `eq_2`, since the other forms equal both.
 """
 
 import math
@@ -17,7 +17,8 @@ from test_backend_contract_aft import STRUCTURES, TYPICAL, TYPICAL_SEQUENCES, WI
 from torch.nn.functional import linear
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.mixing_aft import Documents
+from aft_hf.mixing_aft import Documents, Mixing, reference_mixing
+from aft_hf.position_biases_aft import NoBias
 
 
 build = partial(contract.build, backend=contract.NAMED[0])
@@ -153,6 +154,14 @@ def test_a_new_aft_conv_begins_as_aft_simple_and_learns_its_kernels_by_scale_and
     mixer(torch.randn(2, 16, WIDTH)).square().sum().backward()
     assert mixer.kernel.grad.eq(0).all()
     assert mixer.kernel_scale.grad.ne(0).all() and mixer.kernel_shift.grad.ne(0).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_the_reference_sums_in_float32_and_gives_the_dtype_of_its_values(dtype):
+    key, value = torch.randn(2, 2, 50, 4).to(dtype)
+    found = reference_mixing(Mixing(key, value, 1, NoBias(1, key.device, torch.float32)))
+    expected = reference_mixing(Mixing(key.float(), value.float(), 1, NoBias(1, key.device, torch.float32)))
+    assert found.dtype == dtype and found.equal(expected.to(dtype))
 
 
 # ------------------------------------------------------------------------------------------ w, as the paper defines it

@@ -81,22 +81,6 @@ def test_w_by_lag_is_that_of_the_window_of_each_token(name, length, start):
         torch.testing.assert_close(of_token[:, -known:], dense[:, position, position + 1 - known : position + 1])
 
 
-@pytest.mark.parametrize("factorized", (True, False))
-@pytest.mark.parametrize(("length", "window", "multiplier"), ((20, 10, 1.0), (64, 40, 5.0), (150, 10, 1.0)))
-def test_w_by_lag_has_the_gradients_of_the_dense_table(factorized, length, window, multiplier):
-    shapes = [(3, 160, 4)] * 2 if factorized else [(3, 160, 160)]
-    learned = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    biases = Window(*learned, size=window, multiplier=multiplier)
-    lags, results = torch.arange(window - 1, -1, -1), []
-    places = torch.arange(length)[:, None] - lags
-    from_table = biases.dense(160)[:, torch.arange(length)[:, None], places.clamp_min(0)].transpose(0, 1)
-    for found in (biases.by_lag(length)[0], from_table):
-        seen = found.masked_fill(places[:, None] < 0, 0.0)
-        weight = torch.linspace(-1, 1, seen.numel(), dtype=seen.dtype).view_as(seen)
-        results.append([seen, *torch.autograd.grad((weight * seen).sum(), learned)])
-    torch.testing.assert_close(*results)
-
-
 @each
 def test_beyond_its_reach_w_is_0_or_hidden_or_falls_by_its_slopes_and_what_is_relative_depends_on_distances(name):
     biases = BIASES[name]()

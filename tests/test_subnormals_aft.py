@@ -2,6 +2,8 @@
 slower, and multiply matrices 200 times slower.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,18 +16,16 @@ PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
 LENGTH, WIDTH = 324, 32
 
 MIXERS = {
-    "full": lambda **options: AFTFull(WIDTH, LENGTH, **options),
-    "full causal": lambda **options: AFTFull(WIDTH, LENGTH, causal=True, **options),
-    "local": lambda **options: AFTLocal(WIDTH, LENGTH, 8, **options),
-    "local causal": lambda **options: AFTLocal(WIDTH, LENGTH, 32, causal=True, **options),
-    "local causal, window alone": lambda **options: AFTLocal(
-        WIDTH, LENGTH, 32, causal=True, global_connectivity=False, **options
-    ),
-    "simple": lambda **options: AFTSimple(WIDTH, **options),
-    "simple causal": lambda **options: AFTSimple(WIDTH, causal=True, **options),
-    "alibi": lambda **options: AFTAlibi(WIDTH, 8, **options),
-    "conv causal": lambda **options: AFTConv(WIDTH, 8, 32, spatial_dims=1, causal=True, **options),
-    "conv": lambda **options: AFTConv(WIDTH, 8, 7, **options),
+    "full": partial(AFTFull, WIDTH, LENGTH),
+    "full causal": partial(AFTFull, WIDTH, LENGTH, causal=True),
+    "local": partial(AFTLocal, WIDTH, LENGTH, 8),
+    "local causal": partial(AFTLocal, WIDTH, LENGTH, 32, causal=True),
+    "local causal, window alone": partial(AFTLocal, WIDTH, LENGTH, 32, causal=True, global_connectivity=False),
+    "simple": partial(AFTSimple, WIDTH),
+    "simple causal": partial(AFTSimple, WIDTH, causal=True),
+    "alibi": partial(AFTAlibi, WIDTH, 8),
+    "conv causal": partial(AFTConv, WIDTH, 8, 32, spatial_dims=1, causal=True),
+    "conv": partial(AFTConv, WIDTH, 8, 7),
 }
 
 

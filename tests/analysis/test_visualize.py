@@ -186,12 +186,14 @@ def test_every_kind_of_picture_is_drawn(checkpoints, tmp_path, name, kind, optio
 
 
 @pytest.mark.parametrize("evaluations", ([], [{"step": 10, "accuracy": 0.2}, {"step": 20, "accuracy": 0.5}]), ids=len)
-def test_every_run_has_a_validation_score_in_the_picture_of_its_losses(evaluations):
-    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
+def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_name(evaluations, tmp_path):
+    losses, name = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}], r"x$\frac$y"  # which is no formula
     metrics = {"validation": {"accuracy": 0.5}, "test": {"accuracy": 0.25}}
-    figure = draw_losses([("run", {"metrics": metrics, "losses": losses, "evaluations": evaluations})])
+    figure = draw_losses([(name, {"metrics": metrics, "losses": losses, "evaluations": evaluations})])
     drawn = [list(zip(*axis.lines[0].get_data())) for axis in figure.axes]
     assert drawn == [[(10, 5.0), (20, 4.0)], [(10, 0.2), (20, 0.5)] if evaluations else [(20, 0.5)]]
+    save(figure, tmp_path / "losses.svg")
+    assert name in (tmp_path / "losses.svg").read_text()
 
 
 def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
@@ -222,11 +224,3 @@ def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options
     done = visualize(checkpoints / name, kind, *options)
     assert done.exit_code == 1 and isinstance(done.exception, (ValueError, OSError))
     assert message in str(done.exception)
-
-
-def test_a_name_with_dollars_is_no_formula(tmp_path):
-    name = r"x$\frac$y"
-    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
-    results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses, "evaluations": []}
-    save(draw_losses([(name, results)]), tmp_path / "losses.svg")
-    assert name in (tmp_path / "losses.svg").read_text()
