@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from aft_hf import AFTConfig, AFTForImageClassification
 from aft_hf.cli import app
 from aft_hf.conversion import REPORT_NAME
-
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -93,24 +89,6 @@ def test_train_prints_the_resolved_recipe_or_the_meaning_of_all_keys_and_trains_
     message = "aft-hf: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_accelerate_launches_the_training_and_a_second_launch_has_nothing_left_to_do(tmp_path):
-    text = tmp_path / "text"
-    text.write_bytes(b"to be or not to be, that is the question. " * 200)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "aft_hf"]
-    arguments = ["train", "configs/examples/bytes_aft_local.yaml", f"data.train={text}", "steps=4", "--smoke"]
-    command = [*launch, *arguments, f"output_dir={tmp_path / 'out'}"]
-    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    # The output has log lines and no progress bars.
-    assert "step 4/4: loss" in first.stdout and "tokens/s" in first.stdout and "GiB" in first.stdout
-    assert "it/s" not in first.stderr and "step/s" not in first.stderr and "\r" not in first.stderr
-    assert "resuming from" in second.stdout and "already complete" in second.stdout
-    assert first.stdout.splitlines()[-2:] == second.stdout.splitlines()[-2:]
-    metrics, place = first.stdout.splitlines()[-2:]
-    assert metrics.startswith("test: bits_per_byte") and place == f"the model is in {tmp_path / 'out'}"
 
 
 def test_new_weights_depend_on_the_seed_alone(vit, tmp_path, aft_hf):

@@ -1,4 +1,4 @@
-"""torch.compile without graph breaks, and torch.export and ONNX for any batch, length and image size.
+"""torch.compile without graph breaks, and torch.export for any batch, length and image size (ONNX: tests/exporting).
 
 Compiled graphs run as they were captured (backend "aot_eager"): the tests check that one graph is captured, not speed.
 """
@@ -73,33 +73,11 @@ def test_a_decode_step_compiles_once_for_all_tokens(aft_type):
     assert graphs[1] == graphs[-1] <= 2
 
 
-@pytest.fixture(params=["torch.export", "ONNX"])
-def assert_export_equals_model(request, tmp_path):
-    """Function that asserts that a program exported with `inputs` equals the model, on these and on other inputs."""
-
-    def by_torch(model, inputs, shapes):
-        program = export(model, (), kwargs=inputs, dynamic_shapes=shapes).module()
-        return lambda inputs: program(**inputs).logits
-
-    def by_onnx(model, inputs, shapes):
-        runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
-        pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
-        options = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True, "verbose": False}
-        torch.onnx.export(model, (), kwargs=inputs, **options).save(tmp_path / "model.onnx")
-        session = runtime.InferenceSession(tmp_path / "model.onnx")
-
-        def run(inputs):
-            tensors = {name: x.numpy() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-            return torch.from_numpy(session.run(["logits"], tensors)[0])
-
-        return run
-
-    def check(model, inputs, shapes, others):
-        run = (by_torch if request.param == "torch.export" else by_onnx)(model, inputs, shapes)
-        for other in (inputs, *others):
-            torch.testing.assert_close(run(other), model(**other).logits, rtol=1e-4, atol=1e-5)
-
-    return check
+def assert_export_equals_model(model, inputs, shapes, others):
+    """Assert that a program exported with `inputs` equals the model, on these and on inputs of other sizes."""
+    program = export(model, (), kwargs=inputs, dynamic_shapes=shapes).module()
+    for other in (inputs, *others):
+        torch.testing.assert_close(program(**other).logits, model(**other).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +91,7 @@ def assert_export_equals_model(request, tmp_path):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 @torch.no_grad()
-def test_an_exported_language_model_takes_any_batch_and_length(options, assert_export_equals_model):
+def test_an_exported_language_model_takes_any_batch_and_length(options):
     model = language_model(
         **options, num_hidden_layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1
     )
@@ -121,9 +99,8 @@ def test_an_exported_language_model_takes_any_batch_and_length(options, assert_e
     assert_export_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others)
 
 
-@pytest.mark.parametrize("assert_export_equals_model", ["torch.export"], indirect=True)
 @torch.no_grad()
-def test_an_exported_language_model_without_tables_takes_thousands_of_tokens(assert_export_equals_model):
+def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
     model, shapes = language_model("alibi", num_hidden_layers=1), text_shapes(min=1, max=8192)
     assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
 

@@ -6,17 +6,11 @@ import torch
 from aft_hf.mixing_aft import PACKING_INPUTS, Documents, packed_documents
 
 
-LENGTHS = ((3, 1, 4), (8,))
 STARTS = torch.tensor([[1, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]).bool()
 POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
 
 
-@pytest.fixture
-def documents():
-    return Documents(STARTS)
-
-
-def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents(documents):
+def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
     assert Documents.from_position_ids(POSITIONS, 2).starts.equal(STARTS)
     assert Documents.from_position_ids(POSITIONS[:1], 3).starts.equal(STARTS[:1].expand(3, -1))
     within = Documents.from_position_ids(torch.tensor([[5, 6, 0, 1]]), 1)
@@ -26,8 +20,8 @@ def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents(do
         assert Documents.from_cumulative_lengths(boundaries, 2, 8).starts.equal(STARTS)
     whole = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)  # a document ends with its row
     assert whole.starts[:, 0].all() and not whole.starts[:, 1:].any()
-    assert not documents.are_rows() and Documents(STARTS[1:]).are_rows()
-    assert documents.longest() == 8 and Documents(STARTS[:1]).longest() == 4
+    assert not Documents(STARTS).are_rows() and Documents(STARTS[1:]).are_rows()
+    assert Documents(STARTS).longest() == 8 and Documents(STARTS[:1]).longest() == 4
 
 
 def test_positions_skip_padding_and_only_a_row_s_first_document_continues_another():
@@ -56,24 +50,3 @@ def test_positions_of_padding_are_ignored():
     assert documents.starts.tolist() == [[True, False, True, False, False]]
     with pytest.raises(ValueError, match="position_ids must count"):
         packed_documents(inputs, torch.ones(1, 5), 1, 5)
-
-
-def test_each_document_becomes_a_row_and_comes_back_to_its_place(documents):
-    x = torch.arange(16.0).view(2, 8, 1)
-    expected = [part.flatten().tolist() for row, lengths in zip(x, LENGTHS) for part in row.split(lengths)]
-    found, copy = [], torch.full_like(x, -1.0)
-    for rows in documents.rows:
-        taken = rows.take(x, fill=torch.inf)
-        assert taken.shape[1] < 2 * rows.inside.sum(1).min()  # fewer padding positions than tokens
-        found += [row[row.isfinite()].tolist() for row in taken]
-        copy = rows.put(copy, taken)
-    assert sorted(found) == sorted(expected)
-    assert copy.equal(x)
-
-
-def test_what_is_traced_or_without_values_cannot_be_unpacked(documents):
-    assert documents.can_be_unpacked
-    assert not Documents(STARTS.to("meta")).can_be_unpacked
-    seen = []
-    torch.func.vmap(lambda x: seen.append(documents.can_be_unpacked) or x)(torch.zeros(2))
-    assert seen == [False]

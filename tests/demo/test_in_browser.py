@@ -31,36 +31,33 @@ TIMEOUT = 180  # seconds for the app to start, on a busy machine
 WIDTHS = {"desktop": (1200, 900), "phone": (375, 800)}
 
 
-def serve(directory, *arguments):
-    """Start the app, and return its process and URL."""
+@pytest.fixture(scope="module")
+def app(models, tmp_path_factory):
+    """The URL of the app, which runs in a process of its own."""
+    directory = tmp_path_factory.mktemp("app")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = (directory / "app.log").open("w")
+    log, url = directory / "app.log", f"http://127.0.0.1:{port}"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf")}
     environment |= {"GRADIO_TEMP_DIR": str(directory / "gradio")}
-    command = [sys.executable, str(APP), "--host", "127.0.0.1", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, str(APP), "--host", "127.0.0.1", "--port", str(port)]
+    command += [text for path in models.values() for text in ("--model", path)]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT)
     started = time.monotonic()
-    while process.poll() is None and time.monotonic() - started < TIMEOUT:
-        try:
-            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).close()
-            return process, url
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.3)
-    process.kill()
-    process.wait()
-    raise AssertionError(f"the app did not start: {(directory / 'app.log').read_text()[-2000:]}")
-
-
-@pytest.fixture(scope="module")
-def app(models, tmp_path_factory):
-    arguments = [text for path in models.values() for text in ("--model", path)]
-    process, url = serve(tmp_path_factory.mktemp("app"), *arguments)
-    yield url
-    process.terminate()
-    process.wait(30)
+    try:
+        while True:
+            assert process.poll() is None and time.monotonic() - started < TIMEOUT, log.read_text()[-2000:]
+            try:
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -254,22 +251,3 @@ def test_a_phone_shows_the_results_of_every_tab_on_the_first_screen(app, open_pa
     page.wait_for_selector("#pixel-upload img")
     press(page, "#draw", page.get_by_text("Drawing 4"))
     assert page.locator("#pixels img").count() == 6
-
-
-def test_the_models_of_the_repository_are_on_the_page_within_seconds(open_page, tmp_path):
-    process, url = serve(tmp_path)
-    try:
-        page = open_page(url, "phone")
-        for tab, name, told in (
-            ("Classify", "cifar10-aft-conv", "calls any other"),
-            ("Write", "shakespeare-bytes", "say nothing"),
-            ("Draw", "digits-pixels", "what it was trained on"),
-        ):
-            open_tab(page, tab)
-            page.locator(".aft-about:visible", has_text=name).wait_for()
-            page.locator(".aft-about:visible", has_text=told).wait_for()
-            assert no_wider_than(page)
-        page.close()  # before its server
-    finally:
-        process.terminate()
-        process.wait(30)

@@ -66,10 +66,13 @@ def count_operators(path: Path) -> Counter:
 
 
 @pytest.mark.parametrize("layers", DEPTHS)
+@pytest.mark.parametrize("aft_type", ["local", "full", "simple", "conv", "alibi"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @torch.no_grad()
-def test_a_deep_language_model_is_exported_and_quantized(layers, dynamic, tmp_path):
-    model = deep_model(layers, "local")
+def test_a_deep_language_model_is_exported_and_quantized(layers, aft_type, dynamic, tmp_path):
+    if aft_type != "local" and not (dynamic and layers == 4):
+        pytest.skip("one type stands for all in depth")
+    model = deep_model(layers, aft_type)
     sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
     inputs = {"input_ids": torch.randint(256, (2, 96)), "use_cache": False}
     path = tmp_path / "model.onnx"
