@@ -242,6 +242,7 @@ MULTIPLIED = {
     "full": partial(AFTFull, WIDTH, 6, position_bias_dim=3, num_heads=2),
     "full, table": partial(AFTFull, WIDTH, 6, position_bias_dim=None),
     "local": partial(AFTLocal, WIDTH, 6, 3, position_bias_dim=3),
+    "local, causal": partial(AFTLocal, WIDTH, 6, 3, position_bias_dim=3, causal=True),
     "local, window alone": partial(AFTLocal, WIDTH, 6, 3, position_bias_dim=None, global_connectivity=False),
     "conv": partial(AFTConv, WIDTH, 2, 3, spatial_dims=1),
     "conv, naive": partial(AFTConv, WIDTH, 2, 3, spatial_dims=1, reparameterized=False),
@@ -261,7 +262,7 @@ def test_the_multiplier_multiplies_w_and_nothing_else(build):
     inside = plain.position_bias(6, **grid)
     torch.testing.assert_close(mixer.position_bias(6, **grid), 7.0 * inside)
     x = torch.randn(2, 6, WIDTH)
-    assert_near(mixer(x, **grid), eq_2(mixer, 7.0 * inside.double().unsqueeze(0), x))
+    assert_near(mixer(x, **grid), eq_2(mixer, 7.0 * position_bias(plain, 6), x))
 
 
 @multiplied
