@@ -145,9 +145,7 @@ IMAGE_MODELS += [("full", {}), ("conv", OVERLAPPING)]
 
 @pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
 @torch.no_grad()
-def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(
-    aft_type, options, assert_export_equals_model
-):
+def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(aft_type, options):
     example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
     model = image_model(aft_type, num_hidden_layers=1, **options)
     assert_export_equals_model(model, example, image_shapes(aft_type), image_inputs(aft_type))
