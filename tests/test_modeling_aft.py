@@ -452,21 +452,16 @@ def test_tied_weights_are_one_tensor_saved_once_and_tied_again_on_loading(tmp_pa
     assert loaded(**inputs_of(config)).logits.equal(model(**inputs_of(config)).logits)
 
 
-def test_the_entropy_term_of_accumulated_batches_is_that_of_the_whole_batch():
-    config = tiny_config("image", "conv", position_bias_entropy_weight=0.5)
-    model = build(config)
-    inputs, labels = inputs_of(config), torch.tensor([0, 1])
-    whole = model(**inputs, labels=labels).loss
+@pytest.mark.parametrize("modality", ("text", "image"))
+def test_the_entropy_term_of_accumulated_batches_is_that_of_the_whole_batch(modality):
+    config = tiny_config(modality, "conv", position_bias_entropy_weight=0.5)
+    model, labels, ((name, rows),) = build(config), labels_of(config), inputs_of(config).items()
+    count = labels.numel() - (len(rows) if modality == "text" else 0)  # the first token of a row is not predicted
     parts = [
-        model(pixel_values=pixels[None], labels=label[None], num_items_in_batch=2).loss
-        for pixels, label in zip(inputs["pixel_values"], labels)
+        model(**{name: row[None]}, labels=label[None], num_items_in_batch=count).loss
+        for row, label in zip(rows, labels)
     ]
-    torch.testing.assert_close(sum(parts), whole)
-    text = tiny_config("text", "conv", position_bias_entropy_weight=0.5)
-    model, ids = build(text), inputs_of(text)["input_ids"]
-    targets = len(ids) * (ids.shape[1] - 1)
-    parts = [model(row[None], labels=row[None], num_items_in_batch=targets).loss for row in ids]
-    torch.testing.assert_close(sum(parts), model(ids, labels=ids).loss)
+    torch.testing.assert_close(sum(parts), model(**{name: rows}, labels=labels).loss)
 
 
 def packed(config: AFTConfig, *lengths: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -549,7 +544,7 @@ def test_the_old_name_of_the_cache_works_with_the_warning_of_the_library():
             torch.testing.assert_close(logits, expected)
 
 
-def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refused(monkeypatch):
+def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refused_as_the_package_requires(monkeypatch):
     said = []
     monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
     newest = ".".join(map(str, modeling_aft.NEWEST_TRANSFORMERS))
@@ -562,9 +557,6 @@ def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refuse
     for version in ("5.23.1", "4.57.6", "5.9.0"):
         with pytest.raises(ImportError, match=f"needs transformers 5.24 or newer.*{version}"):
             modeling_aft._check_transformers(version)
-
-
-def test_the_package_requires_the_releases_that_the_models_are_tested_with():
     (required,) = [one for one in metadata.requires("aft-hf") if re.match(r"transformers[<>=]", one)]
     (oldest, newest) = modeling_aft.OLDEST_TRANSFORMERS, modeling_aft.NEWEST_TRANSFORMERS
     following = f"{newest[0]}.{newest[1] + 1}"

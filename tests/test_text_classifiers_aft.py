@@ -144,9 +144,6 @@ def test_shards_of_rows_are_refused(head, tmp_path):
         distributed.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------------------------------- pipelines
-
-
 @pytest.fixture
 def saved(tmp_path):
     """A function that saves a model in float32 with the byte tokenizer, and returns the directory."""

@@ -44,9 +44,6 @@ def pixel_model(side=4):
     return tiny_models.language_model(**SMALL, **sizes)
 
 
-# ------------------------------------------------------------------------------------------------------------- arrays
-
-
 @pytest.mark.parametrize(
     "modality, aft_type", [("image", x) for x in TYPES] + [("text", x) for x in (*TYPES, "alibi")]
 )
@@ -97,9 +94,6 @@ def test_completions_keep_the_rows_that_are_given_and_follow_the_model_and_the_s
     assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
     plot_position_biases(image_model(), tmp_path / "w.png")
     pixels = np.asarray(Image.open(tmp_path / "w.png").convert("RGBA")).reshape(-1, 4)
@@ -115,9 +109,6 @@ def test_the_same_picture_is_the_same_file(tmp_path):
     for name in ("a.svg", "b.svg"):
         pictures.save(pictures.draw_maps(maps, scale="own"), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-# ------------------------------------------------------------------------------------------------------------ command
 
 
 @pytest.fixture(scope="module")

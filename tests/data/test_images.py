@@ -22,9 +22,6 @@ def batch(count: int, height: int, width: int) -> torch.Tensor:
     return torch.arange(1.0, size + 1).reshape(count, 3, height, width)
 
 
-# Pixel values
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "CMYK", "1", "LA"])
 def test_pixel_values_are_those_of_the_processor_for_images_of_any_mode(mode):
     processor = ViTImageProcessorPil(size={"height": 8, "width": 12}, image_mean=[0.1, 0.2, 0.3])
@@ -33,9 +30,6 @@ def test_pixel_values_are_those_of_the_processor_for_images_of_any_mode(mode):
     expected = processor([picture(mode=mode).convert("RGB")], return_tensors="pt")["pixel_values"][0]
     assert expected.shape == (3, 8, 12)
     assert torch.equal(sample["pixel_values"], expected) and sample["labels"] == 1
-
-
-# Classes
 
 
 def dataset(labels: list, feature=None) -> Dataset:
@@ -79,9 +73,6 @@ def test_labels_are_numbered_by_name():
 def test_labels_of_other_classes_are_named(rows, named):
     with pytest.raises(ValueError, match=rf"not among the 2 classes: \[{named}\]"):
         class_numbers(rows, "label", ["a", "b"])
-
-
-# Augmentation
 
 
 @pytest.mark.parametrize("name", ["shift", "crop", "resized_crop"])

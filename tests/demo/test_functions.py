@@ -46,9 +46,6 @@ def pixel_demo(models):
     return pixel_tab.PixelDemo(load(models["pixel"]).model)
 
 
-# ----------------------------------------------------------------------------------------------------------- images
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
 def test_probabilities_of_any_kind_of_image(image_demo, mode):
     answer = image_demo.classify(noise(mode=mode))
@@ -88,9 +85,6 @@ def test_biases_of_patches_that_are_not_seen_are_grey():
     assert (pixels[0, 0] == round(UNSEEN[0] * 255)).all() and pixels[0, 1].min() > 240
 
 
-# ------------------------------------------------------------------------------------------------------------- text
-
-
 def text_of(page):
     return html.unescape(re.sub("<[^>]+>", "", page))
 
@@ -123,9 +117,6 @@ def test_what_a_writer_gets_wrong_is_said(text_demo, prompt, count, temperature,
         list(text_demo.complete(prompt, count, temperature, seed))
 
 
-# ----------------------------------------------------------------------------------------------------------- pixels
-
-
 def test_the_upper_half_stays_and_the_lower_is_made_up(pixel_demo, monkeypatch):
     made, image = [], noise()
     page = list(pixel_demo.complete(image, 1.0, 0))[-1]
@@ -140,9 +131,6 @@ def test_the_upper_half_stays_and_the_lower_is_made_up(pixel_demo, monkeypatch):
     first, second = made[len(made) // 2 - 1], made[-1]
     assert first.shape == (4, 48) and (first[:, :24] == small[:24]).all() and first.max() < 256
     assert (first == second).all() and not (first[0, 24:] == first[1, 24:]).all()
-
-
-# ----------------------------------------------------------------------------------------------------------- models
 
 
 def test_the_models_of_the_repository_are_shown_unless_another_of_their_kind_is_given(models):
@@ -170,9 +158,6 @@ def test_a_model_that_no_tab_can_show_is_refused(tmp_path):
         load(str(tmp_path / "nowhere"))
     with pytest.raises(Unavailable, match="classify images, and language models"):
         load(str(SHIPPED / "cifar10-vit"))
-
-
-# ------------------------------------------------------------------------------------------------------------ Space
 
 
 def test_the_space_installs_what_the_package_asks_for():
