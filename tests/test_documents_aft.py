@@ -20,6 +20,7 @@ def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
         assert Documents.from_cumulative_lengths(boundaries, 2, 8).starts.equal(STARTS)
     whole = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)  # a document ends with its row
     assert whole.starts[:, 0].all() and not whole.starts[:, 1:].any()
+    assert Documents(STARTS).can_be_unpacked and not Documents(STARTS.to("meta")).can_be_unpacked
     assert not Documents(STARTS).are_rows() and Documents(STARTS[1:]).are_rows()
     assert Documents(STARTS).longest() == 8 and Documents(STARTS[:1]).longest() == 4
 

@@ -263,6 +263,9 @@ def test_dropout_and_drop_path_change_training_and_not_evaluation(config, field)
     assert dropping(**inputs).logits.equal(expected)
     torch.testing.assert_close(plain.train()(**inputs).logits, expected)
     assert not torch.allclose(dropping.train()(**inputs).logits, expected, atol=1e-3)
+    for layer in dropping.eval().aft.layers:  # which are on by themselves while the rest evaluates
+        layer.dropout.train(), layer.drop_path.train()
+    assert not torch.allclose(dropping(**inputs).logits, expected, atol=1e-3)
 
 
 def test_drop_path_drops_whole_samples_keeps_the_expectation_and_rises_linearly_with_depth():
