@@ -81,19 +81,15 @@ def test_what_does_not_compare_is_one_line(saved, quick, run_command, words, sai
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_calls_take_turns(spend):
-    order = []
-    calls = {name: lambda name=name: (order.append(name), spend(0.002 if name == "a" else 0.02)) for name in "ab"}
-    seconds = seconds_in_turns(calls, 3)
-    assert order == ["a", "b"] * 5  # two turns to warm up
-    assert seconds == {"a": pytest.approx([0.002] * 3), "b": pytest.approx([0.02] * 3)}
-
-
-def test_what_takes_long_warms_up_once(spend):
-    order = []
-    calls = {"s": lambda: order.append("s"), "l": lambda: (order.append("l"), spend(1.01 * LONG_CALL))}
-    seconds_in_turns(calls, 2)
-    assert order == ["s", "l", "s", "s", "l", "s", "l"]
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.02, ["a", "b"] * 5), (1.01 * LONG_CALL, ["a", "b", "a", *(["a", "b"] * 3)])]
+)
+def test_calls_take_turns_after_two_to_warm_up_or_one_that_takes_long(seconds, expected, spend):
+    order, durations = [], {"a": 0.002, "b": seconds}
+    calls = {name: lambda name=name: (order.append(name), spend(durations[name])) for name in "ab"}
+    found = seconds_in_turns(calls, 3)
+    assert order == expected
+    assert found == {name: pytest.approx([durations[name]] * 3) for name in "ab"}
 
 
 def test_bf16_is_of_the_weights_in_inference_and_autocast_in_training():

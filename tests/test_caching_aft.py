@@ -4,25 +4,19 @@ import copy
 
 import pytest
 import torch
+from tiny_models import language_model
 from transformers import (
-    AutoModelForCausalLM,
     CLIPVisionConfig,
     DynamicCache,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinNewTokensLengthLogitsProcessor,
-    StoppingCriteriaList,
-    TextStreamer,
     VisionEncoderDecoderModel,
     ViTConfig,
     ViTModel,
-    pipeline,
 )
 
-from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, build_byte_tokenizer
-from aft_hf.caching_aft import AFTCache, AFTLayerState
+from aft_hf import AFTAlibi, AFTConv, AFTLocal
+from aft_hf.caching_aft import AFTLayerState
 
 
 LONGEST = 170
@@ -47,22 +41,13 @@ VARIANTS = {
 
 def build(name, **options):
     """Build a small model in evaluation mode whose position biases are far from 0."""
-    settings = {
-        "hidden_size": 12,
-        "num_heads": 3,
-        "position_bias_dim": 4,
-        "window_size": 7,
-        "kernel_size": 5,
-        "max_position_embeddings": LONGEST,
-    } | VARIANTS[name]
-    layers = len(settings["aft_type"]) if isinstance(settings["aft_type"], list) else 2
-    model = AFTForCausalLM(AFTConfig(**(settings | {"num_hidden_layers": layers} | options))).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "position_bias" in parameter_name or "kernel" in parameter_name:
-                parameter.normal_()
-            elif "proj" in parameter_name:
-                parameter.mul_(5)
+    settings = {"max_position_embeddings": LONGEST} | VARIANTS[name]
+    if isinstance(settings["aft_type"], list):
+        settings["num_hidden_layers"] = len(settings["aft_type"])
+    model = language_model(**(settings | options))
+    for parameter_name, parameter in model.named_parameters():
+        if "proj" in parameter_name:
+            parameter.data.mul_(5)
     return model
 
 
@@ -86,6 +71,10 @@ def in_pieces(model, ids, cuts, mask=None):
         state = output.cache
         logits.append(output.logits)
     return torch.cat(logits, 1), state
+
+
+def greedy(model, ids=None, tokens=300, **options):
+    return model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **options)
 
 
 def assert_near(actual, expected, tolerance=1e-4):
@@ -127,16 +116,6 @@ def test_a_large_key_long_ago_does_not_hide_what_alibi_sees_near():
         assert_near(mixer(hidden[:, 1000:], state=state), mixer(hidden)[:, 1000:])
 
 
-@torch.no_grad()
-def test_a_piece_longer_than_the_internal_step_is_taken_in_several(model):
-    ids = tokens(2, LONGEST)
-    mask = torch.ones_like(ids)
-    mask[1, :20] = 0
-    logits, _ = in_pieces(model, ids, [30, 140], mask)
-    assert_near(logits[:1], model(ids[:1], use_cache=False).logits)
-    assert_near(logits[1:, 20:], model(ids[1:, 20:], use_cache=False).logits)
-
-
 @pytest.mark.parametrize("cuts", [[41], [1] * 41, [5, 1, 30, 5]], ids=["one", "tokens", "pieces"])
 @torch.no_grad()
 def test_every_row_of_a_padded_batch_has_the_logits_of_the_row_alone(model, cuts):
@@ -162,10 +141,9 @@ def test_in_half_precision_the_cache_is_as_near_as_rounding(model, dtype):
 def test_a_left_padded_batch_generates_what_each_row_generates_alone(model):
     ids, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[1, :4], mask[2, :11] = 0, 0
-    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
-    batch = model.generate(ids, attention_mask=mask, **options)
+    batch = greedy(model, ids, 15, attention_mask=mask)
     for row in range(3):
-        alone = model.generate(ids[row : row + 1, mask[row].bool()], **options)
+        alone = greedy(model, ids[row : row + 1, mask[row].bool()], 15)
         assert torch.equal(batch[row, 12:], alone[0, -15:])
 
 
@@ -227,76 +205,32 @@ def test_generate_returns_hidden_states_and_attentions(model):
         assert_near(watched.attentions[-1][layer], whole[layer][:, :, -1:])
 
 
-@few
-def test_stopping_processors_and_streamers_are_heeded(model, capsys):
-    tokenizer = build_byte_tokenizer()
-    ids = tokenizer("ab", return_tensors="pt").input_ids
-    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=7)])
-    assert model.generate(ids, stopping_criteria=criteria, max_new_tokens=50, pad_token_id=0).shape == (1, 7)
-    first = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1].item()
-    stopped = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=first, pad_token_id=0)
-    assert stopped.shape == (1, 3)
-    processors = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(2, 9, first, device="cpu")])
-    forced = model.generate(
-        ids, max_new_tokens=9, do_sample=False, eos_token_id=first, pad_token_id=0, logits_processor=processors
-    )
-    assert first not in forced[0, 2:].tolist()
-    text = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, streamer=TextStreamer(tokenizer))
-    assert capsys.readouterr().out.strip() == tokenizer.decode(text[0]).strip()
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}],
+    ids=str,
+)
 def test_generation_stops_where_the_learned_positions_end(options, caplog):
     model, prompt = build("local", max_position_embeddings=12), tokens(2, 5)
-    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0, **options)
+    expected = greedy(model, prompt, 8, **options)
     assert expected.shape == (2, 13) and "earlier" not in caplog.text  # the last position predicts one more token
-    found = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0, **options)
-    assert torch.equal(found, expected)
+    assert torch.equal(greedy(model, prompt, **options), expected)
     assert "generation stops 292 tokens earlier than requested" in caplog.text
 
 
-def test_padding_takes_no_room_where_generation_stops():
+def test_where_generation_stops_padding_takes_no_room_and_embeddings_count_as_tokens():
     model, prompt = build("local", max_position_embeddings=12), tokens(2, 9)
     mask = torch.ones_like(prompt)
     mask[0, :5], mask[1, :4] = 0, 0
-    found = model.generate(prompt, attention_mask=mask, max_new_tokens=300, do_sample=False, pad_token_id=0)
+    found = greedy(model, prompt, attention_mask=mask)
     assert found.shape == (2, 9 + 8)
-    alone = model.generate(prompt[1:, 4:], max_new_tokens=300, do_sample=False, pad_token_id=0)
+    alone = greedy(model, prompt[1:, 4:])
     assert torch.equal(found[1:, 4:], alone)
-
-
-def test_generation_from_embeddings_stops_there_too():
-    model, prompt = build("full", max_position_embeddings=12), tokens(1, 5)
-    embeds = model.get_input_embeddings()(prompt)
-    found = model.generate(inputs_embeds=embeds, max_new_tokens=300, do_sample=False, pad_token_id=0)
-    expected = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0)
-    assert torch.equal(found, expected[:, 5:])
-
-
-def test_a_static_cache_is_made_for_what_the_model_can_write():
-    model, prompt = build("local", max_position_embeddings=12), tokens(1, 5)
-    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    options = {"cache_implementation": "static", "disable_compile": True}
-    found = model.generate(prompt, max_new_tokens=300, do_sample=False, pad_token_id=0, **options)
-    assert torch.equal(found, expected)
-
-
-def test_without_learned_positions_generation_has_no_limit():
-    model = build("alibi", max_position_embeddings=12)
-    assert model.generate(tokens(1, 5), max_new_tokens=20, do_sample=False, pad_token_id=0).shape == (1, 25)
-
-
-def test_a_prompt_that_is_too_long_is_refused_before_the_first_token():
-    model = build("local", max_position_embeddings=12)
+    embeds = model.get_input_embeddings()(prompt[1:, 4:])
+    assert torch.equal(greedy(model, inputs_embeds=embeds), alone[:, 5:])
     with pytest.raises(ValueError, match="13 tokens"):
-        model.generate(tokens(1, 13), max_new_tokens=5, do_sample=False, pad_token_id=0)
-
-
-def test_a_cache_of_keys_and_values_is_refused_with_what_to_take_instead():
-    cache = DynamicCache()
-    cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
-    with pytest.raises(ValueError, match=r"got DynamicCache.* not supported: use LoRA"):
-        build("simple")(tokens(1, 5), cache=cache)
+        greedy(model, tokens(1, 13))
+    assert greedy(build("alibi", max_position_embeddings=12), tokens(1, 5), 20).shape == (1, 25)  # has no limit
 
 
 def test_a_model_that_contains_an_aft_generates_without_a_cache_or_with_that_of_the_aft():
@@ -361,14 +295,10 @@ def test_the_state_does_not_grow_with_the_text(name):
     ids = tokens(2, LONGEST)
     (_, short), (_, long) = in_pieces(model, ids[:, :9], [9]), in_pieces(model, ids, [50, 1, 119])
     assert short.nbytes() == long.nbytes()
-    assert long.layers[0].keys.shape[2] == SIZES[name]
-
-
-@torch.no_grad()
-def test_the_state_of_full_grows_as_its_keys_and_values():
-    model = build("full")
-    _, state = in_pieces(model, tokens(2, 40), [39, 1])
-    assert state.layers[0].keys.shape == (2, 3, 40, 4)
+    layer = long.layers[0]
+    assert layer.keys.shape[2] == SIZES[name]
+    # Tensors do not keep the memory of the tokens that they were cut from.
+    assert all(x.untyped_storage().nbytes() <= 2 * x.nbytes for x in (layer.keys, layer.values, layer.numerator))
 
 
 @pytest.mark.parametrize("name", ["conv", "alibi", "simple"])
@@ -388,15 +318,19 @@ def test_types_without_tables_run_on_without_limit_and_in_bounded_memory(name):
 
 
 @torch.no_grad()
-def test_wrong_states_and_masks_are_named(model):
+def test_training_keeps_no_state_and_wrong_states_and_masks_are_named(model):
     ids = tokens(2, 6)
-    _, state = in_pieces(model, ids, [6])
+    assert model.train()(ids).cache is None
+    _, state = in_pieces(model.eval(), ids, [6])
     with pytest.raises(ValueError, match=r"batch size of 2.*3"):
         model(tokens(3, 1), cache=state)
     with pytest.raises(ValueError, match=r"6 past and 1 new"):
         model(ids[:, :1], attention_mask=torch.ones(2, 3), cache=state)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        model(ids, cache=DynamicCache())
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
+    for other, told in ((DynamicCache(), "DynamicCache"), (cache, r"got DynamicCache.* not supported: use LoRA")):
+        with pytest.raises(ValueError, match=told):
+            model(ids, cache=other)
 
 
 @torch.no_grad()
@@ -408,51 +342,6 @@ def test_tokens_out_of_range_and_empty_texts_are_named(model):
     for call in (model, lambda ids: model.generate(ids, max_new_tokens=2, pad_token_id=0)):
         with pytest.raises(ValueError, match="empty"):
             call(torch.zeros(1, 0, dtype=torch.long))
-
-
-@torch.no_grad()
-def test_a_state_holds_no_memory_of_the_tokens_it_has_forgotten():
-    model = build("local")
-    _, state = in_pieces(model, tokens(1, LONGEST), [LONGEST])
-    layer = state.layers[0]
-    assert all(x.untyped_storage().nbytes() <= 2 * x.nbytes for x in (layer.keys, layer.values, layer.numerator))
-
-
-def test_training_keeps_no_state_and_evaluation_does(model):
-    ids = tokens(2, 6)
-    assert model.train()(ids).cache is None
-    assert isinstance(model.eval()(ids).cache, AFTCache)
-    assert model(ids, use_cache=False).cache is None
-
-
-def test_right_padding_in_training_leaves_loss_and_gradients_as_they_are(model):
-    ids, padding = tokens(2, 13), 5
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    loss = model(ids, labels=ids, use_cache=False).loss
-    model.zero_grad()
-    padded = torch.cat([ids, tokens(2, padding)], 1)
-    mask = torch.ones_like(padded)
-    mask[:, -padding:] = 0
-    output = model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100), use_cache=False)
-    output.loss.backward()
-    torch.testing.assert_close(output.loss, loss)
-    for name, gradient in expected.items():
-        assert_near(dict(model.named_parameters())[name].grad, gradient, tolerance=1e-5)
-
-
-def test_the_text_generation_pipeline_works_on_a_saved_directory(tmp_path):
-    model = build("local")
-    model.save_pretrained(tmp_path)
-    build_byte_tokenizer().save_pretrained(tmp_path)
-    text = pipeline("text-generation", model=str(tmp_path))("Once", max_new_tokens=5, do_sample=False)
-    assert text[0]["generated_text"].startswith("Once")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = tokens(1, 4)
-    assert torch.equal(
-        loaded.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
-        model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,57 +1,19 @@
-"""torch.compile without graph breaks, and torch.export and ONNX for any batch, length and image size.
+"""torch.compile without graph breaks, and torch.export for any batch, length and image size (ONNX: tests/exporting).
 
 Compiled graphs run as they were captured (backend "aot_eager"): the tests check that one graph is captured, not speed.
 """
 
 import pytest
 import torch
+from tiny_models import image_model, language_model
 from torch.export import Dim, export
 
-from aft_hf import AFTConfig, AFTConv, AFTForCausalLM, AFTForImageClassification
+from aft_hf import AFTConv
 
 
 TYPES = ["full", "local", "simple", "conv", "alibi"]
 # Compilation takes seconds, so `make test` covers one type and `make test-all` every type.
 ONE_TYPE_OR_ALL = ["local", *(pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name != "local")]
-
-
-def with_biases(model):
-    """Give the model random kernels, since initial ones (w = 0) have no effect, and set evaluation mode."""
-    for name, parameter in model.named_parameters():
-        if "kernel" in name:
-            torch.nn.init.normal_(parameter)
-    return model.eval()
-
-
-def language_model(aft_type, layers=2, **options):
-    config = AFTConfig(
-        aft_type=aft_type,
-        hidden_size=12,
-        num_hidden_layers=layers,
-        num_heads=3,
-        position_bias_dim=4,
-        window_size=7,
-        kernel_size=5,
-        max_position_embeddings=80,
-        **options,
-    )
-    return with_biases(AFTForCausalLM(config))
-
-
-def image_model(aft_type, **options):
-    config = AFTConfig(
-        modality="image",
-        aft_type=aft_type,
-        hidden_size=12,
-        num_hidden_layers=1,
-        num_heads=3,
-        position_bias_dim=4,
-        image_size=32,
-        window_size=3,
-        kernel_size=5,
-        **{"patch_size": 4, **options},
-    )
-    return with_biases(AFTForImageClassification(config))
 
 
 def text_inputs(batch_size, length):
@@ -130,14 +92,16 @@ def assert_export_equals_model(model, inputs, shapes, others):
 )
 @torch.no_grad()
 def test_an_exported_language_model_takes_any_batch_and_length(options):
-    model = language_model(**options, layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1)
+    model = language_model(
+        **options, num_hidden_layers=len(options["aft_type"]) if isinstance(options["aft_type"], list) else 1
+    )
     others = [text_inputs(*size) for size in TEXT_SIZES]
     assert_export_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others)
 
 
 @torch.no_grad()
 def test_an_exported_language_model_without_tables_takes_thousands_of_tokens():
-    model, shapes = language_model("alibi", layers=1), text_shapes(min=1, max=8192)
+    model, shapes = language_model("alibi", num_hidden_layers=1), text_shapes(min=1, max=8192)
     assert_export_equals_model(model, text_inputs(2, 40), shapes, [text_inputs(1, 8192), text_inputs(2, 5000)])
 
 
@@ -148,7 +112,7 @@ def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
     counts = []
     for layers in (1, 2):
         inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
-        counts.append(len(export(language_model(aft_type, layers), (), kwargs=inputs).graph.nodes))
+        counts.append(len(export(language_model(aft_type, num_hidden_layers=layers), (), kwargs=inputs).graph.nodes))
     assert counts[1] - counts[0] < 330
 
 
@@ -157,7 +121,7 @@ def test_an_exported_window_is_cut_from_one_table():
     """Position biases gathered for each length would have symbolic sizes, for which exporters take long."""
     inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
     shapes = {"input_ids": text_shapes(min=1, max=80)["input_ids"], "use_cache": None}
-    program = export(language_model("local", layers=1), (), kwargs=inputs, dynamic_shapes=shapes)
+    program = export(language_model("local", num_hidden_layers=1), (), kwargs=inputs, dynamic_shapes=shapes)
     assert not [node for node in program.graph.nodes if node.target is torch.ops.aten.index.Tensor]
 
 
@@ -183,33 +147,5 @@ IMAGE_MODELS += [("full", {}), ("conv", OVERLAPPING)]
 @torch.no_grad()
 def test_an_exported_image_model_takes_any_batch_and_an_aft_conv_any_image_size(aft_type, options):
     example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
-    model = image_model(aft_type, **options)
+    model = image_model(aft_type, num_hidden_layers=1, **options)
     assert_export_equals_model(model, example, image_shapes(aft_type), image_inputs(aft_type))
-
-
-def assert_onnx_equals_model(model, inputs, shapes, others, path):
-    runtime = pytest.importorskip("onnxruntime", reason="needs the extra `onnx`")
-    pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
-    options = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True, "verbose": False}
-    torch.onnx.export(model, (), kwargs=inputs, **options).save(path)
-    session = runtime.InferenceSession(path)
-    for other in (inputs, *others):
-        feed = {name: x.numpy() for name, x in other.items() if isinstance(x, torch.Tensor)}
-        logits = torch.from_numpy(session.run(["logits"], feed)[0])
-        torch.testing.assert_close(logits, model(**other).logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("aft_type", ONE_TYPE_OR_ALL)
-@torch.no_grad()
-def test_onnxruntime_gives_the_logits_of_the_language_model(aft_type, tmp_path):
-    model, others = language_model(aft_type, layers=1), [text_inputs(*size) for size in TEXT_SIZES]
-    path = tmp_path / "model.onnx"
-    assert_onnx_equals_model(model, text_inputs(2, 40), text_shapes(min=1, max=80), others, path)
-
-
-@pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)
-@torch.no_grad()
-def test_onnxruntime_gives_the_logits_of_the_image_model(aft_type, options, tmp_path):
-    example = {"pixel_values": torch.randn(2, 3, 32, 24 if aft_type == "conv" else 32)}
-    shapes, others = image_shapes(aft_type), image_inputs(aft_type)
-    assert_onnx_equals_model(image_model(aft_type, **options), example, shapes, others, tmp_path / "model.onnx")

@@ -6,39 +6,23 @@ import torch
 from aft_hf.mixing_aft import PACKING_INPUTS, Documents, packed_documents
 
 
-LENGTHS = ((3, 1, 4), (8,))
 STARTS = torch.tensor([[1, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]).bool()
 POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
 
 
-@pytest.fixture
-def documents():
-    return Documents(STARTS)
-
-
-def test_positions_that_start_again_at_0_are_documents():
+def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
     assert Documents.from_position_ids(POSITIONS, 2).starts.equal(STARTS)
-
-
-def test_one_row_of_positions_serves_all_rows():
     assert Documents.from_position_ids(POSITIONS[:1], 3).starts.equal(STARTS[:1].expand(3, -1))
-
-
-def test_a_row_that_starts_within_a_document_begins_one():
-    positions = torch.tensor([[5, 6, 0, 1]])
-    assert Documents.from_position_ids(positions, 1).starts.tolist() == [[True, False, True, False]]
-
-
-@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
-def test_cumulative_lengths_are_documents(dtype):
-    boundaries = torch.tensor([0, 3, 4, 8, 16], dtype=dtype)
-    assert Documents.from_cumulative_lengths(boundaries, 2, 8).starts.equal(STARTS)
-
-
-def test_a_document_ends_with_its_row():
-    """Even if a cumulative length spans several rows of the batch."""
-    documents = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)
-    assert documents.starts[:, 0].all() and not documents.starts[:, 1:].any()
+    within = Documents.from_position_ids(torch.tensor([[5, 6, 0, 1]]), 1)
+    assert within.starts.tolist() == [[True, False, True, False]]
+    for dtype in (torch.int32, torch.int64):
+        boundaries = torch.tensor([0, 3, 4, 8, 16], dtype=dtype)
+        assert Documents.from_cumulative_lengths(boundaries, 2, 8).starts.equal(STARTS)
+    whole = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)  # a document ends with its row
+    assert whole.starts[:, 0].all() and not whole.starts[:, 1:].any()
+    assert Documents(STARTS).can_be_unpacked and not Documents(STARTS.to("meta")).can_be_unpacked
+    assert not Documents(STARTS).are_rows() and Documents(STARTS[1:]).are_rows()
+    assert Documents(STARTS).longest() == 8 and Documents(STARTS[:1]).longest() == 4
 
 
 def test_positions_skip_padding_and_only_a_row_s_first_document_continues_another():
@@ -67,34 +51,3 @@ def test_positions_of_padding_are_ignored():
     assert documents.starts.tolist() == [[True, False, True, False, False]]
     with pytest.raises(ValueError, match="position_ids must count"):
         packed_documents(inputs, torch.ones(1, 5), 1, 5)
-
-
-def test_rows_that_are_one_document_each_are_known_as_such(documents):
-    assert not documents.are_rows()
-    assert Documents(STARTS[1:]).are_rows()
-
-
-def test_the_longest_document_is_the_longest_sequence(documents):
-    assert documents.longest() == 8
-    assert Documents(STARTS[:1]).longest() == 4
-
-
-def test_each_document_becomes_a_row_and_comes_back_to_its_place(documents):
-    x = torch.arange(16.0).view(2, 8, 1)
-    expected = [part.flatten().tolist() for row, lengths in zip(x, LENGTHS) for part in row.split(lengths)]
-    found, copy = [], torch.full_like(x, -1.0)
-    for rows in documents.rows:
-        taken = rows.take(x, fill=torch.inf)
-        assert taken.shape[1] < 2 * rows.inside.sum(1).min()  # fewer padding positions than tokens
-        found += [row[row.isfinite()].tolist() for row in taken]
-        copy = rows.put(copy, taken)
-    assert sorted(found) == sorted(expected)
-    assert copy.equal(x)
-
-
-def test_what_is_traced_or_without_values_cannot_be_unpacked(documents):
-    assert documents.can_be_unpacked
-    assert not Documents(STARTS.to("meta")).can_be_unpacked
-    seen = []
-    torch.func.vmap(lambda x: seen.append(documents.can_be_unpacked) or x)(torch.zeros(2))
-    assert seen == [False]

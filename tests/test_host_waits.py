@@ -6,8 +6,10 @@ for an accelerator. Control flow is that of an accelerator, since only the value
 
 import pytest
 import torch
+from tiny_models import image_model, language_model
+from torch import nn
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, mixing_aft
+from aft_hf import mixing_aft
 from aft_hf.mixing_aft import Documents
 
 
@@ -32,11 +34,12 @@ def computed_by(request, monkeypatch):
         monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: name != "grid")
 
 
-def language_model(aft_type: str, options: str) -> AFTForCausalLM:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "position_bias_dim": 4, "window_size": 8}
-    sizes |= {"max_position_embeddings": 128, "kernel_size": 5, **OPTIONS[options]}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "max_position_embeddings": 128, "window_size": 8}
+
+
+def model_of(aft_type: str, options: str) -> nn.Module:
     with torch.device("meta"):
-        return AFTForCausalLM(AFTConfig(aft_type=aft_type, **sizes))
+        return language_model(aft_type, **SIZES, **OPTIONS[options])
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
@@ -59,7 +62,7 @@ def test_a_look_at_a_value_of_a_meta_tensor_raises():
 @variants
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_training_step_waits_for_nothing(aft_type, options, mask, computed_by):
-    model, ids = language_model(aft_type, options).train(), meta(2, LENGTH)
+    model, ids = model_of(aft_type, options).train(), meta(2, LENGTH)
     if mask == "padding":
         model.gradient_checkpointing_enable()
     model(ids, labels=ids, use_cache=False, **MASKS[mask]()).loss.backward()
@@ -71,7 +74,7 @@ def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options
     """With the operator `causal`. The portable form has to read the lengths, once per step."""
     monkeypatch.setattr(Documents, "can_be_unpacked", True)  # as on an accelerator
     monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: True)
-    model, ids = language_model(aft_type, options).train(), meta(2, LENGTH)
+    model, ids = model_of(aft_type, options).train(), meta(2, LENGTH)
     model(ids, labels=ids, position_ids=meta(2, LENGTH)).loss.backward()
     boundaries = meta(5, dtype=torch.int32)
     model(ids, labels=ids, cu_seq_lens_q=boundaries).loss.backward()
@@ -82,7 +85,7 @@ def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options
 def test_prefill_and_decoding_wait_for_nothing(aft_type, options, padded, static, computed_by):
     if static and aft_type == "full":
         pytest.skip("there is no static cache for a state that grows")
-    model = language_model(aft_type, options).eval()
+    model = model_of(aft_type, options).eval()
     cache = model.aft.new_cache(LENGTH + 3) if static else None
     with torch.no_grad():
         mask = meta(2, LENGTH) if padded else None
@@ -96,8 +99,6 @@ def test_prefill_and_decoding_wait_for_nothing(aft_type, options, padded, static
 
 @pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "alibi"])
 def test_a_training_step_on_images_waits_for_nothing(aft_type, options, computed_by):
-    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "position_bias_dim": 4, "image_size": 32}
-    config |= {"patch_size": 4, "num_labels": 5, "kernel_size": 3, "window_size": 4, **OPTIONS[options]}
     with torch.device("meta"):
-        model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **config)).train()
+        model = image_model(aft_type, num_hidden_layers=1, num_labels=5, **OPTIONS[options]).train()
     model(meta(2, 3, 32, 32, dtype=torch.float32), labels=meta(2)).loss.backward()

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
+from tiny_models import image_model, language_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -14,27 +16,24 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, loading
+from aft_hf import loading
 from aft_hf.loading import UnreadableError, load, load_trained
 from aft_hf.publishing.checks import _loading_problems
 
 
-SMALL = {"hidden_size": 8, "num_hidden_layers": 2}
-VIT = SMALL | {"num_attention_heads": 2, "intermediate_size": 16, "image_size": 16, "patch_size": 8}
+VIT = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 16,
+    "patch_size": 8,
+}
+GPT2 = GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, n_positions=9)
 MODELS = {
-    "aft": (AutoModelForCausalLM, AFTForCausalLM(AFTConfig(**SMALL, num_heads=2, max_position_embeddings=16))),
-    "aft image": (
-        AutoModelForImageClassification,
-        AFTForImageClassification(
-            AFTConfig(
-                modality="image", aft_type="conv", num_heads=2, image_size=16, patch_size=8, kernel_size=3, **SMALL
-            )
-        ),
-    ),
-    "gpt2": (
-        AutoModelForCausalLM,
-        GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, n_positions=9)),
-    ),
+    "aft": (AutoModelForCausalLM, language_model(hidden_size=8, num_heads=2)),
+    "aft image": (AutoModelForImageClassification, image_model(hidden_size=8, num_heads=2)),
+    "gpt2": (AutoModelForCausalLM, GPT2LMHeadModel(GPT2)),
     "vit": (AutoModelForImageClassification, ViTForImageClassification(ViTConfig(**VIT))),
 }
 
@@ -47,11 +46,12 @@ def saved(tmp_path_factory):
     return root
 
 
-def changed(directory, fields):
-    """Change fields of a saved config, and return the text to restore."""
-    text = (directory / "config.json").read_text()
-    (directory / "config.json").write_text(json.dumps(json.loads(text) | fields))
-    return text
+def changed(source, directory, fields):
+    """Copy a saved model, with other values of fields of its config."""
+    config = json.loads((source / "config.json").read_text())
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config | fields))
+    return directory
 
 
 TOO_LARGE = [
@@ -75,20 +75,19 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize(("name", "fields"), TOO_LARGE, ids=[f"{name} {fields}" for name, fields in TOO_LARGE])
-def test_a_config_of_a_much_larger_model_than_its_weights_is_refused_while_it_is_built(saved, name, fields):
-    text = changed(saved / name, fields)
-    try:
-        with pytest.raises(UnreadableError, match=r"config\.json: describes a model of over .* have only .* bytes"):
-            load_trained(MODELS[name][0], str(saved / name))
-        if name.startswith("aft"):
-            (problem,) = _loading_problems(saved / name, type(MODELS[name][1]))
-            assert "describes a model of over" in problem
-    finally:
-        (saved / name / "config.json").write_text(text)
+def test_a_config_of_a_much_larger_model_than_its_weights_is_refused_while_it_is_built(saved, tmp_path, name, fields):
+    directory = changed(saved / name, tmp_path, fields)
+    with pytest.raises(UnreadableError, match=r"config\.json: describes a model of over .* have only .* bytes"):
+        load_trained(MODELS[name][0], str(directory))
+    if name.startswith("aft"):
+        (problem,) = _loading_problems(directory, type(MODELS[name][1]))
+        assert "describes a model of over" in problem
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_the_size_of_its_weights_is_loaded_and_a_hundred_times_that_is_not(saved, name, monkeypatch):
+def test_a_model_of_the_size_of_its_weights_is_loaded_and_a_hundred_times_that_is_not(
+    saved, tmp_path, name, monkeypatch
+):
     monkeypatch.setattr(loading, "FREE_TENSORS", 0)
     monkeypatch.setattr(loading, "FREE_ELEMENTS", 0)
     # 4-bit weights have two elements in each byte.
@@ -98,17 +97,13 @@ def test_a_model_of_the_size_of_its_weights_is_loaded_and_a_hundred_times_that_i
     for free, fields in (("FREE_TENSORS", {width: 512}), ("FREE_ELEMENTS", {layers: 400})):
         with monkeypatch.context() as patch:
             patch.setattr(loading, free, 10**12)  # only the other bound counts
-            text = changed(saved / name, fields)
-            try:
-                with pytest.raises(UnreadableError, match="describes a model of over"):
-                    load(MODELS[name][0], str(saved / name))
-            finally:
-                (saved / name / "config.json").write_text(text)
+            directory = changed(saved / name, tmp_path, fields)
+            with pytest.raises(UnreadableError, match="describes a model of over"):
+                load(MODELS[name][0], str(directory))
 
 
 def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_path):
-    MODELS["gpt2"][1].save_pretrained(tmp_path)
-    changed(tmp_path, {"n_layer": 200})
+    changed(saved / "gpt2", tmp_path, {"n_layer": 200})
     with pytest.raises(UnreadableError, match="describes a model of over"):
         load(AutoModelForCausalLM, tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").touch()

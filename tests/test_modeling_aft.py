@@ -3,11 +3,9 @@
 import re
 from importlib import metadata
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 from safetensors import safe_open
 from torch.nn import functional as F
 from transformers import (
@@ -15,15 +13,11 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
-    Trainer,
-    TrainingArguments,
-    pipeline,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 )
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import (
     AFTConfig,
@@ -88,46 +82,31 @@ def text_config(request):
     return tiny_config(*request.param)
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind[0] == "image"], ids=" ".join)
-def image_config(request):
-    return tiny_config(*request.param)
-
-
 # -------------------------------------------------------------------------------------------- the paper's structure
 
 
-def count_parameters(**options):
-    config = AFTConfig(modality="image", num_hidden_layers=12, num_labels=1000, position_bias_dim=128, **options)
+PAPER = (  # Tables 7 and 8: type, width, heads, kernel size, image size, and millions of parameters
+    ("full", 192, None, 11, 224, 6.3),
+    ("full", 384, None, 11, 224, 22.6),
+    ("conv", 192, 32, 11, 224, 5.4),
+    ("conv", 192, 192, 11, 224, 5.9),
+    ("conv", 384, 16, 11, 224, 20.3),
+    ("conv", 384, 384, 11, 224, 22.5),
+    ("conv", 384, 384, 15, 224, 23.0),
+    ("conv", 768, 32, 25, 384, 79.864552),  # the paper prints 79.7
+)
+
+
+@pytest.mark.parametrize(("aft_type", "width", "heads", "kernel_size", "image_size", "millions"), PAPER)
+def test_the_number_of_parameters_is_that_of_the_paper(aft_type, width, heads, kernel_size, image_size, millions):
+    sizes = {"hidden_size": width, "num_heads": heads, "kernel_size": kernel_size, "image_size": image_size}
+    sizes |= {"num_hidden_layers": 12, "num_labels": 1000, "position_bias_dim": 128}
     with torch.device("meta"):
-        return AFTForImageClassification(config).num_parameters()
+        model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **sizes))
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-PAPER = {  # millions of parameters, from Tables 7 and 8 of the paper
-    "AFT-full tiny": ({"aft_type": "full", "hidden_size": 192}, 6.3),
-    "AFT-full small": ({"aft_type": "full", "hidden_size": 384}, 22.6),
-    "AFT-conv tiny 11/32": ({"aft_type": "conv", "hidden_size": 192, "num_heads": 32}, 5.4),
-    "AFT-conv tiny 11/192": ({"aft_type": "conv", "hidden_size": 192, "num_heads": 192}, 5.9),
-    "AFT-conv small 11/16": ({"aft_type": "conv", "hidden_size": 384, "num_heads": 16}, 20.3),
-    "AFT-conv small 11/384": ({"aft_type": "conv", "hidden_size": 384, "num_heads": 384}, 22.5),
-    "AFT-conv small 15/384": (
-        {"aft_type": "conv", "hidden_size": 384, "num_heads": 384, "kernel_size": 15},
-        23.0,
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "millions"), PAPER.values(), ids=PAPER)
-def test_the_number_of_parameters_is_that_of_the_paper(options, millions):
-    assert count_parameters(**options) / 1e6 == pytest.approx(millions, abs=0.1)
-
-
-def test_aft_conv_base_at_384_has_79_86_million_parameters():
-    """The architecture that reproduces all other counts of the paper has 79.86 million; the paper prints 79.7."""
-    options = {"hidden_size": 768, "num_heads": 32, "kernel_size": 25, "image_size": 384}
-    assert count_parameters(aft_type="conv", **options) == 79_864_552
-
-
-def test_the_weights_have_the_names_of_the_design(config):
+def test_the_modules_and_weights_have_the_names_of_the_design(config):
     model = build(config)
     names = {name.rpartition(".")[0] for name in model.state_dict()}
     layer = {"layernorm_before", "layernorm_after", "mlp.fc1", "mlp.fc2"}
@@ -137,6 +116,10 @@ def test_the_weights_have_the_names_of_the_design(config):
     own = {f"aft.layers.{i}.mixer" for i in range(LAYERS)}
     assert {name for name in names if not name.startswith("aft.embeddings")} - own == expected
     assert model.base_model_prefix == "aft" and len(model.aft.layers) == LAYERS
+    assert all(layer.mixer.causal is (config.modality == "text") for layer in model.aft.layers)
+    embeddings = "AFTTextEmbeddings" if config.modality == "text" else "AFTImageEmbeddings"
+    # FSDP of Accelerate refuses names of absent modules.
+    assert set(model._no_split_modules) == {embeddings, "AFTLayer"}
 
 
 def test_new_weights_are_drawn_as_the_config_says():
@@ -151,9 +134,6 @@ def test_new_weights_are_drawn_as_the_config_says():
         assert weight.std().item() == pytest.approx(0.03, rel=0.1)
     assert mixer.position_bias_query.std().item() == pytest.approx(0.5, rel=0.2)
     assert mixer.v_proj.bias.eq(0).all()
-
-
-def test_class_token_and_positions_of_images_are_drawn_as_the_config_says():
     embeddings = AFTModel(tiny_config("image", "full", hidden_size=512, initializer_range=0.05)).embeddings
     for parameter in (embeddings.cls_token, embeddings.position_embeddings):
         assert parameter.std().item() == pytest.approx(0.05, rel=0.1)
@@ -187,28 +167,6 @@ def test_an_option_of_the_config_reaches_the_mixers(field, case):
     assert not any(holds(layer.mixer) for layer in default.layers)
 
 
-@pytest.mark.parametrize(("modality", "causal"), (("text", True), ("image", False)))
-def test_text_is_causal_and_images_are_not(modality, causal):
-    for layer in AFTModel(tiny_config(modality, "full")).layers:
-        assert layer.mixer.causal is causal
-
-
-def test_modules_that_are_not_split_over_devices_are_those_of_the_model(config):
-    model = build(config)
-    embeddings = "AFTTextEmbeddings" if config.modality == "text" else "AFTImageEmbeddings"
-    # FSDP of Accelerate refuses names of absent modules.
-    assert set(model._no_split_modules) == {embeddings, "AFTLayer"}
-
-
-def test_the_config_selects_any_implementation(config):
-    model, inputs = build(config), inputs_of(config)
-    for name in ("reference", "portable", "auto"):
-        other = head_class(config)(tiny_config(config.modality, config.aft_type, mixing_implementation=name)).eval()
-        other.load_state_dict(model.state_dict())
-        assert all(layer.mixer.implementation == name for layer in other.aft.layers)
-        torch.testing.assert_close(other(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------ forward and backward
 
 
@@ -240,73 +198,32 @@ def test_the_loss_of_text_is_the_cross_entropy_of_the_next_token(text_config):
     torch.testing.assert_close(output.loss, expected)
 
 
-LOSSES = {
-    "classes": ({}, torch.tensor([1, 4]), F.cross_entropy),
-    "one number": (
-        {"num_labels": 1, "problem_type": "regression"},
-        torch.tensor([0.5, -2.0]),
-        lambda logits, labels: F.mse_loss(logits.squeeze(1), labels),
-    ),
-    "several numbers": ({"problem_type": "regression"}, torch.randn(2, LABELS), F.mse_loss),
-    "several labels": (
-        {"problem_type": "multi_label_classification"},
-        torch.randint(0, 2, (2, LABELS)).float(),
-        F.binary_cross_entropy_with_logits,
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "labels", "loss"), LOSSES.values(), ids=LOSSES)
-def test_the_loss_of_images_is_that_of_the_problem_type(options, labels, loss):
-    config = tiny_config("image", "conv", **options)
-    output = build(config)(**inputs_of(config), labels=labels)
-    torch.testing.assert_close(output.loss, loss(output.logits, labels))
-
-
-def test_hidden_states_are_the_embeddings_and_one_per_layer(config):
-    model = build(config).aft
-    output = model(**inputs_of(config), output_hidden_states=True)
-    assert len(output.hidden_states) == LAYERS + 1
-    assert {x.shape for x in output.hidden_states} == {output.last_hidden_state.shape}
-    assert output.hidden_states[-1].equal(output.last_hidden_state)
-    after_one_layer = model.layers[0](output.hidden_states[0], grid_size=(4, 4))
-    torch.testing.assert_close(output.hidden_states[1], after_one_layer)
-
-
-def test_attentions_are_one_per_layer_of_every_feature_and_pair_of_positions(config):
-    model = build(config)
-    output = model(**inputs_of(config), output_attentions=True)
-    length = 19 if config.modality == "text" else 16 + config.use_cls_token
-    assert [x.shape for x in output.attentions] == [(2, WIDTH, length, length)] * LAYERS
-    torch.testing.assert_close(output.logits, model(**inputs_of(config)).logits)
-    assert model(**inputs_of(config)).attentions is None
+def test_the_loss_of_images_is_that_of_the_problem_type():
+    for options, labels, loss in (
+        ({}, torch.tensor([1, 4]), F.cross_entropy),
+        ({"problem_type": "multi_label_classification"}, torch.rand(2, LABELS), F.binary_cross_entropy_with_logits),
+    ):
+        config = tiny_config("image", "conv", **options)
+        output = build(config)(**inputs_of(config), labels=labels)
+        torch.testing.assert_close(output.loss, loss(output.logits, labels))
 
 
 def test_attentions_times_values_are_what_the_first_layer_adds(config):
     """Checks Eq. 3 through the whole model."""
     model = build(config).aft
     output = model(**inputs_of(config), output_attentions=True, output_hidden_states=True)
+    length = output.last_hidden_state.shape[1]
+    assert [x.shape for x in output.attentions] == [(2, WIDTH, length, length)] * LAYERS
+    assert len(output.hidden_states) == LAYERS + 1 and output.hidden_states[-1].equal(output.last_hidden_state)
     layer, inputs = model.layers[0], output.hidden_states[0]
     values = layer.mixer.v_proj(layer.layernorm_before(inputs))
     mixed = layer.mixer.o_proj(torch.einsum("bdts,bsd->btd", output.attentions[0], values))
     expected = inputs + mixed
     expected = expected + layer.mlp(layer.layernorm_after(expected))
     torch.testing.assert_close(output.hidden_states[1], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ("hidden_states", "attentions"))
-def test_the_config_can_ask_for_outputs(name):
-    config = tiny_config("text", "local", **{f"output_{name}": True})
-    assert len(build(config)(**inputs_of(config))[name]) == LAYERS + (name == "hidden_states")
-
-
-def test_outputs_come_as_a_tuple_on_request(config):
-    model, inputs = build(config), inputs_of(config) | {"labels": labels_of(config), "output_hidden_states": True}
-    loss, logits, *_, hidden_states = model(**inputs, return_dict=False)
-    output = model(**inputs)
-    assert loss.equal(output.loss) and logits.equal(output.logits)
-    assert all(x.equal(y) for x, y in zip(hidden_states, output.hidden_states))
-    assert isinstance(model.aft(**inputs_of(config), return_dict=False), tuple)
+    plain = model(**inputs_of(config))
+    torch.testing.assert_close(output.last_hidden_state, plain.last_hidden_state)
+    assert plain.attentions is None
 
 
 def loss_gradients(model, config):
@@ -316,7 +233,14 @@ def loss_gradients(model, config):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def assert_checkpointing_gives_equal_gradients(config):
+CHECKPOINTED = [tiny_config(*kind) for kind in KINDS]
+# The random numbers of the forward pass are drawn again in the backward pass.
+CHECKPOINTED += [tiny_config("image", "conv", **{field: 0.3}) for field in ("hidden_dropout_prob", "drop_path_rate")]
+CHECKPOINTED += [tiny_config("image", "conv", position_bias_selection="gumbel")]
+
+
+@pytest.mark.parametrize("config", CHECKPOINTED, ids=lambda config: f"{config.modality} {config.aft_type}")
+def test_gradient_checkpointing_gives_equal_gradients(config):
     model = build(config).train()
     runs = []
     model.aft.layers[0].mixer.register_forward_hook(lambda *_: runs.append(1))
@@ -325,35 +249,6 @@ def assert_checkpointing_gives_equal_gradients(config):
     model.gradient_checkpointing_enable()
     torch.testing.assert_close(loss_gradients(model, config), expected)
     assert len(runs) == 3  # recomputed in the backward pass
-
-
-def test_gradient_checkpointing_gives_equal_gradients(config):
-    assert_checkpointing_gives_equal_gradients(config)
-
-
-@pytest.mark.parametrize(
-    "options",
-    ({"hidden_dropout_prob": 0.2}, {"drop_path_rate": 0.3}, {"position_bias_selection": "gumbel"}),
-    ids=str,
-)
-def test_gradient_checkpointing_draws_the_same_random_numbers_again(options):
-    assert_checkpointing_gives_equal_gradients(tiny_config("image", "conv", **options))
-
-
-def test_a_list_of_types_gives_each_layer_its_own():
-    types = ["full", "local", "simple", "conv", "alibi"]
-    model = build(tiny_config("text", types, num_hidden_layers=5))
-    names = [type(layer.mixer).__name__ for layer in model.aft.layers]
-    assert names == ["AFTFull", "AFTLocal", "AFTSimple", "AFTConv", "AFTAlibi"]
-    assert model(**inputs_of(model.config)).logits.isfinite().all()
-
-
-def test_a_list_of_types_for_images_has_no_class_token_where_one_is_conv():
-    config = tiny_config("image", ["conv", "full"])
-    model = build(config)
-    assert model(**inputs_of(config)).logits.isfinite().all()
-    assert model.aft.embeddings.cls_token is None
-    assert model.aft.embeddings.position_embeddings.shape == (1, 16, WIDTH)
 
 
 # --------------------------------------------------------------------------------------------------- dropout and depth
@@ -368,9 +263,12 @@ def test_dropout_and_drop_path_change_training_and_not_evaluation(config, field)
     assert dropping(**inputs).logits.equal(expected)
     torch.testing.assert_close(plain.train()(**inputs).logits, expected)
     assert not torch.allclose(dropping.train()(**inputs).logits, expected, atol=1e-3)
+    for layer in dropping.eval().aft.layers:  # which are on by themselves while the rest evaluates
+        layer.dropout.train(), layer.drop_path.train()
+    assert not torch.allclose(dropping(**inputs).logits, expected, atol=1e-3)
 
 
-def test_drop_path_drops_whole_samples_and_keeps_the_expectation():
+def test_drop_path_drops_whole_samples_keeps_the_expectation_and_rises_linearly_with_depth():
     branch = 1 + torch.rand(20_000, 3, 2)
     dropped = AFTDropPath(0.25)(branch)
     kept = dropped.ne(0)
@@ -378,21 +276,8 @@ def test_drop_path_drops_whole_samples_and_keeps_the_expectation():
     assert kept[:, 0, 0].float().mean().item() == pytest.approx(0.75, abs=0.02)
     torch.testing.assert_close(dropped[kept], branch[kept] / 0.75)
     torch.testing.assert_close(dropped.mean(0), branch.mean(0), rtol=0.03, atol=0)
-
-
-def test_the_drop_path_rate_rises_linearly_with_depth():
     model = AFTModel(tiny_config("text", "simple", num_hidden_layers=5, drop_path_rate=0.4))
     assert [layer.drop_path.rate for layer in model.layers] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
-
-
-@pytest.mark.parametrize("options", ({"hidden_dropout_prob": 0.5}, {"drop_path_rate": 0.9}), ids=str)
-def test_dropout_that_is_on_by_itself_drops_while_the_rest_evaluates(options):
-    model = build(tiny_config("text", "simple", **options))
-    inputs = inputs_of(model.config, batch=8)
-    expected = model(**inputs).logits
-    for layer in model.aft.layers:
-        layer.dropout.train(), layer.drop_path.train()
-    assert not torch.allclose(model(**inputs).logits, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("modality", ["text", "image"])
@@ -401,26 +286,17 @@ def test_the_library_knows_the_task_of_a_model_by_the_name_of_its_class(modality
     assert names["aft"] == head_class(tiny_config(modality, "simple")).__name__
 
 
-def test_trainer_smooths_the_labels_of_the_next_token(tmp_path):
-    config = tiny_config("text", "simple")
-    model, ids = build(config), inputs_of(config)["input_ids"]
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), label_smoothing_factor=0.2, use_cpu=True))
-    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
-    logits = model(ids).logits[:, :-1].flatten(0, 1)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.2))
-
-
 # --------------------------------------------------------------------------------------------------------- entropy
 
 
 @pytest.mark.parametrize("modality", ("text", "image"))
 def test_entropy_is_reported_apart_and_included_in_the_loss(modality):
-    config = tiny_config(modality, ["conv", "conv"], position_bias_entropy_weight=0.25)
-    model, plain = build(config), build(tiny_config(modality, ["conv", "conv"]))
+    config = tiny_config(modality, ["full", "conv"], position_bias_entropy_weight=0.25)
+    model, plain = build(config), build(tiny_config(modality, ["full", "conv"]))
     plain.load_state_dict(model.state_dict())
     inputs = {**inputs_of(config), "labels": labels_of(config)}
     output, expected = model(**inputs), plain(**inputs)
-    entropy = sum(layer.mixer.position_bias_entropy() for layer in model.aft.layers)
+    entropy = model.aft.layers[1].mixer.position_bias_entropy()  # the conv layer alone has one
     torch.testing.assert_close(output.position_bias_entropy, entropy)
     torch.testing.assert_close(output.loss, expected.loss + 0.25 * entropy)
     torch.testing.assert_close(model(**inputs_of(config)).position_bias_entropy, entropy)
@@ -443,27 +319,14 @@ def test_a_loss_computed_outside_the_model_is_told_that_the_entropy_is_not_in_it
     assert len(said) == 1 and "position_bias_entropy_weight=0.25" in said[0]
 
 
-def test_entropy_counts_the_conv_layers_alone():
-    config = tiny_config("text", ["full", "conv"], position_bias_entropy_weight=0.25)
-    model = build(config)
-    expected = model.aft.layers[1].mixer.position_bias_entropy()
-    torch.testing.assert_close(model(**inputs_of(config)).position_bias_entropy, expected)
-
-
 # ------------------------------------------------------------------------------------------------------ text inputs
-
-
-def test_inputs_embeds_equal_input_ids(text_config):
-    model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
-    embeddings = model.get_input_embeddings()(input_ids)
-    assert model(inputs_embeds=embeddings).logits.equal(model(input_ids).logits)
 
 
 def test_a_padded_row_equals_the_row_alone(text_config):
     model, input_ids = build(text_config), inputs_of(text_config)["input_ids"]
     mask = torch.ones_like(input_ids)
     mask[0, [0, 1, 5, 8, 9, 18]] = mask[1, 15:] = 0
-    logits = model(input_ids, attention_mask=mask).logits
+    logits = model(input_ids, attention_mask=mask, use_cache=False).logits
     for row, real, actual in zip(input_ids, mask.bool(), logits):
         alone = model(row[real].unsqueeze(0)).logits[0]
         torch.testing.assert_close(actual[real], alone, rtol=1e-5, atol=1e-5)
@@ -486,19 +349,6 @@ def test_logits_to_keep_keeps_the_last_positions_or_those_asked_for():
     expected = model(**inputs).logits
     torch.testing.assert_close(model(**inputs, logits_to_keep=3).logits, expected[:, -3:])
     torch.testing.assert_close(model(**inputs, logits_to_keep=torch.tensor([2, 7])).logits, expected[:, [2, 7]])
-
-
-@pytest.mark.parametrize("tied", (False, True))
-def test_token_embeddings_can_be_resized(tied):
-    config = tiny_config("text", "local", tie_word_embeddings=tied)
-    model, inputs = build(config), inputs_of(config)
-    expected = model(**inputs).logits
-    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
-    assert model.config.vocab_size == VOCAB + 8
-    logits = model(**inputs).logits
-    assert logits.shape == (2, 19, VOCAB + 8)
-    torch.testing.assert_close(logits[..., :VOCAB], expected)
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) is tied
 
 
 # ------------------------------------------------------------------------------------------------------ image inputs
@@ -528,65 +378,50 @@ def test_patches_are_rows_then_columns_of_pixels():
 
 
 @pytest.mark.parametrize("aft_type", ("full", "local", "simple"))
-def test_images_with_a_class_token_are_classified_by_it(aft_type):
-    config = tiny_config("image", aft_type)
-    output = build(config).aft(**inputs_of(config))
-    assert output.last_hidden_state.shape == (2, 17, WIDTH)
-    assert output.pooler_output.equal(output.last_hidden_state[:, 0])
+def test_images_with_a_class_token_are_classified_by_it_or_by_the_mean_of_the_patches(aft_type):
+    for pooling in ("cls", "mean"):
+        config = tiny_config("image", aft_type, pooling=pooling)
+        output = build(config).aft(**inputs_of(config))
+        assert output.last_hidden_state.shape == (2, 17, WIDTH)
+        cls_token, patches = output.last_hidden_state[:, 0], output.last_hidden_state[:, 1:]
+        torch.testing.assert_close(output.pooler_output, cls_token if pooling == "cls" else patches.mean(1))
 
 
-def test_images_may_pool_by_mean_beside_a_class_token():
-    config = tiny_config("image", "full", pooling="mean")
-    output = build(config).aft(**inputs_of(config))
-    torch.testing.assert_close(output.pooler_output, output.last_hidden_state[:, 1:].mean(1))
-
-
-WRONG = {
-    "channels": (("image", "conv"), {"pixel_values": torch.zeros(2, 1, 16, 16)}, r"3, height.*\(2, 1, 16, 16\)"),
-    "no batch": (("image", "conv"), {"pixel_values": torch.zeros(3, 16, 16)}, r"got \(3, 16, 16\)"),
-    "part of a patch": (("image", "conv"), {"pixel_values": torch.zeros(2, 3, 16, 18)}, "4 x 4, got 16 x 18"),
-    "empty": (("image", "conv"), {"pixel_values": torch.zeros(2, 3, 0, 16)}, "0 x 16"),
-    "size": (("image", "full"), {"pixel_values": torch.zeros(2, 3, 24, 16)}, "24 x 16 .* image_size=16 x 16"),
-    "no image": (("image", "full"), {}, "pixel_values"),
-    "neither": (("text", "full"), {}, "input_ids or inputs_embeds"),
-    "both": (
+WRONG = [
+    (("image", "conv"), {"pixel_values": torch.zeros(2, 1, 16, 16)}, r"3, height.*\(2, 1, 16, 16\)"),
+    (("image", "conv"), {"pixel_values": torch.zeros(3, 16, 16)}, r"got \(3, 16, 16\)"),
+    (("image", "conv"), {"pixel_values": torch.zeros(2, 3, 16, 18)}, "4 x 4, got 16 x 18"),
+    (("image", "conv"), {"pixel_values": torch.zeros(2, 3, 0, 16)}, "0 x 16"),
+    (("image", "full"), {"pixel_values": torch.zeros(2, 3, 24, 16)}, "24 x 16 .* image_size=16 x 16"),
+    (("image", "full"), {}, "pixel_values"),
+    (("text", "full"), {}, "input_ids or inputs_embeds"),
+    (
         ("text", "full"),
         {"input_ids": torch.zeros(1, 3, dtype=torch.long), "inputs_embeds": torch.zeros(1, 3, WIDTH)},
         "input_ids or inputs_embeds",
     ),
-    "long text": (
-        ("text", "full"),
-        {"input_ids": torch.zeros(1, 50, dtype=torch.long)},
-        "50 .*max_position_embeddings=48",
-    ),
-    "long text of simple": (("text", "simple"), {"input_ids": torch.zeros(1, 50, dtype=torch.long)}, "50 .*=48"),
-    "mask": (
+    (("text", "full"), {"input_ids": torch.zeros(1, 50, dtype=torch.long)}, "50 .*max_position_embeddings=48"),
+    (("text", "simple"), {"input_ids": torch.zeros(1, 50, dtype=torch.long)}, "50 .*=48"),
+    (
         ("text", "full"),
         {"input_ids": torch.zeros(1, 5, dtype=torch.long), "attention_mask": torch.ones(1, 4)},
         r"\(1, 5\).* got \(1, 4\)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("kind", "inputs", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("kind", "inputs", "message"), WRONG, ids=[each[-1] for each in WRONG])
 def test_a_wrong_input_is_a_value_error_that_names_it(kind, inputs, message):
     model = build(tiny_config(*kind))
     with pytest.raises(ValueError, match=message):
         model.aft(**inputs)
 
 
-@pytest.mark.parametrize(
-    ("model_class", "modality"),
-    (
-        (AFTForCausalLM, "image"),
-        (AFTForSequenceClassification, "image"),
-        (AFTForTokenClassification, "image"),
-        (AFTForImageClassification, "text"),
-    ),
-)
-def test_a_head_of_the_other_modality_is_a_value_error(model_class, modality):
-    with pytest.raises(ValueError, match=f'{model_class.__name__} .* got "{modality}"'):
-        model_class(tiny_config(modality, "full"))
+def test_a_head_of_the_other_modality_is_a_value_error():
+    heads = dict.fromkeys((AFTForCausalLM, AFTForSequenceClassification, AFTForTokenClassification), "image")
+    for model_class, modality in (heads | {AFTForImageClassification: "text"}).items():
+        with pytest.raises(ValueError, match=f'{model_class.__name__} .* got "{modality}"'):
+            model_class(tiny_config(modality, "full"))
 
 
 # --------------------------------------------------------------------------------------------------- saved and loaded
@@ -607,19 +442,6 @@ def test_a_saved_model_loads_by_its_class_and_the_auto_classes_with_equal_output
     assert backbone(**inputs).last_hidden_state.equal(model.aft(**inputs).last_hidden_state)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.bfloat16, 0.1), (torch.float16, 0.01)), ids=str)
-def test_a_model_loads_in_half_precision(config, dtype, tolerance, tmp_path):
-    model = build(config)
-    model.save_pretrained(tmp_path)
-    loaded = head_class(config).from_pretrained(tmp_path, dtype=dtype)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    logits = loaded(**inputs_of(config)).logits
-    assert logits.dtype == dtype
-    expected = model(**inputs_of(config)).logits
-    scale = expected.abs().max().item()
-    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=tolerance * scale)
-
-
 def test_tied_weights_are_one_tensor_saved_once_and_tied_again_on_loading(tmp_path):
     config = tiny_config("text", "local", tie_word_embeddings=True)
     model = build(config)
@@ -633,62 +455,16 @@ def test_tied_weights_are_one_tensor_saved_once_and_tied_again_on_loading(tmp_pa
     assert loaded(**inputs_of(config)).logits.equal(model(**inputs_of(config)).logits)
 
 
-def test_a_missing_position_bias_is_drawn_anew_on_loading(tmp_path):
-    config = tiny_config("text", "full")
-    state = {name: x for name, x in build(config).state_dict().items() if "position_bias" not in name}
-    loaded, info = AFTForCausalLM.from_pretrained(None, config=config, state_dict=state, output_loading_info=True)
-    assert {name.rpartition(".")[2] for name in info["missing_keys"]} == {"position_bias_query", "position_bias_key"}
-    assert loaded.aft.layers[0].mixer.position_bias_query.std().item() == pytest.approx(0.1, rel=0.3)
-
-
-def saved_classifier(path):
-    names = ["cat", "dog", "owl"]
-    config = tiny_config(
-        "image", "conv", num_labels=3, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)}
-    )
-    model = build(config)
-    model.save_pretrained(path)
-    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(path)
-    return model
-
-
-def random_image():
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def test_the_image_classification_pipeline_runs_from_a_saved_directory(tmp_path):
-    model = saved_classifier(tmp_path)
-    answers = pipeline("image-classification", model=str(tmp_path), device="cpu")(random_image())
-    pixel_values = ViTImageProcessorPil(size={"height": 16, "width": 16})(random_image(), return_tensors="pt")
-    scores = model(**pixel_values).logits.softmax(-1)[0].tolist()
-    expected = dict(zip(("cat", "dog", "owl"), scores))
-    assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(expected, rel=1e-4)
-    assert answers[0]["score"] == max(answer["score"] for answer in answers)
-
-
-def test_the_entropy_term_of_accumulated_batches_is_that_of_the_whole_batch():
-    config = tiny_config("image", "conv", position_bias_entropy_weight=0.5)
-    model = build(config)
-    inputs, labels = inputs_of(config), torch.tensor([0, 1])
-    whole = model(**inputs, labels=labels).loss
+@pytest.mark.parametrize("modality", ("text", "image"))
+def test_the_entropy_term_of_accumulated_batches_is_that_of_the_whole_batch(modality):
+    config = tiny_config(modality, "conv", position_bias_entropy_weight=0.5)
+    model, labels, ((name, rows),) = build(config), labels_of(config), inputs_of(config).items()
+    count = labels.numel() - (len(rows) if modality == "text" else 0)  # the first token of a row is not predicted
     parts = [
-        model(pixel_values=pixels[None], labels=label[None], num_items_in_batch=2).loss
-        for pixels, label in zip(inputs["pixel_values"], labels)
+        model(**{name: row[None]}, labels=label[None], num_items_in_batch=count).loss
+        for row, label in zip(rows, labels)
     ]
-    torch.testing.assert_close(sum(parts), whole)
-    text = tiny_config("text", "conv", position_bias_entropy_weight=0.5)
-    model, ids = build(text), inputs_of(text)["input_ids"]
-    targets = len(ids) * (ids.shape[1] - 1)
-    parts = [model(row[None], labels=row[None], num_items_in_batch=targets).loss for row in ids]
-    torch.testing.assert_close(sum(parts), model(ids, labels=ids).loss)
-
-
-def test_position_ids_that_are_those_of_no_documents_are_refused():
-    config = tiny_config("text", "local")
-    ids = inputs_of(config)["input_ids"]
-    with pytest.raises(ValueError, match="position_ids"):
-        build(config)(ids, position_ids=torch.arange(ids.shape[1])[None].flip(1))
+    torch.testing.assert_close(sum(parts), model(**{name: rows}, labels=labels).loss)
 
 
 def packed(config: AFTConfig, *lengths: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -701,22 +477,15 @@ def packed(config: AFTConfig, *lengths: int) -> tuple[list[torch.Tensor], dict[s
 @pytest.mark.parametrize("aft_type", ["full", "local", "simple", "conv", "alibi"])
 def test_packed_documents_equal_the_documents_one_by_one(aft_type):
     config = tiny_config("text", aft_type)
-    model = build(config).double()  # the gradient of a key's bias is 0, which in float32 is only rounding noise
+    model = build(config)
     documents, row = packed(config, 5, 1, 9, 4)
     expected = torch.cat([model(document).logits for document in documents], 1)
     boundaries = torch.tensor([0, 5, 6, 15, 19], dtype=torch.int32)
     as_boundaries = {"input_ids": row["input_ids"], "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
     for inputs in (row, as_boundaries):
         output = model(**inputs)
-        torch.testing.assert_close(output.logits, expected)
+        torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
         assert output.cache is None
-    gradients = []
-    for logits in (model(**row).logits, expected):
-        model.zero_grad()
-        logits.square().sum().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    for name, theirs in gradients[1].items():
-        torch.testing.assert_close(gradients[0][name], theirs)
 
 
 def test_a_row_of_packed_documents_may_be_longer_than_the_learned_positions():
@@ -778,7 +547,7 @@ def test_the_old_name_of_the_cache_works_with_the_warning_of_the_library():
             torch.testing.assert_close(logits, expected)
 
 
-def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refused(monkeypatch):
+def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refused_as_the_package_requires(monkeypatch):
     said = []
     monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
     newest = ".".join(map(str, modeling_aft.NEWEST_TRANSFORMERS))
@@ -791,9 +560,6 @@ def test_an_untested_release_of_transformers_is_named_once_and_an_old_one_refuse
     for version in ("5.23.1", "4.57.6", "5.9.0"):
         with pytest.raises(ImportError, match=f"needs transformers 5.24 or newer.*{version}"):
             modeling_aft._check_transformers(version)
-
-
-def test_the_package_requires_the_releases_that_the_models_are_tested_with():
     (required,) = [one for one in metadata.requires("aft-hf") if re.match(r"transformers[<>=]", one)]
     (oldest, newest) = modeling_aft.OLDEST_TRANSFORMERS, modeling_aft.NEWEST_TRANSFORMERS
     following = f"{newest[0]}.{newest[1] + 1}"

@@ -14,12 +14,11 @@ import pickle
 import shutil
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
+from saved_models import save_models
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -27,13 +26,10 @@ from transformers import (
     AutoTokenizer,
     CLIPConfig,
     CLIPModel,
-    ViTConfig,
-    ViTForImageClassification,
 )
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from typer.testing import CliRunner
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.cli import app
 from aft_hf.loading import load
 from aft_hf.publishing import publish
@@ -41,9 +37,6 @@ from aft_hf.reading import UnreadableError
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
-
-SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16}
-IMAGES = {"image_size": 8, "patch_size": 4, "id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
 
 
 class Payload:
@@ -58,30 +51,11 @@ class Payload:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A ViT, an AFT image model and an AFT text model with all files that the commands read, and data for both."""
+    """Models with all files that the commands read, and data for them."""
     root = tmp_path_factory.mktemp("models")
-    ViTForImageClassification(ViTConfig(num_attention_heads=2, **SIZES, **IMAGES)).save_pretrained(root / "vit")
-    aft = {"num_heads": 2, "position_bias_dim": 4}
-    config = AFTConfig(modality="image", aft_type="conv", kernel_size=3, **SIZES, **IMAGES, **aft)
-    AFTForImageClassification(config).save_pretrained(root / "image")
-    for name in ("vit", "image"):
-        ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
-    text = AFTConfig(max_position_embeddings=16, window_size=4, **SIZES, **aft)
-    AFTForCausalLM(text).save_pretrained(root / "text")
-    build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
+    save_models(root)
     for name in ("image", "text"):
-        for file, content in {
-            "README.md": "---\nlicense: mit\n---\n# Mine\n",
-            "results.json": '{"metrics": {"validation": {"loss": 1.5}}, "recipe": {}}',
-            "all_results.json": '{"eval_loss": 1.5}',
-            "trainer_state.json": '{"global_step": 3}',
-            "conversion_report.json": '{"source": "x/y", "options": {}, "versions": {}, "tensors": []}',
-        }.items():
-            (root / name / file).write_text(content)
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
-    rows = {"image": [Image.new("RGB", (8, 8))] * 2, "label": [0, 1]}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(root / "image.parquet")
-    (root / "text.txt").write_text("some words " * 20)
+        shutil.copyfile(root / "converted" / "conversion_report.json", root / name / "conversion_report.json")
     return root
 
 
@@ -92,8 +66,8 @@ def trace(tmp_path):
 
 def use(command: str, folder: Path) -> None:
     """Run a command, or the demo, on a folder."""
-    text, aft = "text" in folder.name, folder.parent / "aft"
-    data = folder.parents[1] / ("text.txt" if text else "image.parquet")
+    text, aft = folder.name == "text", folder.parent / "aft"
+    data = folder.parents[1] / ("text.txt" if text else "images")
     sizes = ["--kernel-size", "3", "--num-heads", "2"]
     distill = ["--distill", "--steps", "1", "--batch-size", "2", "--init", "paper"]
     kind = "attention" if folder.name == "vit" else "keys"
@@ -131,8 +105,8 @@ def planted(folders, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
 
     def copy(name):
-        for data in ("image.parquet", "text.txt"):
-            shutil.copyfile(folders / data, tmp_path / data)
+        shutil.copytree(folders / "images", tmp_path / "images", dirs_exist_ok=True)
+        shutil.copyfile(folders / "text.txt", tmp_path / "text.txt")
         return Path(shutil.copytree(folders / name, tmp_path / "work" / name, dirs_exist_ok=True))
 
     return copy
@@ -161,8 +135,7 @@ def test_payloads_run_where_they_are_asked_to(trace):
 
 @pytest.mark.parametrize(("command", "name"), CASES)
 def test_the_folders_are_whole_without_payloads(planted, command, name):
-    if command != "publish":  # which refuses the short README
-        use(command, planted(name))
+    use(command, planted(name))
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)
@@ -198,15 +171,15 @@ def test_no_pickle_beside_the_files_of_a_model_runs(planted, trace, command, nam
 def test_no_module_in_the_folder_runs(planted, trace, command, name):
     folder, code = planted(name), f"import os\nos.mkdir({str(trace)!r})\n"
     own = [path.name for path in folder.glob("*.py")]
-    modules = (
+    modules = [
         "evil.py",
         "__init__.py",
         "sitecustomize.py",
         "custom_generate/generate.py",
         "tokenizer.py",
         "handler.py",
-    )
-    for file in [*own, *modules]:
+    ]
+    for file in own + modules:
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(code)
     run(command, folder, trace)
@@ -250,8 +223,7 @@ def fetching(trace, monkeypatch):
 
 @pytest.mark.parametrize(("command", "name"), MORE_CASES)
 def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, fetching):
-    if command != "publish":  # which refuses the short README
-        use(command, planted(name))
+    use(command, planted(name))
     for value in ("someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"):
         folder = planted(name)
         change_config(folder, attn_implementation=value, _attn_implementation=value, use_kernels=True)

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from tiny_models import language_model
 from transformers import CompileConfig
 
-from aft_hf import AFTCache, AFTConfig, AFTForCausalLM
+from aft_hf import AFTCache, AFTForCausalLM
 from aft_hf.caching_aft import AFTStaticLayerState
 
 
@@ -22,15 +23,9 @@ STATIC_TYPES = {
 
 
 def build(name: str) -> AFTForCausalLM:
-    torch.manual_seed(0)
-    options = {"num_hidden_layers": 2, "position_bias_dim": 8} | STATIC_TYPES[name]
-    options |= {"hidden_size": 16, "vocab_size": 40, "max_position_embeddings": 64}
-    config = AFTConfig(window_size=5, kernel_size=4, position_bias_init_std=1.0, **options)
-    model = AFTForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("kernel_scale", "kernel_shift")):
-            torch.nn.init.normal_(parameter)
-    return model
+    sizes = {"hidden_size": 16, "num_heads": 1, "vocab_size": 40, "max_position_embeddings": 64}
+    sizes |= {"window_size": 5, "kernel_size": 4, "position_bias_dim": 8}
+    return language_model(**(sizes | STATIC_TYPES[name]))
 
 
 @pytest.fixture(params=STATIC_TYPES)
@@ -58,41 +53,41 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_static_cache_gives_the_tokens_of_no_cache(model, padded):
+def test_a_static_cache_gives_the_tokens_of_no_cache_and_the_attentions_of_a_dynamic_one(model, padded):
     prompts = padded_prompts()
     if not padded:
         prompts["attention_mask"].fill_(1)
     expected = generate(model, prompts, use_cache=False)
-    found = generate(model, prompts, cache_implementation="static")
+    dynamic = generate(model, prompts, output_attentions=True)
+    found = generate(model, prompts, cache_implementation="static", output_attentions=True)
     assert_same(found, expected)
+    torch.testing.assert_close(found.attentions, dynamic.attentions, rtol=1e-4, atol=1e-5)
     cache = found.cache
     assert isinstance(cache, AFTCache) and cache.is_compileable and len(cache.layers) == len(model.aft.layers)
     assert all(isinstance(layer, AFTStaticLayerState) for layer in cache.layers)
     assert int(cache.get_seq_length()) == 9 + 12 - 1
+    beams, static = (
+        model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False, cache_implementation=name)
+        for name in (None, "static")
+    )
+    assert torch.equal(static, beams)
 
 
-def test_the_tensors_of_a_static_cache_stay_in_place(model):
-    cache = model.aft.new_cache(40)
-    prompts = padded_prompts()
-    with torch.no_grad():
-        model(**prompts, cache=cache)
-        places = [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
-        shapes = [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
-        for _ in range(3):
-            model(input_ids=torch.randint(0, 40, (2, 1)), cache=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        cache.reset()
-    assert places == [{n: x.data_ptr() for n, x in layer._tensors().items()} for layer in cache.layers]
-    assert shapes == [{n: x.shape for n, x in layer._tensors().items()} for layer in cache.layers]
+def test_the_tensors_of_a_static_cache_stay_in_place_and_begin_anew_after_a_reset(model):
+    def places():
+        tensors = [x for layer in cache.layers for x in layer._tensors().values()]
+        return [(x.data_ptr(), x.shape) for x in tensors]
 
-
-def test_a_static_cache_that_is_reset_begins_anew(model):
     cache, prompts = model.aft.new_cache(40), padded_prompts()
     with torch.no_grad():
         expected = model(**prompts, cache=model.aft.new_cache(40), output_attentions=True)
         model(**padded_prompts(), cache=cache)
+        before = places()
+        for _ in range(3):
+            model(input_ids=torch.randint(0, 40, (2, 1)), cache=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
         cache.reset()
-        assert int(cache.get_seq_length()) == 0
+        assert places() == before and int(cache.get_seq_length()) == 0
         found = model(**prompts, cache=cache, output_attentions=True)
     real = prompts["attention_mask"].bool()
     torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=1e-4, atol=1e-4)
@@ -122,13 +117,6 @@ def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(m
     assert longer.sequences.shape[1] == 7 + 15
 
 
-def test_beams_with_a_static_cache(model):
-    prompts = padded_prompts()
-    expected = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False)
-    found = model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False, cache_implementation="static")
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("implementation", [None, "static"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
@@ -151,23 +139,7 @@ def test_new_tokens_continue_the_static_cache_of_an_earlier_call(model):
     assert torch.equal(second.sequences, expected.sequences)
 
 
-def test_attentions_with_a_static_cache_are_those_of_a_dynamic_one(model):
-    prompts = padded_prompts()
-    expected = generate(model, prompts, 4, output_attentions=True)
-    found = generate(model, prompts, 4, output_attentions=True, cache_implementation="static")
-    for mine, theirs in zip(found.attentions, expected.attentions):
-        for a, b in zip(mine, theirs):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_full_has_no_static_cache():
-    config = AFTConfig(aft_type="full", num_hidden_layers=1, hidden_size=8, position_bias_dim=2, vocab_size=40)
-    model = AFTForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="constant size"):
-        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, cache_implementation="static")
-
-
-def test_a_static_cache_longer_than_the_learned_positions_is_refused():
+def test_a_static_cache_of_full_or_longer_than_the_learned_positions_is_refused():
     model = build("local")
     with pytest.raises(ValueError, match=r"79 tokens .* max_position_embeddings=64"):
         model.aft.new_cache(79)
@@ -175,11 +147,10 @@ def test_a_static_cache_longer_than_the_learned_positions_is_refused():
         torch.tensor([[1, 2]]), max_new_tokens=78, min_new_tokens=78, cache_implementation="static", pad_token_id=0
     )
     assert generated.shape == (1, 65)  # the last position predicts one token more
-
-
-def test_generate_batch_says_what_to_do_instead():
+    with pytest.raises(ValueError, match="constant size"):
+        language_model("full").generate(torch.tensor([[1, 2]]), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(NotImplementedError, match="padded batch"):
-        build("simple").generate_batch(inputs=[[1, 2]], max_new_tokens=2)
+        model.generate_batch(inputs=[[1, 2]], max_new_tokens=2)
 
 
 def test_a_static_cache_that_is_filled_in_inference_mode_is_continued_without_it(model):

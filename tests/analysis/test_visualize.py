@@ -5,13 +5,14 @@ import re
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from PIL import Image
 from transformers import BeitConfig, BeitForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from typer.testing import CliRunner
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf import build_byte_tokenizer
 from aft_hf.analysis import (
     bias_maps,
     complete_images,
@@ -26,51 +27,33 @@ from aft_hf.analysis import (
 from aft_hf.cli import app
 
 
-SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2}
+SMALL = {"hidden_size": 8, "num_heads": 2}
 TYPES = ["conv", "full", "local", "simple"]
 
 
-def randomized(model):
-    """Give a model random position biases."""
-    for name, parameter in model.named_parameters():
-        if "kernel" in name or "position_bias" in name:
-            torch.nn.init.normal_(parameter)
-    return model.eval()
-
-
 def image_model(aft_type="conv"):
-    sizes = {"image_size": (8, 12), "patch_size": 2, "num_labels": 3, "kernel_size": 3}
-    return randomized(AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **SMALL, **sizes)))
+    return tiny_models.image_model(aft_type, image_size=(8, 12), patch_size=2, num_labels=3, kernel_size=3, **SMALL)
 
 
 def text_model(aft_type="local"):
-    config = AFTConfig(aft_type=aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
-    return randomized(AFTForCausalLM(config))
+    return tiny_models.language_model(aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
 
 
 def pixel_model(side=4):
-    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side}
-    return randomized(AFTForCausalLM(AFTConfig(position_bias_dim=4, window_size=4, **SMALL, **sizes)))
+    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side, "window_size": 4}
+    return tiny_models.language_model(**SMALL, **sizes)
 
 
-# ------------------------------------------------------------------------------------------------------------- arrays
-
-
-@pytest.mark.parametrize("aft_type", TYPES)
-def test_implicit_attention_of_an_image_is_what_the_model_returns(aft_type):
-    model, pixels = image_model(aft_type), torch.randn(1, 3, 8, 12)
-    attentions = model(pixels, output_attentions=True).attentions
-    for row, whole in zip(implicit_attention(model, 7, pixel_values=pixels), attentions):
+@pytest.mark.parametrize(
+    "modality, aft_type", [("image", x) for x in TYPES] + [("text", x) for x in (*TYPES, "alibi")]
+)
+def test_implicit_attention_is_what_the_model_returns(modality, aft_type):
+    model = image_model(aft_type) if modality == "image" else text_model(aft_type)
+    pixels, tokens = {"pixel_values": torch.randn(1, 3, 8, 12)}, {"input_ids": torch.randint(256, (1, 12))}
+    inputs = pixels if modality == "image" else tokens
+    attentions = model(**inputs, output_attentions=True).attentions
+    for row, whole in zip(implicit_attention(model, 7, **inputs), attentions):
         torch.testing.assert_close(row, whole[0, :, 7])
-
-
-@pytest.mark.parametrize("aft_type", [*TYPES, "alibi"])
-def test_implicit_attention_of_a_text_is_what_the_model_returns(aft_type):
-    model, tokens = text_model(aft_type), torch.randint(256, (1, 12))
-    attentions = model(tokens, output_attentions=True).attentions
-    for row, whole in zip(implicit_attention(model, 7, input_ids=tokens), attentions):
-        torch.testing.assert_close(row, whole[0, :, 7])
-        assert row[:, 8:].abs().max() == 0 < row[:, :8].abs().max()
 
 
 def test_keys_are_those_of_the_projection():
@@ -81,28 +64,8 @@ def test_keys_are_those_of_the_projection():
         expected = layer.mixer.k_proj(layer.layernorm_before(x))[0].T
         torch.testing.assert_close(key, expected)
         torch.testing.assert_close(on_patches(key, (4, 6))[1, 2, 3], expected[1, 2 * 6 + 3])
-
-
-def test_a_class_token_is_no_patch():
-    (key, _), grid = key_features(image_model("full"), pixel_values=torch.randn(1, 3, 8, 12)), (4, 6)
-    assert key.shape == (8, 25)
-    torch.testing.assert_close(on_patches(key, grid)[:, 0, 0], key[:, 1])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda model: implicit_attention(model, 24, pixel_values=torch.zeros(1, 3, 8, 12)),
-            r"position must be 0 \.\. 23",
-        ),
-        (lambda model: key_features(model, pixel_values=torch.zeros(2, 3, 8, 12)), "got a batch of 2"),
-        (lambda model: bias_maps(model, "log"), "values must be one of w, exp, expm1"),
-    ],
-)
-def test_what_does_not_exist_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(image_model())
+    (key, _) = key_features(image_model("full"), pixel_values=pixels)  # whose class token is no patch
+    torch.testing.assert_close(on_patches(key, (4, 6))[:, 0, 0], key[:, 1])
 
 
 def test_bias_maps_are_kernels_or_tables():
@@ -115,17 +78,13 @@ def test_bias_maps_are_kernels_or_tables():
     assert table.shape == (2, 16, 16) and (table[:, 9, 2] == 1).all()  # outside the window
 
 
-def test_completions_keep_the_rows_that_are_given_and_follow_the_seed():
+def test_completions_keep_the_rows_that_are_given_and_follow_the_model_and_the_seed():
     model, images = pixel_model(), torch.randint(256, (3, 4, 4, 3), dtype=torch.uint8)
     state = torch.get_rng_state()
     first, again, other = (complete_images(model, images, rows=1, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first[:, :1], images[:, :1]) and first.dtype == torch.uint8 and first.shape == images.shape
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_completions_are_drawn_by_the_model():
-    model, images = pixel_model(), torch.randint(256, (2, 4, 4, 3), dtype=torch.uint8)
     with torch.no_grad():
         model.lm_head.weight.zero_()
         model.aft.layernorm.weight.zero_()
@@ -133,32 +92,6 @@ def test_completions_are_drawn_by_the_model():
         model.lm_head.weight[77] = 100.0  # all probability is on this sub-pixel value
     completed = complete_images(model, images)
     assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
-
-
-def test_models_of_something_else_complete_no_images():
-    with pytest.raises(ValueError, match="a model of sub-pixels"):
-        complete_images(text_model(), torch.zeros(1, 4, 4, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"rows must be 0 \.\. 3"):
-        complete_images(pixel_model(), torch.zeros(1, 4, 4, 3, dtype=torch.uint8), rows=4)
-
-
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
-def luminance(colour):
-    """Relative luminance of a color "#rrggbb", as WCAG 2 defines it."""
-    channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
-
-
-@pytest.mark.parametrize("page", ["#ffffff", "#0d1117"])
-def test_letters_and_curves_stand_out_on_light_and_dark_pages(page):
-    def contrast(colour):
-        low, high = sorted((luminance(colour), luminance(page)))
-        return (high + 0.05) / (low + 0.05)
-
-    assert contrast(pictures.INK) > 4 and min(map(contrast, pictures.CURVES)) > 3
 
 
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
@@ -176,9 +109,6 @@ def test_the_same_picture_is_the_same_file(tmp_path):
     for name in ("a.svg", "b.svg"):
         pictures.save(pictures.draw_maps(maps, scale="own"), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-# ------------------------------------------------------------------------------------------------------------ command
 
 
 @pytest.fixture(scope="module")
@@ -243,12 +173,14 @@ def test_every_kind_of_picture_is_drawn(checkpoints, tmp_path, name, kind, optio
 
 
 @pytest.mark.parametrize("evaluations", ([], [{"step": 10, "accuracy": 0.2}, {"step": 20, "accuracy": 0.5}]), ids=len)
-def test_every_run_has_a_validation_score_in_the_picture_of_its_losses(evaluations):
-    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
+def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_name(evaluations, tmp_path):
+    losses, name = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}], r"x$\frac$y"  # which is no formula
     metrics = {"validation": {"accuracy": 0.5}, "test": {"accuracy": 0.25}}
-    figure = draw_losses([("run", {"metrics": metrics, "losses": losses, "evaluations": evaluations})])
+    figure = draw_losses([(name, {"metrics": metrics, "losses": losses, "evaluations": evaluations})])
     drawn = [list(zip(*axis.lines[0].get_data())) for axis in figure.axes]
     assert drawn == [[(10, 5.0), (20, 4.0)], [(10, 0.2), (20, 0.5)] if evaluations else [(20, 0.5)]]
+    save(figure, tmp_path / "losses.svg")
+    assert name in (tmp_path / "losses.svg").read_text()
 
 
 def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
@@ -279,11 +211,3 @@ def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options
     done = visualize(checkpoints / name, kind, *options)
     assert done.exit_code == 1 and isinstance(done.exception, (ValueError, OSError))
     assert message in str(done.exception)
-
-
-def test_a_name_with_dollars_is_no_formula(tmp_path):
-    name = r"x$\frac$y"
-    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
-    results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses, "evaluations": []}
-    save(draw_losses([(name, results)]), tmp_path / "losses.svg")
-    assert name in (tmp_path / "losses.svg").read_text()

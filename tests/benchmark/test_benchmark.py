@@ -9,7 +9,7 @@ from scripts.benchmark import __main__ as command
 from scripts.benchmark import cases as module
 from scripts.benchmark.cases import GROWTH, TABLE, Case, all_cases
 from scripts.benchmark.models import Images, Text, without_mixing
-from scripts.benchmark.page import BEGIN, END, read_records, table, write_page
+from scripts.benchmark.page import BEGIN, END, read_records
 
 
 TINY = Text("local", 48, 1, 64)
@@ -90,13 +90,3 @@ def test_the_command_measures_what_is_missing_and_writes_the_page(tmp_path, monk
     assert {"benchmark_text.svg", "benchmark_images.svg"} == {x.name for x in (tmp_path / "images").iterdir()}
     with pytest.raises(ValueError, match="no case matches 'nothing'"):
         command.main(path, only="nothing")
-
-
-def test_the_table_has_speed_share_of_the_limit_and_memory(tmp_path):
-    case = next(all_cases())
-    growth = [made_up(x) for x in all_cases() if x.part == "growth"]
-    lines = table([made_up(case), *growth]).splitlines()
-    assert f"| {TABLE[0][0].name} | ViT | 1.50 (0.90) | - | - | - | 0.50 | - |" in lines
-    assert len([line for line in lines if line.startswith("| AFT")]) <= 12
-    write_page(tmp_path / "page.md", growth)
-    assert (tmp_path / "images" / "benchmark_text.svg").stat().st_size > 10_000

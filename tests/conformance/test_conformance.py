@@ -1,6 +1,6 @@
 """The common model tests of transformers on AFT models of every type: `make conformance`.
 
-docs/conformance.md lists the skipped tests with the reasons.
+docs/conformance.md says which tests are skipped, and why.
 """
 
 import unittest
@@ -132,37 +132,10 @@ class ImageTests(AFTTests):
             self.assertIsNone(model.get_output_embeddings())
 
 
-class TextFullTest(TextTests, unittest.TestCase):
-    aft_type = "full"
-
-
-class TextLocalTest(TextTests, unittest.TestCase):
-    aft_type = "local"
-
-
-class TextSimpleTest(TextTests, unittest.TestCase):
-    aft_type = "simple"
-
-
-class TextConvTest(TextTests, unittest.TestCase):
-    aft_type = "conv"
-
-
-class TextAlibiTest(TextTests, unittest.TestCase):
-    aft_type = "alibi"
-
-
-class ImageFullTest(ImageTests, unittest.TestCase):
-    aft_type = "full"
-
-
-class ImageLocalTest(ImageTests, unittest.TestCase):
-    aft_type = "local"
-
-
-class ImageSimpleTest(ImageTests, unittest.TestCase):
-    aft_type = "simple"
-
-
-class ImageConvTest(ImageTests, unittest.TestCase):
-    aft_type = "conv"
+for _tests, _types in (
+    (TextTests, ("full", "local", "simple", "conv", "alibi")),
+    (ImageTests, ("full", "local", "simple", "conv")),
+):
+    for _type in _types:  # TextFullTest, TextLocalTest ...
+        _name = f"{_tests.__name__.removesuffix('Tests')}{_type.capitalize()}Test"
+        globals()[_name] = type(_name, (_tests, unittest.TestCase), {"aft_type": _type, "__module__": __name__})

@@ -1,7 +1,5 @@
 """Training data of image classification: samples, crops and the augmentation of batches."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -102,13 +100,3 @@ def test_erasing_makes_a_part_of_each_image_noise(batch):
     assert (share > 0).all() and (share < 0.5).all()
     noise = pixels[erased]  # thousands of normal numbers: the bounds are at least five standard errors
     assert noise.numel() > 2000 and noise.mean().abs() < 0.12 and (noise.std() - 1).abs() < 0.1
-
-
-def test_the_same_seed_gives_the_same_batch(batch):
-    augment = BatchAugmentation(5, MEAN, STD, rand_augment_operations=2, erasing=0.25, mixup=0.8, cutmix=1.0)
-    results = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        results.append(augment(*batch)[0])
-    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
-    assert math.isfinite(results[0].sum())

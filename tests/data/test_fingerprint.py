@@ -67,7 +67,7 @@ def test_of_a_large_file_blocks_from_the_first_to_the_last_count(tmp_path, monke
     assert sum_file(path) != before
 
 
-def test_any_image_label_or_order_of_rows_counts():
+def test_any_image_label_sample_or_order_of_rows_counts():
     pixels, labels = pictures(), [0, 1, 0, 1, 0, 1, 0, 1, 0]
     before = sum_rows(rows(pixels, labels), "image", "label")
     assert sum_rows(rows(pixels, labels), "image", "label") == before
@@ -80,6 +80,9 @@ def test_any_image_label_or_order_of_rows_counts():
     others.append(sum_rows(rows(pixels, labels).select([1, 0, *range(2, 9)]), "image", "label"))
     others.append(sum_rows(rows(pixels, labels).select(range(8)), "image", "label"))
     assert len({before, *others}) == 21
+    samples = [{"x": np.arange(3), "y": np.float32(1)}, {"x": np.arange(3), "y": np.float32(2)}]
+    assert sum_samples(samples) == sum_samples(samples)
+    assert len({sum_samples(samples), sum_samples(samples[::-1]), sum_samples(samples[:1])}) == 3
 
 
 def test_of_many_rows_some_count_and_all_labels(monkeypatch):
@@ -95,17 +98,18 @@ def test_of_many_rows_some_count_and_all_labels(monkeypatch):
 
 
 def test_images_in_a_folder_count_by_their_files_wherever_it_lies(tmp_path):
+    def sums(folder: Path) -> tuple[str, str]:
+        return sum_rows(load_local(folder), "image", "label"), sum_files(local_files(train=str(folder)))
+
     folder = write_folder(tmp_path / "one", pictures())
-    before = sum_rows(load_local(folder), "image", "label"), sum_files(local_files(train=str(folder)))
-    moved = shutil.copytree(folder, tmp_path / "elsewhere/two")
-    assert (sum_rows(load_local(moved), "image", "label"), sum_files(local_files(train=str(moved)))) == before
+    before, moved = sums(folder), shutil.copytree(folder, tmp_path / "elsewhere/two")
+    assert sums(moved) == before
     changed = pictures()
     changed[4][0, 0, 0] ^= 1
-    other = write_folder(tmp_path / "three", changed)
-    after = sum_rows(load_local(other), "image", "label"), sum_files(local_files(train=str(other)))
+    after = sums(write_folder(tmp_path / "three", changed))
     assert after[0] != before[0] and after[1] != before[1]
     (moved / "b").rename(moved / "c")
-    assert sum_files(local_files(train=str(moved))) != before[1]
+    assert sums(moved)[1] != before[1]
 
 
 def test_files_of_a_stream_are_those_of_the_training_split(tmp_path):
@@ -114,12 +118,6 @@ def test_files_of_a_stream_are_those_of_the_training_split(tmp_path):
     assert [path.name for path in local_files(str(tmp_path))] == ["train-0.parquet", "train-1.parquet"]
     assert load_dataset(str(tmp_path), split="train", streaming=True).num_shards == 2
     assert local_files("nobody/no-such-dataset") == []
-
-
-def test_samples_count_by_their_numbers():
-    samples = [{"x": np.arange(3), "y": np.float32(1)}, {"x": np.arange(3), "y": np.float32(2)}]
-    assert sum_samples(samples) == sum_samples(samples)
-    assert len({sum_samples(samples), sum_samples(samples[::-1]), sum_samples(samples[:1])}) == 3
 
 
 @given(st.integers(1, 1000), st.integers(2, 300))

@@ -113,8 +113,6 @@ def test_images_stand_upright_as_their_exif_data_say():
     assert upright.size == (6, 4) and upright.getpixel((5, 0)) == (255, 0, 0)
 
 
-# Resizing
-
 SHORTER = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}
 PROCESSORS = {
     "shorter side": DeiTImageProcessorPil(**SHORTER),
@@ -142,8 +140,6 @@ def test_what_fits_the_limit_is_resized(monkeypatch):
     with pytest.raises(ImageError, match="an image: 10 x 21 pixels cannot be resized to 64 x 134"):
         pixel_values(processor, [Image.new("L", (10, 21))])
 
-
-# Images in folders and parquet files
 
 MAKERS = {
     "classification": TrainingImages({0: 0, 1: 1}, size=224, crop_scale=None, seed=0),

@@ -19,10 +19,11 @@ def test_each_epoch_takes_each_sample_at_most_once_in_a_new_order():
     assert [len(epoch) for epoch in epochs] == [16, 16, 16]  # 23 samples make two batches of 8
     assert all(len(set(epoch)) == 16 and set(epoch) <= set(range(23)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_a_run_that_begins_later_takes_the_same_batches():
     assert batches(start=3) == batches()[3 * 4 :]
+    assert list(GlobalBatches(23, 8, 2, seed=6, start=0, stop=6)) != batches()
+    assert sorted(key.index for batch in batches(num_samples=8, stop=1) for key in batch) == list(range(8))
+    with pytest.raises(ValueError, match="7 samples, fewer than global_batch_size=8"):
+        batches(num_samples=7)
 
 
 def test_processes_share_the_micro_batches_of_one_process():
@@ -39,11 +40,6 @@ def test_another_micro_batch_size_cuts_the_same_global_batches():
         assert of_step[0] == of_step[1] and len(of_step[0]) == 8
 
 
-def test_another_seed_is_another_order():
-    other = list(GlobalBatches(23, 8, 2, seed=6, start=0, stop=6))
-    assert other != batches()
-
-
 def test_repetitions_of_a_sample_come_into_different_micro_batches():
     first_epoch = batches(num_samples=24, size=12, micro=4, stop=2, repetitions=3)
     counts = Counter(key.index for batch in first_epoch for key in batch)
@@ -58,12 +54,3 @@ def test_the_random_numbers_of_a_sample_are_its_own():
     draws = {key: key.random(1).random() for key in (SampleKey(0, 1), SampleKey(1, 0), SampleKey(0, 1, 1))}
     assert len(set(draws.values())) == 3
     assert SampleKey(0, 1).random(1).random() == draws[SampleKey(0, 1)] != SampleKey(0, 1).random(2).random()
-
-
-def test_an_epoch_may_be_one_batch():
-    assert sorted(key.index for batch in batches(num_samples=8, stop=1) for key in batch) == list(range(8))
-
-
-def test_less_than_a_batch_is_an_error():
-    with pytest.raises(ValueError, match="7 samples, fewer than global_batch_size=8"):
-        batches(num_samples=7)

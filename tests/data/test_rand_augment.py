@@ -43,15 +43,13 @@ PILLOW = {
 }
 
 
-def test_there_is_a_reference_for_every_operation():
-    assert PILLOW.keys() == OPERATIONS.keys()
-
-
-@pytest.mark.parametrize("name", PILLOW)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_is_that_of_pillow(name):
     strength, reference = PILLOW[name]
     pixels = torch.from_numpy(picture()).permute(2, 0, 1).float().div(255).expand(2, -1, -1, -1)
-    changed = OPERATIONS[name](pixels, torch.tensor([0.0, strength])).clamp(0, 1)[1]  # one strength per image
+    weak, changed = OPERATIONS[name](pixels, torch.tensor([0.0, strength])).clamp(0, 1)  # one strength per image
+    if name not in ("auto_contrast", "equalize", "invert", "posterize"):
+        assert (weak - pixels[0]).abs().mean() < 1e-3
     expected = np.asarray(reference(Image.fromarray(picture()))).astype(float)
     difference = np.abs(changed.permute(1, 2, 0).numpy() * 255 - expected).max(-1)
     # Pillow rounds to integers, once or twice. At the border of a moved picture, interpolations differ.
@@ -72,13 +70,6 @@ def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
     assert (
         distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
     )  # at most both signs of each operation, and the picture itself
-
-
-def test_a_magnitude_of_zero_changes_little_and_a_larger_one_changes_more():
-    pixels = torch.from_numpy(picture()).permute(2, 0, 1).float().div(255).expand(1, -1, -1, -1)
-    for name in OPERATIONS.keys() - {"auto_contrast", "equalize", "invert", "posterize"}:
-        weak, strong = (OPERATIONS[name](pixels, torch.tensor([x])).clamp(0, 1) for x in (0.0, 0.9))
-        assert (weak - pixels).abs().mean() < 1e-3 < (strong - pixels).abs().mean(), name
 
 
 def test_what_comes_in_from_outside_has_the_fill_colour():

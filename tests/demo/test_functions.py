@@ -46,19 +46,14 @@ def pixel_demo(models):
     return pixel_tab.PixelDemo(load(models["pixel"]).model)
 
 
-# ----------------------------------------------------------------------------------------------------------- images
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
 def test_probabilities_of_any_kind_of_image(image_demo, mode):
     answer = image_demo.classify(noise(mode=mode))
     assert set(answer) == set("0123456789") and abs(sum(answer.values()) - 1) < 1e-5
-
-
-def test_what_the_model_sees_is_the_image_again(image_demo):
     image = noise(16, 16)
     seen = image_demo.seen(image_demo.pixels(image))
-    assert np.abs(np.asarray(seen, int) - np.asarray(image, int)).max() <= 1
+    assert np.abs(np.asarray(seen, int) - np.asarray(image, int)).max() <= 1  # what the model sees is the image again
+    assert image_demo.classify(None) is None and "Choose an image" in image_demo.look(None, 1, 1, None)[1]
 
 
 def test_maps_change_with_layer_head_and_patch(image_demo):
@@ -71,15 +66,10 @@ def test_maps_change_with_layer_head_and_patch(image_demo):
 def test_the_head_that_is_shown_first_moves_the_weights_and_leaves_several(image_demo):
     with torch.no_grad():
         for layer in image_demo.model.aft.layers:
-            layer.mixer.kernel_scale.zero_()
+            layer.mixer.kernel_scale.zero_(), layer.mixer.kernel_shift.zero_()
         image_demo.model.aft.layers[1].mixer.kernel_scale[2] = 1.0
         image_demo.model.aft.layers[0].mixer.kernel_scale[1] = 100.0  # one patch has all the weight
     assert image_demo.most_telling(noise()) == (2, 3)
-
-
-def test_without_an_image_there_is_a_hint_and_no_error(image_demo):
-    assert image_demo.classify(None) is None
-    assert "Choose an image" in image_demo.look(None, 1, 1, None)[1]
 
 
 @pytest.mark.parametrize("layer, head", [(0, 1), (1, 5)])
@@ -95,9 +85,6 @@ def test_biases_of_patches_that_are_not_seen_are_grey():
     assert (pixels[0, 0] == round(UNSEEN[0] * 255)).all() and pixels[0, 1].min() > 240
 
 
-# ------------------------------------------------------------------------------------------------------------- text
-
-
 def text_of(page):
     return html.unescape(re.sub("<[^>]+>", "", page))
 
@@ -106,12 +93,9 @@ def test_a_text_goes_on_and_repeats(text_demo):
     first, again, other = (list(text_demo.complete("Hello <b>", 20, 1.0, seed)) for seed in (0, 0, 1))
     assert first == again and first[-1] != other[-1] and len(first) > 1
     assert text_of(first[-1]).startswith("Hello <b>") and "<b>" not in first[-1]
-
-
-def test_at_temperature_0_the_text_is_that_of_generate(text_demo):
     prompt = text_demo.tokenizer("abc", return_tensors="pt")
     expected = text_demo.tokenizer.decode(text_demo.model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
-    assert text_of(list(text_demo.complete("abc", 12, 0, 0))[-1]) == expected
+    assert text_of(list(text_demo.complete("abc", 12, 0, 0))[-1]) == expected  # at temperature 0
 
 
 @pytest.mark.parametrize(
@@ -133,33 +117,20 @@ def test_what_a_writer_gets_wrong_is_said(text_demo, prompt, count, temperature,
         list(text_demo.complete(prompt, count, temperature, seed))
 
 
-# ----------------------------------------------------------------------------------------------------------- pixels
-
-
 def test_the_upper_half_stays_and_the_lower_is_made_up(pixel_demo, monkeypatch):
-    made = []
+    made, image = [], noise()
+    page = list(pixel_demo.complete(image, 1.0, 0))[-1]
+    assert all(title in page for title in ("Original", "Given", "Drawing 1", "Drawing 4"))
+    with pytest.raises(ValueError, match="no image yet"):
+        list(pixel_demo.complete(None, 1.0, 0))
     monkeypatch.setattr(type(pixel_demo), "_page", lambda self, original, tokens, given: made.append(tokens.clone()))
-    image = noise()
-    for _ in range(2):
-        list(pixel_demo.complete(image, 1.0, 0))
+    pages = list(pixel_demo.complete(image, 1.0, 0))
+    assert len(pages) == 3  # before, and after each of two rows
+    list(pixel_demo.complete(image, 1.0, 0))
     small = torch.from_numpy(np.asarray(pixel_demo.small(image)).astype(np.int64)).flatten()
     first, second = made[len(made) // 2 - 1], made[-1]
     assert first.shape == (4, 48) and (first[:, :24] == small[:24]).all() and first.max() < 256
     assert (first == second).all() and not (first[0, 24:] == first[1, 24:]).all()
-
-
-def test_original_given_and_completions_are_shown(pixel_demo):
-    pages = list(pixel_demo.complete(noise(), 1.0, 0))
-    assert len(pages) == 3  # before, and after each of two rows
-    assert all(title in pages[-1] for title in ("Original", "Given", "Drawing 1", "Drawing 4"))
-
-
-def test_without_an_image_nothing_is_completed(pixel_demo):
-    with pytest.raises(ValueError, match="no image yet"):
-        list(pixel_demo.complete(None, 1.0, 0))
-
-
-# ----------------------------------------------------------------------------------------------------------- models
 
 
 def test_the_models_of_the_repository_are_shown_unless_another_of_their_kind_is_given(models):
@@ -187,9 +158,6 @@ def test_a_model_that_no_tab_can_show_is_refused(tmp_path):
         load(str(tmp_path / "nowhere"))
     with pytest.raises(Unavailable, match="classify images, and language models"):
         load(str(SHIPPED / "cifar10-vit"))
-
-
-# ------------------------------------------------------------------------------------------------------------ Space
 
 
 def test_the_space_installs_what_the_package_asks_for():

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import image_model, language_model
 from torch import nn
 from torch.export import Dim
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
 from aft_hf.exporting import empty_state, export_step
 
 
@@ -21,20 +21,11 @@ MIXED = ["local", "alibi", "simple", "conv"]
 LONGEST = 128
 
 
-def language_model(layers: int, aft_type: str | list[str]) -> AFTForCausalLM:
-    torch.manual_seed(0)
+def deep_model(layers: int, aft_type: str | list[str]) -> nn.Module:
     types = aft_type if isinstance(aft_type, str) else (aft_type * layers)[:layers]
     sizes = {"hidden_size": 128 if layers > 4 else 16, "num_heads": 4, "position_bias_dim": 16}
     sizes |= {"window_size": 32, "kernel_size": 8, "max_position_embeddings": LONGEST}
-    return with_biases(AFTForCausalLM(AFTConfig(aft_type=types, num_hidden_layers=layers, **sizes)))
-
-
-def with_biases(model: nn.Module) -> nn.Module:
-    """Set the convolution kernels to random values, since they start at 0 and would have no effect."""
-    for name, parameter in model.named_parameters():
-        if "kernel" in name:
-            nn.init.normal_(parameter)
-    return model.eval()
+    return language_model(types, num_hidden_layers=layers, **sizes)
 
 
 def export(model: nn.Module, path: Path, inputs: dict, sizes: dict | None) -> None:
@@ -75,10 +66,13 @@ def count_operators(path: Path) -> Counter:
 
 
 @pytest.mark.parametrize("layers", DEPTHS)
+@pytest.mark.parametrize("aft_type", ["local", "full", "simple", "conv", "alibi"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @torch.no_grad()
-def test_a_deep_language_model_is_exported_and_quantized(layers, dynamic, tmp_path):
-    model = language_model(layers, "local")
+def test_a_deep_language_model_is_exported_and_quantized(layers, aft_type, dynamic, tmp_path):
+    if aft_type != "local" and not (dynamic and layers == 4):
+        pytest.skip("one type stands for all in depth")
+    model = deep_model(layers, aft_type)
     sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
     inputs = {"input_ids": torch.randint(256, (2, 96)), "use_cache": False}
     path = tmp_path / "model.onnx"
@@ -98,29 +92,34 @@ def test_a_deep_language_model_is_exported_and_quantized(layers, dynamic, tmp_pa
 @pytest.mark.parametrize("layers", DEPTHS)
 @torch.no_grad()
 def test_a_step_of_a_deep_language_model_decodes_and_is_quantized(layers, tmp_path):
-    model, tokens = language_model(layers, MIXED), torch.randint(256, (2, 40))
+    """The cache is input and output of the program."""
+    model, tokens = deep_model(layers, MIXED), torch.randint(256, (2, 40))
     path = tmp_path / "step.onnx"
     export_step(model, path)
     expected = model(tokens).logits
     for program, bound in ((path, 1e-6), (quantized(path), 0.05)):
         session = runtime.InferenceSession(program)
         state = {name: tensor.numpy() for name, tensor in empty_state(model, 2).items()}
+        shapes = [x.shape for x in state.values()]
+        assert [value.name for value in session.get_inputs()] == ["input_ids", *state]
         steps = []
         for token in tokens.split(1, 1):
             logits, *following = session.run(None, {"input_ids": token.numpy(), **state})
             state = dict(zip(state, following))
+            assert [x.shape for x in following] == shapes
             steps.append(torch.from_numpy(logits))
+        assert state["seen"].tolist() == [40] * 2
         error = (torch.cat(steps, 1) - expected).square().mean() / expected.square().mean()
         assert error < bound
+    with pytest.raises(ValueError, match="constant size"):  # a cache that grows
+        export_step(deep_model(1, "full"), tmp_path / "full.onnx")
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(12, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_deep_image_classifier_is_exported_for_any_size_and_quantized(layers, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 192 if layers > 2 else 24, "num_heads": 4, "kernel_size": 5, "num_labels": 10}
-    sizes |= {"image_size": 64, "patch_size": 8, "num_hidden_layers": layers}
-    model = with_biases(AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **sizes)))
+    sizes = {"hidden_size": 192 if layers > 2 else 24, "num_heads": 4, "image_size": 64, "patch_size": 8}
+    model = image_model("conv", num_hidden_layers=layers, num_labels=10, **sizes)
     shape = {0: Dim("batch", min=1, max=64), 2: 8 * Dim("rows", min=2, max=64), 3: 8 * Dim("columns", min=2, max=64)}
     path, pixels = tmp_path / "model.onnx", torch.randn(2, 3, 64, 48)
     export(model, path, {"pixel_values": pixels}, {"pixel_values": shape})

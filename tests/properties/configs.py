@@ -93,20 +93,12 @@ def _image_fields(draw, used: set[str]) -> dict[str, Any]:
     }
 
 
-COUNTS = ("hidden_size", "num_hidden_layers", "num_heads", "window_size", "kernel_size", "vocab_size")
-COUNTS += ("max_position_embeddings", "num_channels", "position_bias_dim", "intermediate_size")
-FLOATS = ("layer_norm_eps", "initializer_range", "position_bias_init_std", "hidden_dropout_prob", "drop_path_rate")
-FLOATS += ("position_bias_entropy_weight", "gumbel_temperature")
+OF_IMAGES = ("image_size", "patch_size", "patch_stride")  # numbers or pairs of them
+COUNTS = [name for name, (_, largest) in RANGES.items() if isinstance(largest, int) and name not in OF_IMAGES]
+FLOATS = [name for name, (_, largest) in RANGES.items() if isinstance(largest, float)]
 CHOICES = ("modality", "aft_type", "hidden_act", "query_activation", "mixing_implementation", "pooling")
 CHOICES += ("position_bias_selection",)
-SWITCHES = (
-    "qkv_bias",
-    "use_output_projection",
-    "use_query",
-    "global_connectivity",
-    "tie_word_embeddings",
-    "use_cache",
-)
+SWITCHES = [field.name for field in fields(AFTConfig) if isinstance(field.default, bool)]
 NO_NUMBERS = st.sampled_from(["text", "", [], [1], {}, {"a": 1}])
 
 

@@ -1,42 +1,15 @@
-"""Unexpected JSON values and malformed files, saved models to put them into, and the commands that read them."""
+"""Unexpected JSON values and malformed files, and the commands that read them."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-from transformers import ViTConfig, ViTForImageClassification
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
-from aft_hf.conversion import save_converted
-from aft_hf.publishing import write_card
-
 
 MISSING = object()
-VALUES = {
-    "null": None,
-    "true": True,
-    "zero": 0,
-    "minus one": -1,
-    "a number": 7,
-    "a fraction": 0.5,
-    "NaN": math.nan,
-    "infinity": math.inf,
-    "a billion": 10**9,
-    "an integer of 400 digits": 10**400,
-    "a string": "text",
-    "an empty string": "",
-    "a list": [1],
-    "an empty list": [],
-    "lists in lists": [[["text"]]],
-    "an object": {"a": 1},
-    "an empty object": {},
-    "missing": MISSING,
-}
-TEXTS = {
+VALUES = [None, True, 0, -1, 7, 0.5, math.nan, math.inf, 10**9, 10**400, "text", "", MISSING]
+VALUES += [[1], [], [[["text"]]], {"a": 1}, {}]
+NO_JSON = {
     "an empty file": b"",
     "half an object": b'{"a": [1, ',
     "invalid UTF-8": b'{"a": "\xff\xfe"}',
@@ -44,53 +17,7 @@ TEXTS = {
     "100,000 lists": b"[" * 100_000,
     "100,000 objects": b'{"a":' * 100_000,
     "an integer of 5,000 digits": b'{"a": ' + b"1" * 5_000 + b"}",
-    "a lone surrogate": b'{"a": "\\ud800"}',
 }
-SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16}
-LABELS = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
-
-
-def save_models(root: Path) -> None:
-    """Save models as "text", "image", "vit", "shards" and "converted", data to evaluate them on, and a recipe."""
-    text = AFTConfig(aft_type="conv", kernel_size=4, max_position_embeddings=16, **SIZES)
-    AFTForCausalLM(text).save_pretrained(root / "text")
-    build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
-    image = AFTConfig(modality="image", aft_type="conv", image_size=8, patch_size=4, kernel_size=3, **SIZES, **LABELS)
-    AFTForImageClassification(image).save_pretrained(root / "image")
-    processor.save_pretrained(root / "image")
-    vit = ViTConfig(image_size=8, patch_size=4, num_attention_heads=2, **SIZES, **LABELS)
-    ViTForImageClassification(vit).save_pretrained(root / "vit")
-    ViTForImageClassification(vit).save_pretrained(root / "shards", max_shard_size="1KB")
-    for name in ("vit", "shards"):
-        processor.save_pretrained(root / name)
-    save_converted(root / "vit", root / "converted", kernel_size=3, num_heads=2)
-    results = {
-        "metrics": {"validation": {"accuracy": 0.5}},
-        "steps": 2,
-        "recipe": {"task": "images", "data": {"dataset": "a/b"}, "model": {"architecture": "aft"}},
-        "versions": {"torch": "2"},
-    }
-    (root / "image" / "results.json").write_text(json.dumps(results))
-    (root / "image" / "all_results.json").write_text('{"eval_accuracy": 0.5, "train_runtime": 3}')
-    (root / "image" / "trainer_state.json").write_text('{"global_step": 3}')
-    for name in ("text", "image", "converted"):
-        write_card(root / name, repo_id="me/tiny")
-    (root / "text.txt").write_text("some text to read" * 8)
-    for label in LABELS["label2id"]:
-        (root / "images" / label).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(root / "images" / label / "1.png")
-    recipe = {
-        "task": "images",
-        "model": {"architecture": "aft", "modality": "image"},
-        "data": {"train": "images", "augmentation": {"crop_scale": [0.5, 1.0]}},
-        "optimizer": {"learning_rate": 0.1, "betas": [0.9, 0.99]},
-        "schedule": {"name": "cosine", "options": {}},
-        "steps": 2,
-        "global_batch_size": 2,
-        "smoke": {"steps": 1},
-    }
-    (root / "recipe.yaml").write_text(json.dumps(recipe))
 
 
 # For each command, the directory that it reads a copy of, and the files that the tests damage in this copy.

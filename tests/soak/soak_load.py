@@ -13,28 +13,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
-
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from tiny_models import image_model, language_model
+from torch import nn
 
 
 REQUESTS = int(os.environ.get("REQUESTS", 10_000))
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
+SIZES = {"hidden_size": 32, "num_heads": 4}
 TYPES = ("local", "simple", "conv", "alibi", "full")
 
 
-def language_model(aft_type: str) -> AFTForCausalLM:
-    torch.manual_seed(0)
-    return AFTForCausalLM(AFTConfig(aft_type=aft_type, max_position_embeddings=96, **SIZES)).eval()
+def text_models() -> list[nn.Module]:
+    return [language_model(aft_type, max_position_embeddings=96, **SIZES) for aft_type in TYPES]
 
 
-def text_request(models: list[AFTForCausalLM], number: int) -> torch.Tensor:
+def text_request(models: list[nn.Module], number: int) -> torch.Tensor:
     """Generate with one of the models; the number determines the model, the prompt and the batch size."""
     model, draw = models[number % len(models)], random.Random(number)
     prompt = torch.tensor([[draw.randrange(1, 256) for _ in range(draw.randrange(1, 60))]] * draw.randrange(1, 4))
     return model.generate(prompt, max_new_tokens=draw.randrange(1, 8), do_sample=False, pad_token_id=0)
 
 
-def image_request(model: AFTForImageClassification, number: int) -> torch.Tensor:
+def image_request(model: nn.Module, number: int) -> torch.Tensor:
     """Return the logits of a batch; the number determines the batch size, the image size and the pixels."""
     draw = random.Random(number)
     shape = (draw.randrange(1, 4), 3, 4 * draw.randrange(1, 12), 4 * draw.randrange(1, 12))
@@ -70,19 +69,17 @@ def serve(request: Callable[[int], torch.Tensor]) -> None:
 
 
 def test_generation_with_mixed_types_and_shapes_keeps_memory_and_time_flat():
-    models = [language_model(aft_type) for aft_type in TYPES]
+    models = text_models()
     serve(lambda number: text_request(models, number))
 
 
 def test_classification_of_mixed_image_shapes_keeps_memory_and_time_flat():
-    torch.manual_seed(0)
-    config = AFTConfig(modality="image", aft_type="conv", kernel_size=5, image_size=32, patch_size=4, **SIZES)
-    model = AFTForImageClassification(config).eval()
+    model = image_model("conv", **SIZES)
     serve(lambda number: image_request(model, number))
 
 
 def test_eight_threads_generate_the_same_tokens_as_one():
-    models, numbers = [language_model(aft_type) for aft_type in TYPES], range(REQUESTS // 10)
+    models, numbers = text_models(), range(REQUESTS // 10)
     alone = [text_request(models, number) for number in numbers]
     with ThreadPoolExecutor(8) as threads:
         together = list(threads.map(lambda number: text_request(models, number), numbers))
