@@ -141,7 +141,7 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
 
 def start(values: dict[str, Any], processes: int = 1, **environment: str) -> list[Any]:
     """Train in other processes; one that fails appends its error to OUTPUT_DIR.error and exits with code 1."""
-    return launch(_run_elsewhere, (values,), processes, **environment)
+    return launch(run_elsewhere, (values,), processes, **environment)
 
 
 def launch(target: Callable, arguments: tuple, processes: int = 1, **environment: str) -> list[Any]:
@@ -224,6 +224,16 @@ def assert_killing_changes_nothing(values: dict[str, Any], kills: int, seed: int
     assert not list(Path(values["output_dir"]).rglob(".*"))
 
 
+class Payload:
+    """An object whose pickle makes a directory when it is loaded."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
 def plant(checkpoint: Path, name: str, content: bytes) -> None:
     """Write a file into a checkpoint and update its checksums, as an attacker would."""
     path = checkpoint / name
@@ -254,7 +264,7 @@ def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> No
     target(*arguments)
 
 
-def _run_elsewhere(values: dict[str, Any]) -> None:
+def run_elsewhere(values: dict[str, Any]) -> None:
     if "ACCELERATE_USE_FSDP" in os.environ:
         # Accelerate shards on accelerators only; here it must take the CPU processes for accelerators.
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU

@@ -26,11 +26,15 @@ def classifier(tmp_path):
     return path
 
 
-def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(classifier, tmp_path, run_command):
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+def save_images(path, height, width):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, height, width, 3), dtype=np.uint8)
     rows = {"image": [PILImage.fromarray(x) for x in pixels], "label": [0, 1] * 3}
-    data = tmp_path / "test.parquet"
-    Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(2)})).to_parquet(data)
+    Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(2)})).to_parquet(path)
+    return path
+
+
+def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(classifier, tmp_path, run_command):
+    data = save_images(tmp_path / "test.parquet", 8, 8)
     done = run_command(
         *EVALUATE, classifier, data, "--image-size", 8, "--image-size", 12, "--out", tmp_path / "metrics.json"
     )
@@ -57,7 +61,6 @@ def test_a_language_model_is_evaluated_in_blocks(tmp_path, run_command):
     ("content", "message"),
     [
         ("text,n\none,1\n,2\n", "rows.csv (row 1: column 'text' holds None"),
-        ("text\n1\n2\n", "rows.csv (row 0: column 'text' holds 1, not a text"),
         ("story\none\n", "--text-column: the given data has no column 'text', it has 'story'"),
     ],
 )
@@ -70,15 +73,11 @@ def test_rows_without_text_end_in_a_line_that_names_row_and_column(content, mess
     assert done.stderr.strip().count("\n") == 0
 
 
-@pytest.mark.parametrize("model_type", ["vit", "deit"])
-def test_a_model_without_image_processor_gets_that_of_its_conversion(model_type, tmp_path, run_command, caplog):
+@pytest.mark.parametrize("kind", [ViTForImageClassification, DeiTForImageClassification])
+def test_a_model_without_image_processor_gets_that_of_its_conversion(kind, tmp_path, run_command, caplog):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    kind = {"vit": ViTForImageClassification, "deit": DeiTForImageClassification}[model_type]
     kind(kind.config_class(**sizes, image_size=8, patch_size=2, num_labels=2)).save_pretrained(tmp_path / "model")
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 12, 9, 3), dtype=np.uint8)
-    rows = {"image": [PILImage.fromarray(x) for x in pixels], "label": [0, 1] * 3}
-    features = Features({"image": Image(), "label": ClassLabel(2)})
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "test.parquet")
+    save_images(tmp_path / "test.parquet", 12, 9)
     arguments = [*EVALUATE, tmp_path / "model", tmp_path / "test.parquet", "--out"]
     done = run_command(*arguments, tmp_path / "without.json")
     assert done.returncode == 0 and "has no image processor" in caplog.text
@@ -94,12 +93,6 @@ def test_what_a_user_gets_wrong_ends_in_one_line(classifier, tmp_path, run_comma
     for data, options, code, message in (
         ("none.parquet", ["--device", "cpu"], 1, "none.parquet: no such file or folder"),
         ("test.parquet", [], 1, "--image-column: the given data has no column 'image', it has 'text'"),
-        (
-            "test.parquet",
-            ["--image-column", "text"],
-            1,
-            "--label-column: the given data has no column 'label'",
-        ),
         ("test.parquet", ["--batch-size", 0], 2, "Invalid value for '--batch-size'"),
     ):
         done = run_command(*EVALUATE, classifier, tmp_path / data, *options)

@@ -70,17 +70,8 @@ def metrics_by_hand(model, processor, images, **options):
 def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images):
     model, processor = classifier(), processor_for(16)
     expected = metrics_by_hand(model, processor, images)
-    for batch_size in (1, 4, 64):
-        assert evaluate_classifier(model, processor, images, batch_size=batch_size) == pytest.approx(
-            expected, rel=1e-4
-        )
-
-
-def test_images_are_evaluated_in_the_dtype_of_the_model(images):
-    model, dtypes = classifier().to(torch.bfloat16), []
-    model.aft.embeddings.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
-    evaluate_classifier(model, processor_for(16), images)
-    assert dtypes == [torch.bfloat16]
+    for options in ({"batch_size": 1}, {"batch_size": 4}, {"image_size": (16, 16)}):
+        assert evaluate_classifier(model, processor, images, **options) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT-conv", "ViT"])
@@ -119,13 +110,6 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
     larger = processor_for(24)
     assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
-
-
-def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
-    """The kernels were not resized, as in a model fine-tuned at a larger size."""
-    model, processor = classifier(), processor_for(24)
-    expected = metrics_by_hand(model, processor, images)
-    assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):
@@ -278,11 +262,3 @@ def test_what_leaves_tokens_out_or_predicts_none_is_refused():
 def test_a_device_that_is_not_there_is_refused(name):
     with pytest.raises(ValueError, match=f"--device {name}"):
         usable_device(name)
-
-
-def test_a_named_device_is_taken_and_otherwise_the_accelerator_if_there_is_one(monkeypatch):
-    assert usable_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    assert usable_device("cpu") == torch.device("cpu") and usable_device(None) == torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert usable_device(None) == torch.device("cpu")

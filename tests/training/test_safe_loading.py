@@ -4,24 +4,13 @@ import io
 import os
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as sharded
-from runs import bytes_recipe, plant, run
+from runs import Payload, bytes_recipe, plant, run
 
 from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
-
-
-class Payload:
-    """An object whose pickle makes a directory when it is loaded."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
@@ -28,7 +26,7 @@ from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.training.evaluation import evaluate_language_model
 from aft_hf.training.recipe import build_recipe
-from aft_hf.training.tasks import BytesTask, ImagesTask, TokensTask
+from aft_hf.training.tasks import BytesTask, TokensTask
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -75,22 +73,6 @@ def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):
     assert results["metrics"]["validation"]["accuracy"] == pytest.approx(accuracy)
     loss = F.cross_entropy(logits.double(), torch.tensor(rows["label"])).item()  # without label smoothing
     assert results["metrics"]["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_recipe_starts_from_a_vit_without_image_processor(tmp_path, images):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path / "vit")
-    values = images_recipe(tmp_path, images)
-    expected = ImagesTask(build_recipe(values)).processor.to_dict()
-    values["model"] = {"pretrained": str(tmp_path / "vit")}
-    assert ImagesTask(build_recipe(values)).processor.to_dict() == expected
-
-
-def test_augmented_images_go_on_as_if_never_stopped(tmp_path, images):
-    values = images_recipe(tmp_path, images, steps=6)
-    expected = run(values | {"output_dir": str(tmp_path / "whole")})
-    run(values | {"steps": 3})
-    assert run(values)["losses"] == expected["losses"]
 
 
 def test_a_vit_trains_by_the_same_recipe_and_so_does_a_trained_model_of_another_size(tmp_path, images):
@@ -161,19 +143,19 @@ def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
     ("data", "message"),
     [
         ({"train": "file"}, "give either data.dataset or data.train"),
-        (
-            {"text_column": "text"},
-            "data.text_column: the train data has no column 'text', it has 'content', 'gaps'",
-        ),
+        ({"text_column": "text"}, "data.text_column: the train data has no column 'text', it has 'content', 'gaps'"),
         ({"text_column": "gaps"}, "row 1: column 'gaps' holds None"),
+        ({"dataset": None}, "no data: give data.train=FILE"),
+        ({"dataset": None, "train": "nowhere"}, "data.train=nowhere: no such file"),
+        ({"dataset": "{tmp_path}/test"}, r"there is nothing to train on: .* has no split 'train'"),
     ],
 )
-def test_a_dataset_without_texts_is_an_error(tmp_path, data, message):
-    rows = {"content": ["a", "b"], "gaps": ["a", None]}
-    Dataset.from_dict(rows).to_parquet(tmp_path / "a.parquet")
-    data = {"dataset": str(tmp_path / "a.parquet"), "text_column": "content"} | data
+def test_data_without_texts_are_an_error(tmp_path, data, message):
+    Dataset.from_dict({"content": ["a", "b"], "gaps": ["a", None]}).to_parquet(tmp_path / "a.parquet")
+    text_dataset(tmp_path / "test", ("test",))
+    data = {key: value and value.format(tmp_path=tmp_path) for key, value in data.items()}
     with pytest.raises(ValueError, match=message):
-        run(bytes_recipe(tmp_path, data=data))
+        run(bytes_recipe(tmp_path, data={"dataset": str(tmp_path / "a.parquet"), "text_column": "content"} | data))
 
 
 TEXT = "y" * 199 + "The naïve fox, 文字 and 🙂 jump over the lazy dog. " * 60  # 90 % end within a character
@@ -252,13 +234,6 @@ def test_a_text_that_cannot_be_tokenized_is_named(tmp_path):
         run(tokens_recipe(tmp_path, tokenizer="./nowhere"))
 
 
-@pytest.mark.parametrize("task", ["bytes", "pixels"])
-def test_a_dataset_without_a_training_split_is_an_error(tmp_path, task):
-    data = {"dataset": str(text_dataset(tmp_path / "texts", ("test",)))}
-    with pytest.raises(ValueError, match=r"there is nothing to train on: .* has no split 'train'"):
-        run(bytes_recipe(tmp_path, task=task, data=data))
-
-
 @pytest.mark.parametrize("task", ["bytes", "pixels", "images"])
 def test_generated_data_and_the_first_samples_of_them_serve_to_try_a_recipe(tmp_path, capsys, task):
     values = images_recipe(tmp_path, tmp_path) if task == "images" else bytes_recipe(tmp_path)
@@ -267,20 +242,3 @@ def test_generated_data_and_the_first_samples_of_them_serve_to_try_a_recipe(tmp_
     data |= {"bytes": {"seq_len": 16}, "pixels": {"image_size": 8}, "images": {"image_size": 8}}[task]
     run(values | {"task": task, "model": model, "data": data, "steps": 2})
     assert f"{task}: 9 samples, 1 steps in an epoch, 2 steps" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train": None}, "no data: give data.train=FILE"),
-        ({"train": "nowhere"}, "data.train=nowhere: no such file"),
-        ({"test": "nowhere"}, "data.test=nowhere: no such file"),
-    ],
-)
-def test_missing_files_and_columns_are_named(tmp_path, images, changes, message):
-    values = bytes_recipe(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        run(values | {"data": values["data"] | changes})
-    values = pixels_recipe(tmp_path, images)
-    with pytest.raises(ValueError, match=r"data.image_column: the train data has no column 'picture'"):
-        run(values | {"data": values["data"] | {"image_column": "picture"}})
