@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: install quickstart quickstart-text quickstart-pixels demo docs test test-all coverage kernels gpu clients
-.PHONY: conformance conformance-report roundtrip soak audit matrix newest release lint format clean
+.PHONY: conformance conformance-report soak audit matrix newest release lint format clean
 
 install: $(INSTALLED)
 
@@ -90,9 +90,6 @@ conformance: install  ## Run the common model tests of transformers on every typ
 
 conformance-report: install  ## Run the same tests on AFT, GPT-2 and ViT, and write the counts into docs/conformance.md
 	$(RUN) tests/conformance/report.py
-
-roundtrip: install  ## Save every type, and load it in a new environment with torch and transformers only
-	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
 
 soak: install  ## Run the tests that take hours: training runs killed 20 times at random moments, thousands of examples of each property
 	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \

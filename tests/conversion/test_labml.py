@@ -99,7 +99,6 @@ def close(ours, theirs):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_layer_is_that_of_the_formula(length, bias, causal):
-    torch.manual_seed(0)
     state, x = layer_state(bias=bias), torch.randn(length, 3, WIDTH)
     mixer = convert_labml(state, causal=causal)
     assert type(mixer) is AFTLocal and mixer.window == WINDOW and (mixer.q_proj.bias is not None) == bias
@@ -108,7 +107,6 @@ def test_a_layer_is_that_of_the_formula(length, bias, causal):
 
 
 def test_masks_are_permuted_and_a_padding_mask_is_something_else():
-    torch.manual_seed(0)
     state, x = layer_state(), torch.randn(LENGTH, 2, WIDTH)
     mask = causal_mask(LENGTH).repeat(1, 1, 2)
     mask[:, :3, 1] = False  # the second sequence begins at position 3
@@ -123,7 +121,6 @@ def test_masks_are_permuted_and_a_padding_mask_is_something_else():
 
 
 def test_a_model_is_that_of_the_formula_and_can_be_saved(tmp_path):
-    torch.manual_seed(0)
     state, tokens = model_state(), torch.randint(TOKENS, (LENGTH, 3))
     model = convert_labml(state)
     close(model(tokens.T).logits.transpose(0, 1), model_formula(state, tokens))
@@ -132,7 +129,6 @@ def test_a_model_is_that_of_the_formula_and_can_be_saved(tmp_path):
 
 
 def test_embeddings_without_positions_are_not_scaled():
-    torch.manual_seed(0)
     state, tokens = model_state(), torch.randint(TOKENS, (LENGTH, 1))
     plain = {name: value for name, value in state.items() if not name.startswith("src_embed")}
     plain["src_embed.weight"] = state["src_embed.linear.weight"] * math.sqrt(WIDTH)
@@ -152,14 +148,9 @@ def test_a_bias_of_the_head_that_no_norm_can_stand_for_is_refused():
     ("change", "message"),
     [
         (lambda state: state.pop("encoder.norm.bias"), "aft.layernorm.bias"),
-        (
-            lambda state: state.update({"encoder.layers.0.feed_forward.linear_v.weight": torch.ones(1)}),
-            "Unexpected key",
-        ),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), r"\(11, 4\), \(11, 11\)"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"][0].fill_(False), "no window around"),
         (lambda state: state.clear(), r"got \[\]"),
-        (lambda state: state.update({"encoder.norm.weight": torch.ones(3)}), "size mismatch for aft.layernorm.weight"),
     ],
 )
 def test_weights_of_something_else_are_refused(change, message):

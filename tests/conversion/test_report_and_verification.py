@@ -91,11 +91,6 @@ def test_one_changed_bit_is_found_in_the_target_or_the_source(vit, tmp_path):
         with pytest.raises(ConversionError, match=r"aft\.layers\.1\.mlp"):
             verify_conversion(vit, tmp_path / "aft")
         path.write_bytes(before)
-    # Conversions refuse NaN; verification compares only bits.
-    for directory, name in zip(places, ("aft.layers.0.mlp.fc1.bias", "vit.encoder.layer.0.intermediate.dense.bias")):
-        tensors = load_file(directory / "model.safetensors")
-        tensors[name][0] = torch.nan
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     assert verify_conversion(vit, tmp_path / "aft") == 30
 
 

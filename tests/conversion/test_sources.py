@@ -94,17 +94,6 @@ def test_a_file_of_timm_or_deit_gives_what_the_paper_transfers(tmp_path, save, b
     assert (model.aft.layers[0].mixer.v_proj.bias is not None) == model.config.qkv_bias == bias
 
 
-@pytest.mark.parametrize("filename", ["model.safetensors", "pytorch_model.bin"])
-def test_a_directory_of_timm_converts_with_its_classes(tmp_path, filename):
-    descriptions = {"a": "cat", "b": "dog"}
-    save_timm(tmp_path / "timm", label_names=["a", "b", "c"], label_descriptions=descriptions)
-    save = save_file if filename.endswith("safetensors") else torch.save
-    save(tensors := timm_tensors(), tmp_path / "timm" / filename)
-    model, _ = convert_deit(tmp_path / "timm", **OPTIONS)
-    assert_copied(model, timm_copies(tensors))
-    assert model.config.id2label == {0: "cat", 1: "dog", 2: "c"}
-
-
 @pytest.mark.parametrize("save", (save_vit, save_deit, save_distilled_deit, save_backbone))
 def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was_saved(tmp_path, save):
     original, pixels = save(tmp_path), torch.randn(2, 3, 32, 32).double()
@@ -121,21 +110,6 @@ def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert found.config.to_dict() == expected.config.to_dict()
     assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
-
-
-@pytest.mark.parametrize("kind", ["transformers", "timm"])
-def test_a_backbone_gets_a_new_classifier_and_loses_its_pooler(tmp_path, kind):
-    if kind == "timm":
-        source, expected = tmp_path / "deit.pth", timm_copies(save_pth(tmp_path / "deit.pth", head=False))
-    else:
-        save_backbone(source := tmp_path)
-        expected = transformers_copies(load_file(tmp_path / "model.safetensors"), "")
-    model, report = convert_deit(source, num_labels=7, **OPTIONS, **(TIMM if kind == "timm" else {}))
-    assert model.config.num_labels == 7
-    assert_copied(model, expected)
-    assert "classifier.weight" in {record.target for record in report.with_status("new")}
-    dropped = {record.sources for record in report.with_status("dropped")}
-    assert (("pooler.dense.weight",) in dropped) == (kind == "transformers")
 
 
 def scaled_copies(tensors, scale):
@@ -203,19 +177,11 @@ def test_heads_that_nobody_knows_are_asked_for_only_where_attention_matters(tmp_
         read_source(tmp_path / "deit.pth").to_transformers()
 
 
-@pytest.mark.parametrize("distilled", [False, True])
-def test_a_file_of_images_that_are_not_square_needs_their_size(tmp_path, distilled):
-    save_pth(tmp_path / "deit.pth", grid=(2, 3), distilled=distilled)
-    source = read_source(tmp_path / "deit.pth", source_image_size=(16, 24), **TIMM)
-    assert source.config.image_size == (16, 24) and source.grid_size == (2, 3)
-    assert convert_deit(source, kernel_size=3, num_heads=4)[0].config.grid_size == (2, 3)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"distilled": True},
-        {"bias": False, "grid": (2, 3)},
+        {"bias": False, "grid": (2, 3)},  # images that are not square
         {"layer_scale": "ls{}.gamma", "position_of_cls": False},
         {"layer_scale": "gamma_{}"},
     ],

@@ -2,9 +2,7 @@
 
 import time
 
-import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image
 
 from scripts.reproduction import running
 from scripts.reproduction.__main__ import arms_of, run_all
@@ -33,16 +31,6 @@ def test_the_identity_is_the_content_of_the_data_and_not_its_name(tmp_path):
         path.write_text(text)
         digests[number] = Runner(tmp_path, text=str(path)).digest(Run("characters"))
     assert digests[0] == digests[2] != digests[1]
-    images = tmp_path / "images"
-    images.mkdir()
-    for empty in (True, False):
-        for split in ("train", "validation"):
-            count = 0 if empty else 2
-            features = Features({"image": Image(), "label": ClassLabel(num_classes=2)})
-            rows = {"image": [np.zeros((8, 8, 3), np.uint8)] * count, "label": [0] * count}
-            Dataset.from_dict(rows, features).to_parquet(str(images / f"{split}.parquet"))
-        digests[f"images {empty}"] = Runner(tmp_path, images=str(images)).digest(Run("conv"))
-    assert digests["images True"] != digests["images False"]
 
 
 def test_defaults_of_models_and_conversions_are_part_of_the_identity(runner, monkeypatch):
@@ -122,9 +110,3 @@ def test_one_failure_does_not_stop_the_others_and_no_run_begins_after_the_hours(
     ]
     monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a run after the time"))
     assert run_all(runner, ["conv"], 1, time.monotonic() - 1) == []
-
-
-@pytest.mark.parametrize("what", [["99"], ["x"], ["1", "report"], ["all", "1"]])
-def test_what_is_no_claim_is_refused(what):
-    with pytest.raises(ValueError, match="is not a claim"):
-        arms_of(what)
