@@ -1,6 +1,7 @@
 """Tests of position biases and keys that are fitted to the attention of the source: formulas and errors."""
 
-import numpy as np
+import itertools
+
 import pytest
 import torch
 from checkpoints import HEADS, TIMM, WIDTH, save_pth
@@ -46,43 +47,24 @@ def attention_by_hand(path, pixels, *, keep_class_token=False):
     return maps
 
 
-def relative_by_hand(attention, grid):
-    """Return the mean over all pairs of patches for each offset, and the numbers of pairs, by loops."""
-    sums = np.zeros((len(attention), 2 * grid[0] - 1, 2 * grid[1] - 1))
-    counts = np.zeros((2 * grid[0] - 1, 2 * grid[1] - 1))
-    for q in range(grid[0] * grid[1]):
-        for k in range(grid[0] * grid[1]):
-            down = k // grid[1] - q // grid[1] + grid[0] - 1
-            right = k % grid[1] - q % grid[1] + grid[1] - 1
-            sums[:, down, right] += attention[:, q, k].numpy()
-            counts[down, right] += 1
-    return sums / counts, counts
-
-
 # --------------------------------------------------------------------------------------------------------- formulas
 
 
 @pytest.mark.parametrize(("grid", "kernel_size"), [((4, 4), 3), ((2, 5), 3), ((2, 5), 5)])
 def test_the_kernel_of_conv_is_the_log_of_attention_over_that_outside(grid, kernel_size):
     attention = torch.rand(2, grid[0] * grid[1], grid[0] * grid[1]).double() + 0.1
-    relative, counts = relative_by_hand(attention, grid)
-    bias, reach = conv_bias(attention, grid, kernel_size), kernel_size // 2
-    outside_sum, outside_pairs = 0, 0
-    for down in range(1 - grid[0], grid[0]):
-        for right in range(1 - grid[1], grid[1]):
-            at = down + grid[0] - 1, right + grid[1] - 1
-            if max(abs(down), abs(right)) > reach:
-                outside_sum += relative[:, at[0], at[1]] * counts[at]
-                outside_pairs += counts[at]
-    mean_outside = outside_sum / outside_pairs
-    for down in range(-reach, reach + 1):
-        for right in range(-reach, reach + 1):
-            here = bias[:, down + reach, right + reach].numpy()
-            if abs(down) >= grid[0] or abs(right) >= grid[1]:
-                assert (here == 0).all()
-                continue
-            at = down + grid[0] - 1, right + grid[1] - 1
-            np.testing.assert_allclose(here, np.log(relative[:, at[0], at[1]] / mean_outside))
+    reach, pairs = kernel_size // 2, {}  # pairs: the attention by offset
+    for q, k in itertools.product(range(grid[0] * grid[1]), repeat=2):
+        offset = k // grid[1] - q // grid[1], k % grid[1] - q % grid[1]
+        pairs.setdefault(offset, []).append(attention[:, q, k])
+    outside = [each for offset, found in pairs.items() if max(map(abs, offset)) > reach for each in found]
+    mean_outside = torch.stack(outside).mean(0)
+    expected = torch.zeros(2, kernel_size, kernel_size, dtype=torch.float64)
+    for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
+        if (down, right) in pairs:
+            means = torch.stack(pairs[down, right]).mean(0)
+            expected[:, down + reach, right + reach] = (means / mean_outside).log()
+    torch.testing.assert_close(conv_bias(attention, grid, kernel_size), expected)
 
 
 def test_a_kernel_larger_than_the_grid_is_centred_over_the_offsets_of_the_grid():

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTForImageClassification
 
-from aft_hf import cli, convert_deit
+from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, save_converted
 from aft_hf.loading import read_config
 
@@ -27,12 +26,15 @@ def assert_refused(source, tmp_path, message, **options):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def command(capsys, monkeypatch, *arguments):
-    """Run `aft-hf convert`, and return its exit code and the last line of stderr."""
-    monkeypatch.setattr(sys, "argv", ["aft-hf", "convert", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exited:
-        cli.main()
-    return exited.value.code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
+@pytest.fixture
+def convert(run_command):
+    """Function that runs `aft-hf convert`, and returns its exit code and the last line of stderr."""
+
+    def convert(*arguments):
+        done = run_command("aft-hf", "convert", *arguments)
+        return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+
+    return convert
 
 
 # ----------------------------------------------------------------------------------------- checkpoints of transformers
@@ -126,9 +128,9 @@ class Code:
     ids=["alone", "as a tensor", "beside the weights"],
 )
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
-def test_code_in_a_pickle_does_not_run(tmp_path, capsys, monkeypatch, wrap, save):
+def test_code_in_a_pickle_does_not_run(tmp_path, convert, wrap, save):
     save(wrap(Code(tmp_path / "it-ran")), tmp_path / "deit.pth")
-    code, line = command(capsys, monkeypatch, tmp_path / "deit.pth", tmp_path / "aft")
+    code, line = convert(tmp_path / "deit.pth", tmp_path / "aft")
     assert code == 1 and "can run code" in line
     assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
 
@@ -191,13 +193,11 @@ def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, capsys, monkeypatch, dtype):
+def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, convert, dtype):
     tensors = {name: tensor.to(dtype) for name, tensor in timm_tensors().items()}
     tensors["blocks.0.mlp.fc1.weight"][3, 5] = torch.nan
     torch.save({"model": tensors}, tmp_path / "deit.pth")
-    code, line = command(
-        capsys, monkeypatch, tmp_path / "deit.pth", tmp_path / "aft", "--source-num-heads", 3, "--kernel-size", 3
-    )
+    code, line = convert(tmp_path / "deit.pth", tmp_path / "aft", "--source-num-heads", 3, "--kernel-size", 3)
     assert code == 1 and "blocks.0.mlp.fc1.weight holds NaN or infinity (1 of 960 values)" in line
     assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
 
@@ -222,9 +222,9 @@ def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
         read_config(tmp_path / "out")
 
 
-def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, capsys, monkeypatch):
+def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, convert, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code, line = command(capsys, monkeypatch, "nobody/no-such-deit", tmp_path / "aft")
+    code, line = convert("nobody/no-such-deit", tmp_path / "aft")
     assert code == 1 and "download it" in line and "HF_HUB_OFFLINE" in line
     assert list(tmp_path.iterdir()) == []
 
@@ -253,13 +253,11 @@ def test_the_source_and_the_working_directory_are_never_replaced(vit, tmp_path, 
     [
         ({"kernel_size": 4}, "kernel_size=4"),
         ({"kernel_size": 9}, "kernel_size=9"),  # a 4 x 4 grid has 7 x 7 offsets
-        ({"num_heads": 5}, "num_heads=5"),
         ({"image_size": 33}, "image_size=33"),
         ({"aft_type": "fast"}, "'aft_type'.*'fast'"),
         ({"aft_type": "alibi"}, "alibi"),
         ({"num_labels": 3}, "has a classifier; leave out num_labels"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
-        ({"aft_type": "full", "position_bias_dim": -1}, "position_bias_dim"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):
@@ -278,7 +276,7 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
     ],
 )
 def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
-    vit, tmp_path, capsys, monkeypatch, arguments, message
+    vit, tmp_path, convert, monkeypatch, arguments, message
 ):
     for name in ("empty", "unreadable", "pictures"):
         (tmp_path / name).mkdir()
@@ -286,6 +284,6 @@ def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
     Image.new("RGB", (40, 40)).save(tmp_path / "pictures" / "picture.png")
     monkeypatch.chdir(tmp_path)
     arguments = [vit, tmp_path / "aft", "--kernel-size", 3, "--num-heads", 4, *arguments]
-    code, line = command(capsys, monkeypatch, *arguments)
+    code, line = convert(*arguments)
     assert code == 1 and line.startswith("aft-hf: ") and message in line
     assert not (tmp_path / "aft").exists()

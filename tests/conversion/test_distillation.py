@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import OPTIONS, TIMM, save_backbone, save_pth
+from checkpoints import OPTIONS, save_backbone
 from PIL import Image
 from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
-from aft_hf.cli import main
 from aft_hf.conversion import (
     REPORT_NAME,
     ConversionError,
@@ -104,29 +103,6 @@ def stop_at(monkeypatch, step):
     monkeypatch.setattr(StopSignal, "agreed", lambda self: 15 if next(calls) == step else 0)
 
 
-def run_stopped(monkeypatch, step, *arguments, **options):
-    """Run a distillation that is stopped in a step."""
-    stop_at(monkeypatch, step)
-    with pytest.raises(SystemExit) as stopped:
-        run(*arguments, **options)
-    monkeypatch.undo()
-    assert stopped.value.code == 143
-
-
-@pytest.mark.parametrize("step", (1, 5))
-def test_a_distillation_that_was_stopped_goes_on_to_the_same_weights(images, tmp_path, monkeypatch, step):
-    save_pth(tmp_path / "deit.pth", distilled=True)
-    source = read_source(tmp_path / "deit.pth", **TIMM)
-    expected, done = run(source, images)
-    run_stopped(monkeypatch, step, source, images, checkpoints=tmp_path / "checkpoints")
-    torch.manual_seed(99)  # another random state, as in a new process
-    weights, again = run(source, images, checkpoints=tmp_path / "checkpoints")
-    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-    assert {**again, "minutes": 0} == {**done, "minutes": 0}
-    other, _ = run(source, images, seed=1)
-    assert not torch.equal(other["classifier.weight"], expected["classifier.weight"])
-
-
 def other_image(images):
     return [*images[:3], images[3].transpose(Image.Transpose.ROTATE_90), *images[4:]]
 
@@ -184,7 +160,10 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path,
     source = read_source(vit)
     _, done = run(source, images, steps=None, minutes=1)
     assert done["minutes"] >= 1 and done["steps"] <= 6
-    run_stopped(monkeypatch, 3, source, images, steps=None, minutes=1, checkpoints=tmp_path)
+    stop_at(monkeypatch, 3)
+    with pytest.raises(SystemExit):
+        run(source, images, steps=None, minutes=1, checkpoints=tmp_path)
+    monkeypatch.undo()
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))
     _, again = run(source, images, steps=None, minutes=1, checkpoints=tmp_path)
@@ -291,13 +270,6 @@ def save_images(images, path):
     return path
 
 
-def convert_by_command(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["aft-hf", "convert", *map(str, arguments)])
-    with pytest.raises(SystemExit) as finished:
-        main()
-    return finished.value.code, capsys.readouterr()
-
-
 def test_a_distillation_that_cannot_begin_is_refused_before_the_fit_to_the_attention(vit, images, tmp_path):
     def untouched():
         raise AssertionError("the images were read")
@@ -319,33 +291,32 @@ def test_a_distillation_that_cannot_begin_is_refused_before_the_fit_to_the_atten
     ],
 )
 def test_a_distillation_of_conv_starts_from_the_attention_by_default(
-    vit, images, tmp_path, monkeypatch, capsys, options, expected
+    vit, images, tmp_path, run_command, options, expected
 ):
     # The processor of another size is resized for the fit to the attention, too.
     ViTImageProcessorPil(size={"height": 48, "width": 48}).save_pretrained(vit)
     budget = ["--steps", 1, "--batch-size", 8] if options else []
     folder, sizes = save_images(images, tmp_path / "images"), ["--kernel-size", 3, "--num-heads", 4]
     given = [*sizes, *options, *budget, *(["--images", folder] if options else [])]
-    code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *given)
-    assert code == 0, printed.err
+    done = run_command("aft-hf", "convert", vit, tmp_path / "out", *given)
+    assert done.returncode == 0, done.stderr
     told = f"aft-hf finetune --do_train --do_eval --model_name_or_path {tmp_path / 'out'} --train DATA --teacher {vit}"
-    assert f"{told} --learning_rate 1e-3" in printed.out
+    assert f"{told} --learning_rate 1e-3" in done.stdout
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())["options"]
     assert report["init"] == expected and ("distillation" in report) == bool(options)
 
 
-def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, monkeypatch, capsys):
+def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, run_command):
     folder, out = save_images(images, tmp_path / "some images"), tmp_path / "out"
     types, sizes = ["--aft-type", "conv", "--aft-type", "full"], ["--kernel-size", "3", "--num-heads", "4"]
     biases = ["--position-bias-dim", "0", "--position-bias-multiplier", "1", "--seed", "5"]
     fit = ["--init", "attention", "--images", folder, "--num-images", "4"]
-    code, printed = convert_by_command(monkeypatch, capsys, vit, out, *types, *sizes, *biases, *fit)
-    assert code == 0, printed.err
-    (line,) = (line for line in printed.out.splitlines() if line.startswith("  aft-hf convert "))
+    done = run_command("aft-hf", "convert", vit, out, *types, *sizes, *biases, *fit)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("  aft-hf convert "))
     config = AFTConfig.from_pretrained(out)
-    command = shlex.split(line)[2:]
-    code, printed = convert_by_command(monkeypatch, capsys, *command, "--steps", 1, "--batch-size", 8)
-    assert code == 0 and "distilled on 24 images" in printed.out
+    done = run_command(*shlex.split(line), "--steps", 1, "--batch-size", 8)
+    assert done.returncode == 0 and "distilled on 24 images" in done.stdout
     told = json.loads((out / REPORT_NAME).read_text())["options"]
     assert AFTConfig.from_pretrained(out).to_dict() == config.to_dict()
     assert (told["init"], told["distillation"]["seed"]) == ("attention", 5)
@@ -368,16 +339,16 @@ def test_a_directory_in_use_is_refused_before_anything_is_computed(vit, images, 
         save(vit, tmp_path / "out", images)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("overwrite", "step"), [(False, 1), (True, 2)])
 def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the_model(
-    vit, images, tmp_path, monkeypatch, overwrite
+    vit, images, tmp_path, monkeypatch, overwrite, step
 ):
-    expected, _ = save(vit, tmp_path / "uninterrupted", images)
+    expected, done = save(vit, tmp_path / "uninterrupted", images)
     if overwrite:
         saving.save_converted(vit, tmp_path / "out", **OPTIONS)
         (tmp_path / "out" / "notes.txt").write_text("mine")
-    stop_at(monkeypatch, 2)
-    with pytest.raises(SystemExit):
+    stop_at(monkeypatch, step)
+    with pytest.raises(SystemExit, match="143"):
         save(vit, tmp_path / "out", images, overwrite=overwrite)
     monkeypatch.undo()
     (tmp_path / CHECKPOINTS / ".aft-hf-unfinished").mkdir()  # as after a kill
@@ -389,8 +360,10 @@ def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the
         verify(*arguments)
 
     monkeypatch.setattr(saving, "verify_conversion", verify_and_try)
-    weights, _ = save(vit, tmp_path / "out", images, overwrite=overwrite)
+    torch.manual_seed(99)  # another random state, as in a new process
+    weights, again = save(vit, tmp_path / "out", images, overwrite=overwrite)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert {**again, "minutes": 0} == {**done, "minutes": 0}
     assert {path.name for path in tmp_path.iterdir()} == {"vit", "uninterrupted", "out"}
     assert (tmp_path / "out" / "notes.txt").exists() == overwrite
 

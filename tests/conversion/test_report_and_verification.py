@@ -53,23 +53,6 @@ def test_a_saved_report_says_with_what_and_how_it_was_made(deit3, tmp_path):
     assert report.summary() == ", ".join([*counts, "4 tensors (0.00 M) folded"])
 
 
-@pytest.mark.parametrize(
-    ("derivation", "expected"),
-    [
-        (Derivation(("x",)), [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
-        (Derivation(("x",), (("part", 1),)), [[3.0, 4.0]]),
-        (Derivation(("x", "y"), (("mean",),)), [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]),
-        (Derivation(("x",), (("scale", "f"),)), [[2.0, 4.0], [9.0, 12.0], [0.0, 0.0]]),
-        (Derivation(("p",), (("drop_position", 1),)), [[[1.0], [3.0]]]),
-        (Derivation(("p",), (("prepend_position",), ("drop_position", 1))), [[[0.0], [2.0], [3.0]]]),
-    ],
-)
-def test_a_derivation_does_what_it_says(derivation, expected):
-    tensors = {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), "f": torch.tensor([2.0, 3.0, 0.0])}
-    tensors |= {"y": tensors["x"] + 6, "p": torch.tensor([[[1.0], [2.0], [3.0]]])}
-    assert derivation.compute(tensors).tolist() == expected
-
-
 @pytest.mark.parametrize("step", [("transpose",), ("cast", "int8"), ("part", "1"), ("mean", 3), ("scale", 1), ()])
 def test_a_step_that_nobody_knows_is_refused(step):
     with pytest.raises(ValueError, match="no step"):

@@ -12,6 +12,8 @@ from checkpoints import (
     TIMM,
     WIDTH,
     assert_copied,
+    assert_read,
+    copies,
     save_backbone,
     save_deit,
     save_distilled_deit,
@@ -19,10 +21,8 @@ from checkpoints import (
     save_timm,
     save_vit,
     timm_block,
-    timm_copies,
     timm_logits,
     timm_tensors,
-    transformers_copies,
 )
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -63,8 +63,7 @@ def test_a_vit_gives_its_values_outputs_mlps_norms_and_classifier(vit, save):
     (vit / "model.safetensors").unlink()
     save(vit, tensors, original)
     model, report = convert_deit(vit, **OPTIONS)
-    expected = transformers_copies(tensors, "vit.")
-    expected |= {f"classifier.{kind}": tensors[f"classifier.{kind}"] for kind in HEAD}
+    expected = copies(original) | {f"classifier.{kind}": tensors[f"classifier.{kind}"] for kind in HEAD}
     assert_copied(model, expected)
     assert {record.target for record in report.with_status("copied")} == expected.keys()
     new = {record.target.split(".mixer.")[1] for record in report.with_status("new")}
@@ -87,8 +86,9 @@ OF_TIMM = {
 @pytest.mark.parametrize(("save", "bias"), [(save, name != "flat") for name, save in OF_TIMM.items()], ids=OF_TIMM)
 def test_a_file_of_timm_or_deit_gives_what_the_paper_transfers(tmp_path, save, bias):
     save(tensors := timm_tensors(bias=bias), tmp_path / "deit.pth")
-    model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)
-    expected = timm_copies(tensors) | {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in HEAD}
+    source = assert_read(tmp_path / "deit.pth", tensors)
+    model, report = convert_deit(source, **OPTIONS)
+    expected = copies(source.to_transformers()) | {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in HEAD}
     assert_copied(model, expected)
     assert {record.target for record in report.with_status("copied")} == expected.keys()
     assert (model.aft.layers[0].mixer.v_proj.bias is not None) == model.config.qkv_bias == bias
@@ -112,29 +112,18 @@ def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was
     assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
 
 
-def scaled_copies(tensors, scale):
-    """Return what is copied from timm, with layer scales folded in."""
-    expected = timm_copies(tensors)
-    for i in (0, 1):
-        for part, j in (("mixer.o_proj", 1), ("mlp.fc2", 2)):
-            gamma = tensors[f"blocks.{i}.{scale.format(j)}"]
-            expected[f"aft.layers.{i}.{part}.weight"] = expected[f"aft.layers.{i}.{part}.weight"] * gamma[:, None]
-            expected[f"aft.layers.{i}.{part}.bias"] = expected[f"aft.layers.{i}.{part}.bias"] * gamma
-    return expected
-
-
 @pytest.mark.parametrize("names", ["ls{}.gamma", "gamma_{}"])
 def test_layer_scales_are_folded_into_the_last_module_of_their_branch(tmp_path, names):
     tensors = save_pth(tmp_path / "deit3.pth", layer_scale=names, position_of_cls=False)
     model, report = convert_deit(tmp_path / "deit3.pth", **OPTIONS, **TIMM)
-    assert_copied(model, scaled_copies(tensors, names))
+    teacher, x = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers(), torch.randn(2, 17, WIDTH)
+    assert_copied(model, copies(teacher))
     folded = {record.sources[0] for record in report.with_status("folded")}
     assert folded == {f"blocks.{i}.{names.format(j)}" for i in (0, 1) for j in (1, 2)}
     # A block computes the same, up to the product of weights and scales, which is rounded once to float32.
-    teacher, x = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers().double(), torch.randn(2, 17, WIDTH)
     for i in (0, 1):
         expected = timm_block({name: each.double() for name, each in tensors.items()}, i, x.double())
-        torch.testing.assert_close(teacher.vit.layers[i](x.double()), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(teacher.double().vit.layers[i](x.double()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_mixed_dtypes_become_the_smallest_that_holds_all(tmp_path):
@@ -145,7 +134,8 @@ def test_mixed_dtypes_become_the_smallest_that_holds_all(tmp_path):
     model, _ = save_converted(tmp_path / "deit.pth", tmp_path / "aft", **OPTIONS, **TIMM)
     assert model.dtype == torch.float32
     wide = {name: tensor.float() for name, tensor in tensors.items()}
-    expected = scaled_copies(wide, "ls{}.gamma")
+    weight = wide["blocks.0.mlp.fc2.weight"] * wide["blocks.0.ls2.gamma"][:, None]
+    expected = {"aft.layers.0.mlp.fc2.weight": weight, "aft.layernorm.weight": wide["norm.weight"]}
     assert_copied(model, expected | {"classifier.weight": (wide["head.weight"] + wide["head_dist.weight"]) / 2})
     assert verify_conversion(tmp_path / "deit.pth", tmp_path / "aft") == 30
 

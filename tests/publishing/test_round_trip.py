@@ -45,7 +45,6 @@ def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(tmp_path):
     """`without_aft_hf.py` checks, trains and saves each model twice; then they load here."""
     path = tiny.write_all_cases(tmp_path)
     done = run(HERE / "without_aft_hf.py", path, env=environment(tmp_path / "cache"))
-    assert "pipelines of images: run" in done.stdout
     for case in json.loads(path.read_text()):
         source, out = Path(case["source"]), Path(case["out"])
         assert f"checked {source}" in done.stdout and {each.name for each in source.glob("*.py")} == set(CODE)

@@ -6,15 +6,12 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-import typer
 from hub import READ, WRITE, Blob, Hub, Repository
 from huggingface_hub import HfApi
 from rich.console import Console
-from typer.testing import CliRunner
 
 from aft_hf.publishing import PublishError, publish, upload
 from aft_hf.publishing.card import MARKER
-from aft_hf.publishing.command import publish_command
 
 
 # The stages of an upload that a fault can hit: method and path.
@@ -257,15 +254,13 @@ def test_redirects_in_circles_and_to_nowhere_end_in_one_line(send, refused, hub,
     assert_whole(hub, prepared)
 
 
-def test_the_command_publishes_and_prints_the_link(hub, online, saved, tmp_path, monkeypatch):
+def test_the_command_publishes_and_prints_the_link(hub, online, saved, tmp_path, monkeypatch, run_command):
     shutil.copytree(saved / "text", tmp_path / "tiny")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"  # HF_ENDPOINT would set this at import
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setenv("HF_TOKEN", WRITE)
-    app = typer.Typer()
-    app.command()(publish_command)
-    done = CliRunner().invoke(app, [str(tmp_path / "tiny"), "me/tiny", "--private"], catch_exceptions=False)
-    assert done.exit_code == 0 and f"{hub.url}/me/tiny" in done.output
+    done = run_command("aft-hf", "publish", tmp_path / "tiny", "me/tiny", "--private")
+    assert done.returncode == 0 and f"{hub.url}/me/tiny" in done.stdout
     repository = hub.repositories["me/tiny"]
     assert repository.private and files_of(tmp_path / "tiny").items() <= repository.files().items()

@@ -70,17 +70,6 @@ def test_a_finished_run_is_not_repeated_and_has_all_metrics(runner, tmp_path):
     assert again.find(run) == first
 
 
-def test_a_run_that_was_stopped_resumes_from_its_checkpoint(runner, monkeypatch, capsys):
-    run = Run("characters-simple", 0, 1e-3)
-    with monkeypatch.context() as patch:
-        patch.setattr("aft_hf.training.loop.Run.write_outcome", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            runner.run(run)
-    assert runner.find(run) is None
-    runner.run(run)
-    assert "resuming from" in capsys.readouterr().out
-
-
 def test_a_converted_vit_is_trained_from_the_run_of_the_same_seed(runner):
     assert arms_of(["13"]).index("vit") < arms_of(["13"]).index("conv-of-vit")
     found = runner.run(Run("conv-of-vit", 1, 1e-3))  # trains the ViT, whose model is not there

@@ -20,6 +20,8 @@ from accelerate.utils import DistributedType
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from aft_hf.training.loop import train
 from aft_hf.training.manifest import MANIFEST, file_checksum, read_manifest, write_manifest
@@ -66,6 +68,18 @@ def write_images(path: Path) -> Path:
     rows = {"image": [Picture.fromarray(each.astype(np.uint8)) for each in pixels], "label": labels}
     Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=CLASSES)})).to_parquet(path)
     return path
+
+
+def bpe_tokenizer(text: str, normalizer: Any = None) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with merged tokens and an end-of-text token."""
+    tokenizer, special = Tokenizer(models.BPE()), ["<|endoftext|>"]
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
 
 
 def write_shards(folder: Path, images: Path) -> Path:

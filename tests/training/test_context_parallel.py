@@ -287,7 +287,6 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
 
 
 TOKENS, IMAGES = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 3, 2 * PATCH, 3 * PATCH)
-CACHE = build_model("conv").aft.new_cache()
 
 
 def bidirectional(mixer: Any, group: Any, *real: torch.Tensor) -> None:
@@ -306,9 +305,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "must continue those of the shard before it": lambda group: build_model("conv")(
         TOKENS, position_ids=torch.arange(3, 11)[None]
     ),
-    "do not continue one": lambda group: build_model("conv")(
-        TOKENS, cache=build_model("conv").eval()(TOKENS, cache=CACHE).cache
-    ),
+    "do not continue one": lambda group: build_model("conv")(TOKENS, cache=build_model("conv").eval()(TOKENS).cache),
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
 WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process

@@ -283,17 +283,6 @@ def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path
     assert found.keys() == best.keys() and all(torch.equal(found[name], best[name]) for name in best)
 
 
-def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):
-    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    hint = f"aft-hf: begins at step 0, although {tmp_path}/checkpoint-2 exists: --resume-from-checkpoint true"
-    for wanted, told in ((None, False), (None, True), ("false", True), ("true", False)):
-        resume = [] if wanted is None else ["--resume_from_checkpoint", wanted]
-        start(classifier, tmp_path, *options, *resume)
-        said = capsys.readouterr().out
-        assert (hint in said) == told
-        assert said.splitlines()[-1] == f"aft-hf: the model is in {tmp_path}"
-
-
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
     refused = []

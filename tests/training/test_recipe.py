@@ -98,7 +98,6 @@ def test_a_recipe_takes_over_what_it_does_not_say_from_its_base(recipe, tmp_path
 @pytest.mark.parametrize(
     ("own", "directory"),
     [
-        ("output_dir: own", "own"),
         ("output_dir: own\nsmoke: {steps: 2}", "own"),
         ("output_dir: own\nsmoke.output_dir: small", "small"),
         ("steps: 3", "of the base"),

@@ -8,17 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image as PILImage
-from runs import CLASSES, bytes_recipe, images_recipe, pixels_recipe, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from runs import CLASSES, bpe_tokenizer, bytes_recipe, images_recipe, pixels_recipe, run
 from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
 )
 
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
@@ -161,20 +157,8 @@ def test_data_without_texts_are_an_error(tmp_path, data, message):
 TEXT = "y" * 199 + "The naïve fox, 文字 and 🙂 jump over the lazy dog. " * 60  # 90 % end within a character
 
 
-def save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Save a byte-level BPE tokenizer with merged tokens and an end-of-text token, and no model."""
-    tokenizer, special = Tokenizer(models.BPE()), ["<|endoftext|>"]
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([TEXT], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
-    fast.save_pretrained(directory)
-    return fast
-
-
 def tokens_recipe(tmp_path: Path, **data) -> dict:
-    save_tokenizer(tmp_path / "tokenizer")
+    bpe_tokenizer(TEXT).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "words.txt").write_text(TEXT, encoding="utf-8")
     data = {"train": str(tmp_path / "words.txt"), "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 8} | data
     return bytes_recipe(tmp_path, task="tokens", data=data)
@@ -209,20 +193,11 @@ def test_a_model_of_tokens_has_bits_per_token_and_per_byte_and_is_resumed(tmp_pa
         {name: found[name] for name in ("bits_per_token", "bits_per_byte")}, rel=1e-5
     )
     other = tmp_path / "other"
-    save_tokenizer(other).save_pretrained(other)
+    bpe_tokenizer(TEXT).save_pretrained(other)
     run(values | {"data": values["data"] | {"tokenizer": str(other)}, "steps": 13})  # the same tokens elsewhere
     build_byte_tokenizer().save_pretrained(other)
     with pytest.raises(ValueError, match="other training data"):
         run(values | {"data": values["data"] | {"tokenizer": str(other)}, "steps": 14})
-
-
-def test_a_pretrained_model_with_room_for_all_tokens_and_positions_keeps_its_embeddings(tmp_path):
-    source = GPT2LMHeadModel(GPT2Config(vocab_size=304, n_positions=16, n_embd=8, n_layer=1, n_head=1))
-    source.save_pretrained(tmp_path / "gpt2")
-    values = tokens_recipe(tmp_path) | {"model": {"pretrained": str(tmp_path / "gpt2")}}
-    model = TokensTask(build_recipe(values)).build_model()
-    for name, weight in source.state_dict().items():
-        assert torch.equal(model.state_dict()[name], weight)
 
 
 def test_a_text_that_cannot_be_tokenized_is_named(tmp_path):
