@@ -92,16 +92,6 @@ def test_a_report_that_was_lost_cut_or_changed_verifies_nothing(vit, tmp_path):
             verify_conversion(vit, tmp_path / "aft")
 
 
-def test_what_does_not_verify_is_not_left_behind(vit, tmp_path, monkeypatch):
-    def fail(*_):
-        raise ConversionError("a bit is wrong")
-
-    monkeypatch.setattr("aft_hf.conversion.saving.verify_conversion", fail)
-    with pytest.raises(ConversionError, match="a bit is wrong"):
-        save_converted(vit, tmp_path / "aft", **OPTIONS)
-    assert [path.name for path in tmp_path.iterdir()] == ["vit"]
-
-
 # ------------------------------------------------------------------------------------------------------------ saving
 
 

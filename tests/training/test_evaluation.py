@@ -72,8 +72,16 @@ def metrics_by_hand(model, processor, images, **options):
 def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images):
     model, processor = classifier(), processor_for(16)
     expected = metrics_by_hand(model, processor, images)
-    for options in ({"batch_size": 1}, {"batch_size": 4}, {"image_size": (16, 16)}):
-        assert evaluate_classifier(model, processor, images, **options) == pytest.approx(expected, rel=1e-4)
+    for batch_size in (1, 4, 64):
+        found = evaluate_classifier(model, processor, images, batch_size=batch_size)
+        assert found == pytest.approx(expected, rel=1e-4)
+    # As in a model fine-tuned at a larger size: kernels of the size that the processor makes are not resized.
+    expected, found = (
+        evaluate(model, processor_for(24), images, **options)
+        for evaluate, options in ((metrics_by_hand, {}), (evaluate_classifier, {"image_size": (24, 24)}))
+    )
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert evaluate_classifier(model.to(torch.bfloat16), processor, images).keys() == expected.keys()
 
 
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT-conv", "ViT"])
