@@ -135,46 +135,70 @@ struct Weights {
   static constexpr bool PAIRS = std::is_same<U, Pair>::value;
   using Number = std::conditional_t<PAIRS, bf16, float>;
 
-  Weights(const TableProblem& p, int64_t head, bool backward)
-      : stride(whole(p.keys)), rows((p.queries + 1) / 2 * 2 * stride), columns(PAIRS && backward ? rows.size() / 2 : 0) {
-    const float* biases = p.bias + head * p.biases_of_head();
-    std::vector<float> exps(p.columns ? p.biases_of_head() : 0);
-    if (p.columns) write_exps(biases, exps.size(), exps.data());
-    parallel_for(rows.size() / stride / 2, p.queries * p.keys, [&](int64_t begin, int64_t end) {
+  // Queries by keys, from a query on, and keys by queries, from an even query on.
+  Matrix<U> from(int64_t t) const { return {(const U*)(rows + t * stride), stride / int64_t(1 + PAIRS), 1}; }
+  Matrix<U> transposed(int64_t t, int64_t key) const {
+    if constexpr (PAIRS) return {columns + t / 2 * stride + key, 1, stride};
+    else return {rows + t * stride + key, 1, stride};
+  }
+
+  Number* rows;
+  U* columns;
+  int64_t stride;
+};
+
+// W of some heads in one piece of memory.
+template <class U>
+class WeightsOfHeads {
+ public:
+  WeightsOfHeads(const TableProblem& problem, int64_t heads, bool backward)
+      : p(problem), stride_(whole(p.keys)), pairs_((p.queries + 1) / 2), rows_(new Number[heads * 2 * pairs_ * stride_]),
+        columns_(PAIRS && backward ? new U[heads * pairs_ * stride_] : nullptr) {}
+
+  Weights<U> operator[](int64_t i) const {
+    return {&rows_[i * 2 * pairs_ * stride_], columns_ ? &columns_[i * pairs_ * stride_] : nullptr, stride_};
+  }
+
+  void compute(int64_t first, int64_t heads) {
+    parallel_for(heads * pairs_, heads * p.queries * p.keys, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
-      std::vector<float> row(stride);
-      for (int64_t t = 2 * begin; t < std::min(2 * end, p.queries); ++t) {
-        float* out = PAIRS ? row.data() : (float*)&rows[t * stride];
-        p.for_each_run(p.columns ? exps.data() : biases, t, [&](int64_t key, const float* run, int64_t count) {
-          p.columns ? (void)memcpy(out + key, run, count * sizeof(float)) : write_exps(run, count, out);
-        });
-        std::fill(out + p.seen(t), out + stride, 0.0f);
-        for (int64_t j = 0; PAIRS && j < stride; j += VL) store(&rows[t * stride + j], load(out + j));
-      }
-      for (int64_t i = begin * stride; i < end * stride && !columns.empty(); ++i) {
-        const Number* even = &rows[i / stride * 2 * stride + i % stride];
-        memcpy(&columns[i], even, sizeof(Number)), memcpy((Number*)&columns[i] + 1, even + stride, sizeof(Number));
+      std::vector<float> exps(p.columns ? p.biases_of_head() : 0), numbers(stride_);
+      for (int64_t pair = begin; pair < end; ++pair) {
+        const float* biases = p.bias + (first + pair / pairs_) * p.biases_of_head();
+        if (p.columns && (pair == begin || pair % pairs_ == 0)) write_exps(biases, exps.size(), exps.data());
+        Number* rows = &rows_[pair * 2 * stride_];
+        for (int64_t i = 0, t = pair % pairs_ * 2; i < 2; ++i, ++t) {
+          float* out = PAIRS ? numbers.data() : (float*)rows + i * stride_;
+          const int64_t seen = t < p.queries ? p.seen(t) : 0;
+          if (seen) p.for_each_run(p.columns ? exps.data() : biases, t, [&](int64_t key, const float* run, int64_t count) {
+            if (!p.columns) return write_exps(run, count, out);
+            for (int64_t j = 0; j < count; j += VL) store(out + key + j, load(run + j, part(count - j)), part(count - j));
+          });
+          std::fill(out + seen, out + stride_, 0.0f);
+          for (int64_t j = 0; PAIRS && j < stride_; j += VL) store(rows + i * stride_ + j, load(out + j));
+        }
+        for (int64_t j = 0; columns_ && j < stride_; ++j) {
+          Number* units = (Number*)&columns_[pair * stride_ + j];
+          memcpy(units, rows + j, sizeof(Number)), memcpy(units + 1, rows + stride_ + j, sizeof(Number));
+        }
       }
     });
   }
 
-  // Queries by keys, from a query on, and keys by queries, from an even query on.
-  Matrix<U> from(int64_t t) const { return {(const U*)&rows[t * stride], stride / int64_t(1 + PAIRS), 1}; }
-  Matrix<U> transposed(int64_t t, int64_t key) const {
-    if constexpr (PAIRS) return {&columns[t / 2 * stride + key], 1, stride};
-    else return {&rows[t * stride + key], 1, stride};
-  }
-
-  int64_t stride;
-  std::vector<Number> rows;
-  std::vector<U> columns;
-
  private:
+  static constexpr bool PAIRS = Weights<U>::PAIRS;
+  using Number = typename Weights<U>::Number;
+
   // exp(x - the largest x).
   static void write_exps(const float* x, int64_t count, float* out) {
     const float top = largest(x, count);
     for (int64_t j = 0; j < count; j += VL) store(out + j, exp(load(x + j, part(count - j)) - top), part(count - j));
   }
+
+  const TableProblem& p;
+  const int64_t stride_, pairs_;
+  const std::unique_ptr<Number[]> rows_;
+  const std::unique_ptr<U[]> columns_;
 };
 
 // ------------------------------------------------------------------------------------------------------------- tasks
@@ -596,13 +620,13 @@ void run(const TableProblem& p, bool backward) {
   const Division division(p);
   const int64_t row = whole(p.keys), of_head = division.of_rows * division.of_features;
   const int64_t numbers = p.batch * p.queries * p.width * 8;
-  const int64_t at_once = std::min(p.heads, std::max(CACHE / (p.queries * row), num_threads(numbers)));
+  const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.queries * row);
+  const int64_t at_once = std::min(p.heads, std::max(in_cache / threads, int64_t(1)) * threads);
+  WeightsOfHeads<U> weights(p, at_once, backward);
   for (int64_t first = 0; first < p.heads; first += at_once) {
     const int64_t heads = std::min(at_once, p.heads - first), tasks = heads * of_head;
-    const int64_t parts = std::min(tasks, num_threads(numbers));
-    std::vector<Weights<U>> weights;
-    weights.reserve(heads);
-    for (int64_t i = 0; i < heads; ++i) weights.emplace_back(p, first + i, backward);
+    const int64_t parts = std::min(tasks, threads);
+    weights.compute(first, heads);
     std::vector<std::vector<float>> of_biases(heads * parts);  // added in a fixed order
     parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
