@@ -50,6 +50,14 @@ def attention_by_hand(path, pixels, *, keep_class_token=False):
 # --------------------------------------------------------------------------------------------------------- formulas
 
 
+@pytest.mark.parametrize(("ours", "theirs", "width"), [(4, 3, 24), (1, 3, 24), (2, 12, 24)])
+def test_heads_share_by_the_features_they_have_in_common(ours, theirs, width):
+    expected = torch.zeros(ours, theirs)
+    for feature in range(width):
+        expected[feature // (width // ours), feature // (width // theirs)] += ours / width
+    torch.testing.assert_close(head_weights(ours, theirs, width), expected)
+
+
 @pytest.mark.parametrize(("grid", "kernel_size"), [((4, 4), 3), ((2, 5), 3), ((2, 5), 5)])
 def test_the_kernel_of_conv_is_the_log_of_attention_over_that_outside(grid, kernel_size):
     attention = torch.rand(2, grid[0] * grid[1], grid[0] * grid[1]).double() + 0.1
