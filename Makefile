@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: install quickstart quickstart-text quickstart-pixels demo docs test test-all coverage kernels gpu clients
-.PHONY: conformance roundtrip soak audit matrix newest release lint format clean
+.PHONY: conformance soak audit matrix newest release lint format clean
 
 install: $(INSTALLED)
 
@@ -87,9 +87,6 @@ clients: $(CLIENTS)/.installed  ## Test AFT in TRL, lm-evaluation-harness, peft,
 conformance: install  ## Run the common model tests of transformers on every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
 	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
-
-roundtrip: install  ## Save every type, and load it in a new environment with torch and transformers only
-	$(RUN) tests/publishing/fresh_environment.py $(ARGS)
 
 soak: install  ## Run the tests that take hours: training runs killed 20 times at random moments, thousands of examples of each property
 	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \

@@ -71,18 +71,3 @@ def test_rolling_bits_per_byte_equal_those_of_windows_after_an_end_of_text_token
             nats -= logits.log_softmax(-1).gather(1, window[1:, None]).sum().item()
     found = found["results"]["local"]["bits_per_byte,none"]
     assert found == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)
-
-
-def test_answers_are_generated_and_multiple_choice_is_scored(load, tokenizer, tmp_path):
-    rows = {"question": ["One and one is", "Two and two is"], "answer": ["two", "four"]}
-    options = {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
-    exact = {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
-    generation = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
-    task = {"output_type": "generate_until", "generation_kwargs": generation, "metric_list": [exact]}
-    assert evaluate(load(), tokenizer, tmp_path, rows, **options, **task)["results"]["local"]["exact_match,none"] >= 0
-    choices = {
-        "output_type": "multiple_choice",
-        "doc_to_choice": ["two", "four"],
-        "metric_list": [exact | {"metric": "acc"}],
-    }
-    assert 0 <= evaluate(load(), tokenizer, tmp_path, rows, **options, **choices)["results"]["local"]["acc,none"] <= 1

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from client_models import image_classifier
 
 from aft_hf import AFTConfig, AFTForImageClassification
-from aft_hf.conversion import adapt_to_image_size
 
 
 peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
@@ -68,24 +66,6 @@ def test_an_adapter_of_image_embeddings_gets_a_gradient_and_is_merged(options):
     with torch.no_grad():
         expected = model.eval()(pixel_values=pixels).logits
         torch.testing.assert_close(model.merge_and_unload()(pixels).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options",
-    (
-        {"target_parameters": ["mixer.kernel"]},
-        {"target_modules": ["patch_embeddings"]},
-        {"modules_to_save": ["embeddings"]},
-        {"modules_to_save": ["mixer"]},
-    ),
-    ids=str,
-)
-def test_a_model_with_adapters_of_kernels_or_patches_is_not_resized(options):
-    model = image_classifier()
-    peft.get_peft_model(model, peft.LoraConfig(r=2, **{"target_modules": ["fc1"]} | options))
-    with pytest.raises(ValueError, match="merge or remove adapters first"):
-        adapt_to_image_size(model, 32)
-    assert model(torch.randn(1, 3, 16, 16)).logits.shape == (1, 3)
 
 
 def test_prompt_tuning_learns_and_prefix_tuning_is_refused(load):

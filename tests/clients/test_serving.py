@@ -5,7 +5,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 from client_models import LONGEST
 from transformers import TextIteratorStreamer, pipeline
 
@@ -89,12 +88,3 @@ def test_the_command_passes_its_arguments_to_transformers(monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         cli.app(["transformers", "serve", "model", "--port", "8000"])
     assert taken == [["serve", "model", "--port", "8000"]]
-
-
-@torch.no_grad()
-def test_features_of_a_padded_batch_equal_those_of_its_texts(load, tokenizer):
-    model = load().aft.eval()
-    padded = tokenizer([PROMPT, "a longer one"], padding=True, return_tensors="pt")
-    alone = model(**tokenizer(PROMPT, return_tensors="pt")).last_hidden_state
-    found = model(**padded).last_hidden_state[:1, : alone.shape[1]]
-    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)

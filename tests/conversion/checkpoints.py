@@ -14,6 +14,8 @@ from transformers import (
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from aft_hf.conversion import read_source
+
 
 WIDTH, DEPTH, HEADS, MLP, PATCH, CLASSES = 24, 2, 3, 40, 8, 3
 SIZES = {
@@ -33,37 +35,35 @@ def randomize(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
+    return model.eval()
+
+
+def save(model, path):
+    """Save a model with random parameters, and return it."""
+    randomize(model).save_pretrained(path)
     return model
 
 
-def save_vit(path, **config):
+def save_vit(path):
     """Save a ViT of transformers with class names and an image processor."""
     labels = {"id2label": {0: "cat", 1: "dog", 2: "owl"}, "label2id": {"cat": 0, "dog": 1, "owl": 2}}
-    model = randomize(ViTForImageClassification(ViTConfig(**SIZES | labels | config)))
-    model.save_pretrained(path)
     ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3]).save_pretrained(path)
-    return model.eval()
+    return save(ViTForImageClassification(ViTConfig(**SIZES, **labels)), path)
 
 
 def save_distilled_deit(path):
     """Save a DeiT of transformers with two heads."""
-    model = randomize(DeiTForImageClassificationWithTeacher(DeiTConfig(**SIZES, num_labels=CLASSES)))
-    model.save_pretrained(path)
-    return model.eval()
+    return save(DeiTForImageClassificationWithTeacher(DeiTConfig(**SIZES, num_labels=CLASSES)), path)
 
 
 def save_deit(path):
     """Save a DeiT of transformers with a distillation token and one head."""
-    model = randomize(DeiTForImageClassification(DeiTConfig(**SIZES, num_labels=CLASSES)))
-    model.save_pretrained(path)
-    return model.eval()
+    return save(DeiTForImageClassification(DeiTConfig(**SIZES, num_labels=CLASSES)), path)
 
 
 def save_backbone(path):
     """Save a ViT of transformers with a pooler and no classifier."""
-    model = randomize(ViTModel(ViTConfig(**SIZES)))
-    model.save_pretrained(path)
-    return model.eval()
+    return save(ViTModel(ViTConfig(**SIZES)), path)
 
 
 def timm_tensors(
@@ -169,39 +169,21 @@ def timm_logits(tensors, pixels, num_heads=HEADS):
     return sum(logits) / len(logits)
 
 
-def timm_copies(tensors):
-    """Return the tensors that the paper transfers from timm (without layer scales), for two layers of width 24."""
-    copies = {}
-    for kind in ("weight", "bias"):
-        copies[f"aft.embeddings.patch_embeddings.{kind}"] = tensors[f"patch_embed.proj.{kind}"]
-        copies[f"aft.layernorm.{kind}"] = tensors[f"norm.{kind}"]
-        for i in (0, 1):
-            layer, block = f"aft.layers.{i}", f"blocks.{i}"
-            copies[f"{layer}.layernorm_before.{kind}"] = tensors[f"{block}.norm1.{kind}"]
-            copies[f"{layer}.layernorm_after.{kind}"] = tensors[f"{block}.norm2.{kind}"]
-            if f"{block}.attn.qkv.{kind}" in tensors:
-                copies[f"{layer}.mixer.v_proj.{kind}"] = tensors[f"{block}.attn.qkv.{kind}"][48:72]
-            copies[f"{layer}.mixer.o_proj.{kind}"] = tensors[f"{block}.attn.proj.{kind}"]
-            copies[f"{layer}.mlp.fc1.{kind}"] = tensors[f"{block}.mlp.fc1.{kind}"]
-            copies[f"{layer}.mlp.fc2.{kind}"] = tensors[f"{block}.mlp.fc2.{kind}"]
-    return copies
+def copies(teacher):
+    """Return what the paper transfers from a model of transformers, by the names of AFT-conv."""
+    left = ("q_proj", "k_proj", "cls_token", "position_embeddings", "distillation_token", "pooler")
+    tensors = {
+        name: x for name, x in teacher.base_model.state_dict().items() if not any(part in name for part in left)
+    }
+    return {f"aft.{name.replace('attention.', 'mixer.').replace('.projection', '')}": x for name, x in tensors.items()}
 
 
-def transformers_copies(tensors, prefix):
-    """Return the tensors that the paper transfers from transformers, for two layers."""
-    expected = {}
-    for kind in ("weight", "bias"):
-        expected[f"aft.embeddings.patch_embeddings.{kind}"] = f"{prefix}embeddings.patch_embeddings.projection.{kind}"
-        expected[f"aft.layernorm.{kind}"] = f"{prefix}layernorm.{kind}"
-        for i in (0, 1):
-            layer, new = f"{prefix}encoder.layer.{i}", f"aft.layers.{i}"
-            expected[f"{new}.layernorm_before.{kind}"] = f"{layer}.layernorm_before.{kind}"
-            expected[f"{new}.layernorm_after.{kind}"] = f"{layer}.layernorm_after.{kind}"
-            expected[f"{new}.mixer.v_proj.{kind}"] = f"{layer}.attention.attention.value.{kind}"
-            expected[f"{new}.mixer.o_proj.{kind}"] = f"{layer}.attention.output.dense.{kind}"
-            expected[f"{new}.mlp.fc1.{kind}"] = f"{layer}.intermediate.dense.{kind}"
-            expected[f"{new}.mlp.fc2.{kind}"] = f"{layer}.output.dense.{kind}"
-    return {name: tensors[source] for name, source in expected.items()}
+def assert_read(path, tensors, **options):
+    """Assert that a file is read as these tensors, and return the source."""
+    source = read_source(path, **TIMM, **options)
+    assert source.tensors.keys() == tensors.keys()
+    assert all(torch.equal(source.tensors[name], tensor) for name, tensor in tensors.items())
+    return source
 
 
 def assert_copied(model, expected):

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTForImageClassification
 
-from aft_hf import cli, convert_deit
+from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, save_converted
 from aft_hf.loading import read_config
 
@@ -27,20 +26,23 @@ def assert_refused(source, tmp_path, message, **options):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def command(capsys, monkeypatch, *arguments):
-    """Run `aft-hf convert`, and return its exit code and the last line of stderr."""
-    monkeypatch.setattr(sys, "argv", ["aft-hf", "convert", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exited:
-        cli.main()
-    return exited.value.code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
+@pytest.fixture
+def convert(run_command):
+    """Function that runs `aft-hf convert`, and returns its exit code and the last line of stderr."""
+
+    def convert(*arguments):
+        done = run_command("aft-hf", "convert", *arguments)
+        return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+
+    return convert
 
 
 # ----------------------------------------------------------------------------------------- checkpoints of transformers
 
 
 def replaced(name, content):
-    """Return a function that replaces the content of a file by a text or bytes."""
-    return lambda path: (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    """Return a function that replaces the content of a file by a text."""
+    return lambda path: (path / name).write_text(content)
 
 
 def damage_truncated(path):
@@ -65,12 +67,9 @@ def change_config(**values):
     return damage
 
 
-def damage_index(content):
-    def damage(path):
-        (path / "model.safetensors").unlink()
-        (path / "model.safetensors.index.json").write_text(content)
-
-    return damage
+def lose_a_shard(path):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
 
 
 LAYER = "vit.encoder.layer"
@@ -80,10 +79,8 @@ LAYER = "vit.encoder.layer"
     ("damage", "message"),
     [
         (damage_truncated, "damaged or truncated"),
-        (replaced("model.safetensors", b"\xff" * 1000), "damaged or truncated"),
         (lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
         (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "layers.1.mlp.fc2.weight .* missing"),
-        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.attention.attention.query.bias")), "q_proj.bias .* missing"),
         (damage_tensor(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
         (
             damage_tensor(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
@@ -94,19 +91,11 @@ LAYER = "vit.encoder.layer"
             damage_tensor(lambda t: t["vit.layernorm.bias"][:1].fill_(-torch.inf)),
             r"bias holds NaN .*\(1 of 24 values\)",
         ),
-        (replaced("config.json", "{"), "config.json"),
         (replaced("config.json", '{"name": "mine"}'), "neither a config.json of transformers"),
         (lambda path: (path / "config.json").unlink(), "no config.json in it"),
-        (change_config(hidden_size="wide"), "config.json"),
         (change_config(transformers_weights="other.safetensors"), "transformers_weights"),
-        (change_config(patch_size=0), r"config\.json: patch_size=0: must be one positive"),
         (change_config(num_hidden_layers=3), "its config has 3 layers, its weights have 2"),
-        (damage_index("[]"), r"index\.json: \[\]: must be an object"),
-        (
-            damage_index('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'),
-            "model-00001-of-00002.safetensors is missing",
-        ),
-        (replaced("preprocessor_config.json", "[]"), "preprocessor_config.json"),
+        (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
         (replaced("preprocessor_config.json", '{"image_processor_type": "NoProcessor"}'), "vit: cannot be loaded"),
         (replaced("processor_config.json", '{"image_processor": {"size": 1000000000}}'), "image_processor.size"),
     ],
@@ -139,9 +128,9 @@ class Code:
     ids=["alone", "as a tensor", "beside the weights"],
 )
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
-def test_code_in_a_pickle_does_not_run(tmp_path, capsys, monkeypatch, wrap, save):
+def test_code_in_a_pickle_does_not_run(tmp_path, convert, wrap, save):
     save(wrap(Code(tmp_path / "it-ran")), tmp_path / "deit.pth")
-    code, line = command(capsys, monkeypatch, tmp_path / "deit.pth", tmp_path / "aft")
+    code, line = convert(tmp_path / "deit.pth", tmp_path / "aft")
     assert code == 1 and "can run code" in line
     assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
 
@@ -165,7 +154,6 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("blocks.1.mlp.fc2.weight"), "layers.1.mlp.fc2.weight .* missing"),
         (lambda t: t.pop("blocks.1.attn.qkv.bias"), r"layers.1.attention.\w_proj.bias .* missing"),
         (lambda t: t.pop("patch_embed.proj.weight"), "patch_embed.proj.weight is missing"),
         (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
@@ -204,20 +192,12 @@ def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, 
     assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM | options)
 
 
-@pytest.mark.parametrize("source", [None, 3, torch.nn.Linear(2, 2)], ids=lambda source: type(source).__name__)
-def test_what_is_no_source_is_a_type_error_that_says_what_is_allowed(source):
-    with pytest.raises(TypeError, match=f"a directory, .* in memory, got {type(source).__name__}"):
-        convert_deit(source)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, capsys, monkeypatch, dtype):
+def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, convert, dtype):
     tensors = {name: tensor.to(dtype) for name, tensor in timm_tensors().items()}
     tensors["blocks.0.mlp.fc1.weight"][3, 5] = torch.nan
     torch.save({"model": tensors}, tmp_path / "deit.pth")
-    code, line = command(
-        capsys, monkeypatch, tmp_path / "deit.pth", tmp_path / "aft", "--source-num-heads", 3, "--kernel-size", 3
-    )
+    code, line = convert(tmp_path / "deit.pth", tmp_path / "aft", "--source-num-heads", 3, "--kernel-size", 3)
     assert code == 1 and "blocks.0.mlp.fc1.weight holds NaN or infinity (1 of 960 values)" in line
     assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
 
@@ -231,12 +211,6 @@ def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tm
 # ----------------------------------------------------------------------------------------------------- missing sources
 
 
-@pytest.mark.parametrize("name", ["{}/nowhere", "./nowhere", "nowhere.pth", "deit/model.safetensors"])
-def test_a_missing_directory_or_file_is_said_so(tmp_path, name):
-    with pytest.raises(ConversionError, match="no such directory or file"):
-        convert_deit(name.format(tmp_path), **OPTIONS)
-
-
 def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
     for steps in (500, 1000, 90):
         (tmp_path / "out" / f"checkpoint-{steps}").mkdir(parents=True)
@@ -248,24 +222,14 @@ def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
         read_config(tmp_path / "out")
 
 
-def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, capsys, monkeypatch):
+def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, convert, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code, line = command(capsys, monkeypatch, "nobody/no-such-deit", tmp_path / "aft")
+    code, line = convert("nobody/no-such-deit", tmp_path / "aft")
     assert code == 1 and "download it" in line and "HF_HUB_OFFLINE" in line
     assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------- output directories
-
-
-def test_a_directory_with_something_in_it_is_kept(vit, tmp_path):
-    target = tmp_path / "aft"
-    target.mkdir()
-    (target / "precious.txt").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(ConversionError, match="not empty" if not overwrite else "earlier conversion"):
-            save_converted(vit, target, overwrite=overwrite, **OPTIONS)
-    assert [path.name for path in target.iterdir()] == ["precious.txt"]
 
 
 def test_the_source_and_the_working_directory_are_never_replaced(vit, tmp_path, monkeypatch):
@@ -289,14 +253,11 @@ def test_the_source_and_the_working_directory_are_never_replaced(vit, tmp_path, 
     [
         ({"kernel_size": 4}, "kernel_size=4"),
         ({"kernel_size": 9}, "kernel_size=9"),  # a 4 x 4 grid has 7 x 7 offsets
-        ({"num_heads": 5}, "num_heads=5"),
-        ({"num_heads": 0}, "num_heads"),
         ({"image_size": 33}, "image_size=33"),
         ({"aft_type": "fast"}, "'aft_type'.*'fast'"),
         ({"aft_type": "alibi"}, "alibi"),
+        ({"num_labels": 3}, "has a classifier; leave out num_labels"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
-        ({"aft_type": "full", "position_bias_dim": -1}, "position_bias_dim"),
-        ({"aft_type": "local", "window_size": 0}, "window_size"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):
@@ -309,25 +270,20 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
         (["--init", "attention"], "needs images"),
         (["--init", "attention", "--images", "empty"], "no images in it"),
         (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
-        (["--init", "attention", "--images", "unreadable", "--num-images", 0], "at least 1"),
-        (["--init", "attention", "--images", "bad.parquet"], "cannot be read as a file of type parquet"),
         (["--images", "pictures"], "--images needs --distill or --init attention"),
-        (["--image-size", "large"], "--image-size 'large'"),
         (["--learning-rate", 1, "--steps", 3], "--steps needs --distill, --learning-rate needs --distill"),
         (["--distill"], "--distill needs --images"),
-        (["--aft-type", "conv,fast"], "'fast'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
-    vit, tmp_path, capsys, monkeypatch, arguments, message
+    vit, tmp_path, convert, monkeypatch, arguments, message
 ):
     for name in ("empty", "unreadable", "pictures"):
         (tmp_path / name).mkdir()
     (tmp_path / "unreadable" / "picture.png").write_text("no picture")
-    (tmp_path / "bad.parquet").write_text("no parquet")
     Image.new("RGB", (40, 40)).save(tmp_path / "pictures" / "picture.png")
     monkeypatch.chdir(tmp_path)
     arguments = [vit, tmp_path / "aft", "--kernel-size", 3, "--num-heads", 4, *arguments]
-    code, line = command(capsys, monkeypatch, *arguments)
+    code, line = convert(*arguments)
     assert code == 1 and line.startswith("aft-hf: ") and message in line
     assert not (tmp_path / "aft").exists()

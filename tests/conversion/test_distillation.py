@@ -9,14 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import OPTIONS, TIMM, save_pth
+from checkpoints import OPTIONS, save_backbone
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import ViTConfig, ViTModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
-from aft_hf.cli import main
 from aft_hf.conversion import (
     REPORT_NAME,
     ConversionError,
@@ -105,29 +103,6 @@ def stop_at(monkeypatch, step):
     monkeypatch.setattr(StopSignal, "agreed", lambda self: 15 if next(calls) == step else 0)
 
 
-def run_stopped(monkeypatch, step, *arguments, **options):
-    """Run a distillation that is stopped in a step."""
-    stop_at(monkeypatch, step)
-    with pytest.raises(SystemExit) as stopped:
-        run(*arguments, **options)
-    monkeypatch.undo()
-    assert stopped.value.code == 143
-
-
-@pytest.mark.parametrize("step", (1, 5))
-def test_a_distillation_that_was_stopped_goes_on_to_the_same_weights(images, tmp_path, monkeypatch, step):
-    save_pth(tmp_path / "deit.pth", distilled=True)
-    source = read_source(tmp_path / "deit.pth", **TIMM)
-    expected, done = run(source, images)
-    run_stopped(monkeypatch, step, source, images, checkpoints=tmp_path / "checkpoints")
-    torch.manual_seed(99)  # another random state, as in a new process
-    weights, again = run(source, images, checkpoints=tmp_path / "checkpoints")
-    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-    assert {**again, "minutes": 0} == {**done, "minutes": 0}
-    other, _ = run(source, images, seed=1)
-    assert not torch.equal(other["classifier.weight"], expected["classifier.weight"])
-
-
 def other_image(images):
     return [*images[:3], images[3].transpose(Image.Transpose.ROTATE_90), *images[4:]]
 
@@ -146,17 +121,12 @@ def normalized_otherwise(source):
 
 OTHER = {
     "weights of the source": ({"source": with_other_weights}, "source_tensors"),
-    "heads of the source": (
-        {"source": lambda source: replace(source, config=ViTConfig(**source.config.to_dict() | HEADS))},
-        r"source_config\.num_attention_heads",
-    ),
     "normalization": ({"source": normalized_otherwise}, r"image_processor\.image_mean"),
     "multiplier": ({"options": {"position_bias_multiplier": 2.0}}, r"model\.position_bias_multiplier"),
     "init": ({"conversion": {"init": "attention"}}, r"conversion\.init"),
     "an image": ({"images": other_image}, "images"),
     "learning rate": ({"distillation": {"learning_rate": 1e-4}}, "learning_rate"),
 }
-HEADS = {"num_attention_heads": 1}
 
 
 @pytest.mark.parametrize(("change", "told"), OTHER.values(), ids=OTHER)
@@ -175,19 +145,6 @@ def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, mo
         distill(converted(source, **change.get("options", {})), source, images, conversion=conversion, **shared)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_does_not_displace_the_ones_that_follow(
-    vit, images, tmp_path, monkeypatch
-):
-    source = read_source(vit)
-    run_stopped(monkeypatch, 5, source, images, checkpoints=tmp_path)
-    (tmp_path / "step-000000005" / "checkpoint.json").write_text("{}")
-    run_stopped(monkeypatch, 2, source, images, checkpoints=tmp_path)
-    assert {path.name for path in tmp_path.glob("*step-*")} == {"set-aside-step-000000005", "step-000000002"}
-    expected, _ = run(source, images)
-    weights, _ = run(source, images, checkpoints=tmp_path)
-    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-
-
 def test_the_learning_rate_rises_and_falls_to_0_and_hidden_states_count_less_and_less():
     rates = [rate(i / 1000) for i in range(1001)]
     assert max(rates) == rates[100] == pytest.approx(1.0) and rates[1000] == pytest.approx(0.0, abs=1e-9)
@@ -203,7 +160,10 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path,
     source = read_source(vit)
     _, done = run(source, images, steps=None, minutes=1)
     assert done["minutes"] >= 1 and done["steps"] <= 6
-    run_stopped(monkeypatch, 3, source, images, steps=None, minutes=1, checkpoints=tmp_path)
+    stop_at(monkeypatch, 3)
+    with pytest.raises(SystemExit):
+        run(source, images, steps=None, minutes=1, checkpoints=tmp_path)
+    monkeypatch.undo()
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))
     _, again = run(source, images, steps=None, minutes=1, checkpoints=tmp_path)
@@ -217,7 +177,6 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path,
         ({"steps": 0}, "steps=0: must be greater than 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be"),
         ({"augmentation": "rotate"}, "augmentation='rotate': augmentation must be one of none, shift"),
-        ({"rate": 1}, "unknown key rate"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(vit, images, options, message):
@@ -237,12 +196,14 @@ def test_options_that_make_no_sense_are_refused(vit, images, options, message):
 def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
     vit, images, monkeypatch, options, fewest, most
 ):
-    seen: dict[str, list[torch.Tensor]] = {"teacher": [], "student": []}
+    seen: dict[str, list[torch.Tensor]] = {"teacher": [], "student": [], "agreement": []}
     teach = module._Run._teach
 
     def recorded_losses(student, pixels, *others):
+        losses = student_losses(student, pixels, *others)
         seen["student"].append(pixels)
-        return student_losses(student, pixels, *others)
+        seen["agreement"].append(losses[2])
+        return losses
 
     def recorded_teach(run, pixels):
         seen["teacher"].append(pixels)
@@ -251,7 +212,8 @@ def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
     monkeypatch.setattr(module._Run, "_teach", recorded_teach)
     monkeypatch.setattr(module, "student_losses", recorded_losses)
     monkeypatch.setattr(module, "build_augmentation", lambda name, size: torch.zeros_like)
-    run(read_source(vit), images, steps=10, **options)
+    _, done = run(read_source(vit), images, steps=10, **options)
+    assert done["agreement"] == pytest.approx(float(torch.stack(seen["agreement"]).mean()), abs=1e-5)  # a plain mean
     pixels = torch.stack(seen["student"])
     assert torch.equal(pixels, torch.stack(seen["teacher"])) and pixels.shape[:2] == (10, 8)
     augmented = (pixels == 0).all((2, 3, 4)).sum(1)  # images of each batch
@@ -260,8 +222,7 @@ def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
 
 
 def test_sources_without_one_choice_of_the_same_classes_and_no_images_are_refused(vit, images, tmp_path):
-    config = ViTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, image_size=32, patch_size=8)
-    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "headless")
+    save_backbone(tmp_path / "headless")
     headless, source = read_source(tmp_path / "headless"), read_source(vit)
     model = converted(source)
     with pytest.raises(ValueError, match="no classifier"):
@@ -287,20 +248,6 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(vit, images):
         distill(model, source, images, steps=2, batch_size=8)
 
 
-def test_the_agreement_of_a_short_run_is_a_plain_mean(vit, images, monkeypatch):
-    agreements = []
-
-    def recorded(*arguments):
-        losses = student_losses(*arguments)
-        agreements.append(losses[2].item())
-        return losses
-
-    monkeypatch.setattr(module, "student_losses", recorded)
-    _, done = run(read_source(vit), images, steps=4)
-    assert len(set(agreements)) > 1
-    assert done["agreement"] == pytest.approx(sum(agreements) / 4, abs=1e-5)  # it is rounded to 5 digits
-
-
 def test_report_and_card_say_what_was_done(vit, images, tmp_path):
     out = tmp_path / "out"
     model, _ = save_converted(vit, out, distillation={"images": images, "steps": 3, "batch_size": 8}, **OPTIONS)
@@ -323,24 +270,6 @@ def save_images(images, path):
     return path
 
 
-def convert_by_command(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["aft-hf", "convert", *map(str, arguments)])
-    with pytest.raises(SystemExit) as finished:
-        main()
-    return finished.value.code, capsys.readouterr()
-
-
-def test_the_command_distills_from_a_folder_of_images(vit, images, tmp_path, monkeypatch, capsys):
-    folder = save_images(images, tmp_path / "images")
-    options = ["--kernel-size", 3, "--num-heads", 4, "--distill", "--images", folder, "--steps", 3, "--batch-size", 8]
-    code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *options)
-    assert code == 0 and "distilled on 24 images: 3 steps" in " ".join(printed.out.split())
-    told = f"aft-hf finetune --do_train --do_eval --model_name_or_path {tmp_path / 'out'} --train DATA --teacher {vit}"
-    assert f"{told} --learning_rate 1e-3" in printed.out
-    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
-    assert report["options"]["distillation"]["augmentation"] == "shift"
-
-
 def test_a_distillation_that_cannot_begin_is_refused_before_the_fit_to_the_attention(vit, images, tmp_path):
     def untouched():
         raise AssertionError("the images were read")
@@ -358,35 +287,36 @@ def test_a_distillation_that_cannot_begin_is_refused_before_the_fit_to_the_atten
     [
         (["--distill"], "attention"),
         (["--distill", "--init", "paper"], "paper"),
-        (["--distill", "--aft-type", "conv,full"], "paper"),
         ([], "paper"),
     ],
 )
 def test_a_distillation_of_conv_starts_from_the_attention_by_default(
-    vit, images, tmp_path, monkeypatch, capsys, options, expected
+    vit, images, tmp_path, run_command, options, expected
 ):
     # The processor of another size is resized for the fit to the attention, too.
     ViTImageProcessorPil(size={"height": 48, "width": 48}).save_pretrained(vit)
     budget = ["--steps", 1, "--batch-size", 8] if options else []
     folder, sizes = save_images(images, tmp_path / "images"), ["--kernel-size", 3, "--num-heads", 4]
     given = [*sizes, *options, *budget, *(["--images", folder] if options else [])]
-    code, printed = convert_by_command(monkeypatch, capsys, vit, tmp_path / "out", *given)
-    assert code == 0, printed.err
-    assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["options"]["init"] == expected
+    done = run_command("aft-hf", "convert", vit, tmp_path / "out", *given)
+    assert done.returncode == 0, done.stderr
+    told = f"aft-hf finetune --do_train --do_eval --model_name_or_path {tmp_path / 'out'} --train DATA --teacher {vit}"
+    assert f"{told} --learning_rate 1e-3" in done.stdout
+    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())["options"]
+    assert report["init"] == expected and ("distillation" in report) == bool(options)
 
 
-def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, monkeypatch, capsys):
+def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, run_command):
     folder, out = save_images(images, tmp_path / "some images"), tmp_path / "out"
     types, sizes = ["--aft-type", "conv", "--aft-type", "full"], ["--kernel-size", "3", "--num-heads", "4"]
     biases = ["--position-bias-dim", "0", "--position-bias-multiplier", "1", "--seed", "5"]
     fit = ["--init", "attention", "--images", folder, "--num-images", "4"]
-    code, printed = convert_by_command(monkeypatch, capsys, vit, out, *types, *sizes, *biases, *fit)
-    assert code == 0, printed.err
-    (line,) = (line for line in printed.out.splitlines() if line.startswith("  aft-hf convert "))
+    done = run_command("aft-hf", "convert", vit, out, *types, *sizes, *biases, *fit)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("  aft-hf convert "))
     config = AFTConfig.from_pretrained(out)
-    command = shlex.split(line)[2:]
-    code, printed = convert_by_command(monkeypatch, capsys, *command, "--steps", 1, "--batch-size", 8)
-    assert code == 0 and "distilled on 24 images" in printed.out
+    done = run_command(*shlex.split(line), "--steps", 1, "--batch-size", 8)
+    assert done.returncode == 0 and "distilled on 24 images" in done.stdout
     told = json.loads((out / REPORT_NAME).read_text())["options"]
     assert AFTConfig.from_pretrained(out).to_dict() == config.to_dict()
     assert (told["init"], told["distillation"]["seed"]) == ("attention", 5)
@@ -409,16 +339,16 @@ def test_a_directory_in_use_is_refused_before_anything_is_computed(vit, images, 
         save(vit, tmp_path / "out", images)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("overwrite", "step"), [(False, 1), (True, 2)])
 def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the_model(
-    vit, images, tmp_path, monkeypatch, overwrite
+    vit, images, tmp_path, monkeypatch, overwrite, step
 ):
-    expected, _ = save(vit, tmp_path / "uninterrupted", images)
+    expected, done = save(vit, tmp_path / "uninterrupted", images)
     if overwrite:
         saving.save_converted(vit, tmp_path / "out", **OPTIONS)
         (tmp_path / "out" / "notes.txt").write_text("mine")
-    stop_at(monkeypatch, 2)
-    with pytest.raises(SystemExit):
+    stop_at(monkeypatch, step)
+    with pytest.raises(SystemExit, match="143"):
         save(vit, tmp_path / "out", images, overwrite=overwrite)
     monkeypatch.undo()
     (tmp_path / CHECKPOINTS / ".aft-hf-unfinished").mkdir()  # as after a kill
@@ -430,8 +360,10 @@ def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the
         verify(*arguments)
 
     monkeypatch.setattr(saving, "verify_conversion", verify_and_try)
-    weights, _ = save(vit, tmp_path / "out", images, overwrite=overwrite)
+    torch.manual_seed(99)  # another random state, as in a new process
+    weights, again = save(vit, tmp_path / "out", images, overwrite=overwrite)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert {**again, "minutes": 0} == {**done, "minutes": 0}
     assert {path.name for path in tmp_path.iterdir()} == {"vit", "uninterrupted", "out"}
     assert (tmp_path / "out" / "notes.txt").exists() == overwrite
 

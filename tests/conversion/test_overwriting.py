@@ -121,9 +121,7 @@ def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, convert
     assert "\n" not in str(error.value) and contents(converted.parent) == before
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"]
-)
+@pytest.mark.parametrize("error", ["full", "Ctrl-C", "not verified"])
 def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch, error):
     add_files_of_the_user(converted)
     before, rename = contents(converted.parent), os.rename
@@ -131,12 +129,15 @@ def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, mon
         save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 4})
 
     def fail(source, target):
-        if source.name == "finished":
-            raise error
+        if error == "not verified" or source.name == "finished":
+            raise {"full": OSError(28, "No space left"), "Ctrl-C": KeyboardInterrupt()}.get(error) or ConversionError(
+                error
+            )
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises((ConversionError, KeyboardInterrupt), match=r"No space left|^$"):
+    name = "aft_hf.conversion.saving.verify_conversion" if error == "not verified" else "os.rename"
+    monkeypatch.setattr(name, fail)
+    with pytest.raises((ConversionError, KeyboardInterrupt), match=r"No space left|^$|not verified"):
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     monkeypatch.undo()
     assert contents(converted.parent) == before

@@ -4,7 +4,7 @@ import datasets
 import pytest
 from PIL import Image
 
-from aft_hf.conversion import ConversionError, ImagesOnDisk, read_images
+from aft_hf.conversion import ImagesOnDisk, read_images
 
 
 def save_folder(path, pictures):
@@ -29,9 +29,3 @@ def test_images_are_read_evenly_in_rgb(tmp_path, save, limit, expected, mode):
     images = list(read_images(tmp_path, limit))
     assert [image.getpixel((0, 0))[0] for image in images] == expected
     assert {image.mode for image in images} == {"RGB"} and len(ImagesOnDisk(tmp_path)) == 10
-
-
-def test_a_parquet_file_without_images_is_refused_by_its_columns(tmp_path):
-    datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "text.parquet")
-    with pytest.raises(ConversionError, match="text holds images"):
-        read_images(tmp_path / "text.parquet", 5)

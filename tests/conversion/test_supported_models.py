@@ -27,11 +27,11 @@ DECODER = {"decoder_hidden_size": 24, "decoder_num_hidden_layers": 1, "decoder_n
 
 
 def dinov2(**options):
-    return randomize(Dinov2Model(Dinov2Config(**WITHOUT_MLP, **options))).eval()
+    return randomize(Dinov2Model(Dinov2Config(**WITHOUT_MLP, **options)))
 
 
 def mae():
-    return randomize(ViTMAEForPreTraining(ViTMAEConfig(**SIZES, **DECODER, mask_ratio=0.0))).eval()
+    return randomize(ViTMAEForPreTraining(ViTMAEConfig(**SIZES, **DECODER, mask_ratio=0.0)))
 
 
 def outputs(model, pixels):

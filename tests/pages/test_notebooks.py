@@ -22,10 +22,6 @@ def program(path):
     return "\n\n".join("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "code")
 
 
-def test_there_are_notebooks():
-    assert len(NOTEBOOKS) == 2
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_no_outputs_and_nothing_but_python(path):
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(path) if "outputs" in cell)

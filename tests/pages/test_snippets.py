@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from snippets import PAGES, ROOT, commands, snippets
+from snippets import PAGES, ROOT, snippets
+
+from tests.properties.test_labml_states import STATES
 
 
 # {start of a command: options appended to the commands that begin with it}; the longest match applies.
@@ -78,7 +80,8 @@ def workplace(tmp_path, quickstart) -> Path:
     (tmp_path / "outputs").mkdir()
     for name in ("quickstart", "quickstart-text"):
         subprocess.run(["cp", "-r", quickstart / name, tmp_path / "outputs" / name], check=True)
-    _save_labml_weights(tmp_path)
+    for state, name in zip(STATES, ("layer", "model")):  # of labml
+        torch.save(state, tmp_path / f"{name}.pth")
     (tmp_path / "tinyshakespeare.txt").write_text((ROOT / "README.md").read_text() * 8)
     pixels = np.random.default_rng(0).integers(256, size=(64, 32, 32, 3), dtype=np.uint8)
     features = Features({"image": Image(), "label": ClassLabel(num_classes=10)})
@@ -88,29 +91,6 @@ def workplace(tmp_path, quickstart) -> Path:
             folder.mkdir(exist_ok=True)
             images.to_parquet(str(folder / f"{split}.parquet"))
     return tmp_path
-
-
-def _save_labml_weights(directory: Path) -> None:
-    """Save the state dicts of a labml layer and a labml model as layer.pth and model.pth, as in docs/labml.md."""
-    width, inner, length, tokens = 16, 24, 11, 9
-
-    def linear(name: str, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
-        return {f"{name}.weight": torch.randn(outputs, inputs), f"{name}.bias": torch.randn(outputs)}
-
-    positions = torch.arange(length)
-    layer = {"pos_bias": torch.randn(length, length), "local_mask": (positions[:, None] - positions).abs() < 4}
-    for name in ("query", "key", "value", "output"):
-        layer |= linear(name, width, width)
-    model = {f"self_attn.{name}": x for name, x in layer.items()}
-    for name in ("norm_self_attn", "norm_ff"):
-        model |= {f"{name}.weight": torch.ones(width), f"{name}.bias": torch.zeros(width)}
-    model |= linear("feed_forward.layer1", width, inner) | linear("feed_forward.layer2", inner, width)
-    model = {f"encoder.layers.0.{name}": x for name, x in model.items()}
-    model |= {"encoder.norm.weight": torch.ones(width), "encoder.norm.bias": torch.zeros(width)}
-    model["src_embed.linear.weight"] = torch.randn(tokens, width)
-    model["src_embed.positional_encodings"] = torch.randn(50, 1, width)
-    torch.save(model | linear("generator.projection", width, tokens), directory / "model.pth")
-    torch.save(layer, directory / "layer.pth")
 
 
 @pytest.mark.slow
@@ -154,17 +134,7 @@ def test_code_fits_the_box_of_a_page(page):
 def test_code_is_in_fences_with_a_language(page):
     """Other code would not run in these tests."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert (
-        re.findall(r"\n\n    (?! *[-*\d]).*", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)) == []
-    )
-    assert {fence.split()[0] for fence in re.findall(r"^```(\S.*)$", text, re.MULTILINE)} <= {
-        "bash",
-        "python",
-        "yaml",
-        "text",
-    }
-
-
-def test_commands_are_read_as_a_shell_reads_them():
-    block = "make a  # why\n\n# alone\npython b.py --x 1 \\\n    --y 'two words'\n"
-    assert list(commands(block)) == [(0, "make a"), (3, "python b.py --x 1 --y 'two words'")]
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n    (?! *[-*\d]).*", outside) == []
+    languages = {fence.split()[0] for fence in re.findall(r"^```(\S.*)$", text, re.MULTILINE)}
+    assert languages <= {"bash", "python", "yaml", "text"}

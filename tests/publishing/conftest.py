@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
 from hub import Hub
-from processes import HERE
 
 from aft_hf.publishing import write_card
 
@@ -48,22 +47,18 @@ def online(monkeypatch, waits):
 
 
 @pytest.fixture(scope="session")
-def old(tmp_path_factory) -> dict[str, Path]:
-    """Model directories that earlier versions saved, by the name of their archive."""
-    root = tmp_path_factory.mktemp("old")
-    archives = sorted((HERE / "fixtures").glob("*.tar.xz"))
-    for archive in archives:
-        shutil.unpack_archive(archive, root / archive.name, filter="data")
-    return {archive.name: root / archive.name for archive in archives}
-
-
-@pytest.fixture(scope="session")
 def saved(tmp_path_factory):
     """Directory of a saved text and a saved image model. Copy them before changing them."""
     root = tmp_path_factory.mktemp("saved")
     for task in ("text", "image"):
         tiny.save(tiny.build(task, "conv"), root / task)
     return root
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    """A copy of the saved image model."""
+    return Path(shutil.copytree(saved / "image", tmp_path / "tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -63,17 +63,6 @@ class Repository:
         return {path: blob.content for path, blob in self.commits[self.head].items()}
 
 
-@dataclass
-class Fault:
-    """A fault to inject: its kind (see `Hub.fail`), how often it occurs, and in which requests."""
-
-    kind: str
-    method: str
-    pattern: str
-    times: int
-    options: dict
-
-
 class ApiError(Exception):
     """An error response in the format of the Hub."""
 
@@ -89,7 +78,7 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}  # LFS by sha256, verified
         self.unverified: dict[str, bytes] = {}
-        self.faults: list[Fault] = []
+        self.faults: list[dict] = []
         self.requests: list[str] = []
         self.lock = threading.RLock()
         self.closed = threading.Event()
@@ -114,15 +103,16 @@ class Hub:
         the connection open and never answer.
         """
         assert kind in ("status", "drop", "lost", "silent")
-        self.faults.append(Fault(kind, method, pattern, times, options))
+        self.faults.append({"kind": kind, "method": method, "pattern": pattern, "times": times} | options)
 
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def next_fault(self, method: str, path: str) -> dict:
+        """Return the fault of a request, an empty dictionary if there is none."""
         with self.lock:
             for fault in self.faults:
-                if fault.times > 0 and fault.method == method and re.search(fault.pattern, path):
-                    fault.times -= 1
+                if fault["times"] > 0 and fault["method"] == method and re.search(fault["pattern"], path):
+                    fault["times"] -= 1
                     return fault
-        return None
+        return {}
 
     def count(self, method: str, pattern: str) -> int:
         """Return the number of requests of `method` whose path matches `pattern`."""
@@ -163,16 +153,16 @@ class Handler(BaseHTTPRequestHandler):
         path, self.query = unquote(parts.path), parse_qs(parts.query)
         self.hub.requests.append(f"{self.command} {path}")
         fault = self.hub.next_fault(self.command, path)
-        if fault is not None and fault.kind == "drop":
-            self.rfile.read(min(fault.options.get("received", 0), int(self.headers.get("Content-Length") or 0)))
+        kind = fault.get("kind")
+        if kind == "drop":
+            self.rfile.read(min(fault.get("received", 0), int(self.headers.get("Content-Length") or 0)))
             return self.hang_up()
-        body = self.read_body()
-        if fault is not None and fault.kind == "silent":
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if kind == "silent":
             self.hub.closed.wait()
             return self.hang_up()
-        if fault is not None and fault.kind == "status":
-            content = fault.options.get("content", b"{}")
-            return self.send(fault.options["status"], content, fault.options.get("headers", {}))
+        if kind == "status":
+            return self.send(fault["status"], fault.get("content", b"{}"), fault.get("headers", {}))
         try:
             token = self.token()
             for method, pattern, function in ROUTES:
@@ -188,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
             if error.code is not None:
                 headers["X-Error-Code"] = error.code
             status, content = error.status, json.dumps({"error": error.message} | error.content).encode()
-        if fault is not None and fault.kind == "lost":
+        if kind == "lost":
             return self.hang_up()
         self.send(status, content, headers)
 
@@ -205,16 +195,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
-
-    def read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = b""
-            while size := int(self.rfile.readline(), 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-            return body
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def token(self) -> str | None:
         value = self.headers.get("Authorization")
@@ -363,14 +343,10 @@ def lfs_batch(handler, token, body, repo_id):
 def lfs_put(handler, token, body, oid):
     if token is not None:
         raise ApiError(400, "a token was sent to the storage")
-    store(handler.hub, oid, body)
-    return 200, b"", {}
-
-
-def store(hub: Hub, oid: str, content: bytes) -> None:
-    if hashlib.sha256(content).hexdigest() != oid:
+    if hashlib.sha256(body).hexdigest() != oid:
         raise ApiError(400, "the content does not have the hash it was announced with")
-    hub.unverified[oid] = content
+    handler.hub.unverified[oid] = body
+    return 200, b"", {}
 
 
 @route("POST", rf"/{REPO}\.git/info/lfs/verify")

@@ -63,12 +63,6 @@ def texts(markdown: str) -> str:
     return " ".join(token.content for token in rendered(markdown) if token.type in ("text", "code_inline"))
 
 
-@pytest.fixture
-def directory(saved, tmp_path):
-    shutil.copytree(saved / "image", tmp_path / "tiny")
-    return tmp_path / "tiny"
-
-
 @pytest.fixture(scope="module")
 def usual(saved, tmp_path_factory):
     """The card with plain strings."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 
 import pytest
 from rich.console import Console
@@ -11,12 +10,6 @@ from aft_hf.publishing import PublishError, find_problems, publish, write_card
 
 
 PASSWORD = "machine example.org login me password letmein"
-
-
-@pytest.fixture
-def directory(saved, tmp_path):
-    shutil.copytree(saved / "image", tmp_path / "tiny")
-    return tmp_path / "tiny"
 
 
 @pytest.fixture
@@ -87,25 +80,21 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
     (directory / name).write_text(PASSWORD)
     (directory / "more").mkdir()
     (directory / "more" / "notes.txt").symlink_to(f"../{name}")
-    with pytest.raises(
-        PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; replace it with a copy"
-    ) as error:
+    with pytest.raises(PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; ") as error:
         dry_run(directory)
     assert "letmein" not in str(error.value)
 
 
-@pytest.mark.parametrize("card", [None, "---\nlicense: gpl-3.0\n---\n# Mine\n", "generated_from_trainer\n"])
-def test_a_dry_run_changes_nothing_in_the_folder(directory, card):
-    if card is not None:
-        (directory / "README.md").write_text(card)
+def test_a_dry_run_changes_nothing_in_the_folder(directory):
     before = listing(directory)
-    if card is not None and "Mine" in card:
-        with pytest.raises(PublishError, match="lacks library_name"):
-            dry_run(directory)
-    else:
-        done, said = dry_run(directory)
-        assert {"README.md", "config.json"} <= set(done.files)
-        assert "license apache-2.0" in said and "nothing was uploaded" in said
+    done, said = dry_run(directory)
+    assert {"README.md", "config.json"} <= set(done.files)
+    assert "license apache-2.0" in said and "nothing was uploaded" in said
+    assert listing(directory) == before
+    (directory / "README.md").write_text("---\nlicense: gpl-3.0\n---\n# Mine\n")
+    before = listing(directory)
+    with pytest.raises(PublishError, match="lacks library_name"):
+        dry_run(directory)
     assert listing(directory) == before
 
 

@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
-    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -46,7 +45,6 @@ def test_every_type_makes_the_round_trip_where_there_is_no_aft_hf(tmp_path):
     """`without_aft_hf.py` checks, trains and saves each model twice; then they load here."""
     path = tiny.write_all_cases(tmp_path)
     done = run(HERE / "without_aft_hf.py", path, env=environment(tmp_path / "cache"))
-    assert "pipelines of images: run" in done.stdout
     for case in json.loads(path.read_text()):
         source, out = Path(case["source"]), Path(case["out"])
         assert f"checked {source}" in done.stdout and {each.name for each in source.glob("*.py")} == set(CODE)
@@ -80,11 +78,6 @@ def test_with_aft_hf_imported_the_local_classes_serve(saved, task, trust_remote_
     assert type(HEADS[task].from_pretrained(saved / task, **options)) is CLASSES[task]
 
 
-def test_an_auto_class_that_does_not_fit_is_refused_as_for_any_model(saved):
-    with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
-        AutoModelForMaskedLM.from_pretrained(saved / "text")
-
-
 def test_a_reference_to_another_repository_does_not_survive_saving(tmp_path):
     config = tiny.build("text", "simple").config
     config.auto_map = {"AutoModel": "someone/else--modeling_aft.AFTModel", "AutoTokenizer": "mine.Tokenizer"}
@@ -97,16 +90,3 @@ def test_a_reference_to_another_repository_does_not_survive_saving(tmp_path):
         "AutoModelForTokenClassification": "modeling_aft.AFTForTokenClassification",
         "AutoTokenizer": "mine.Tokenizer",
     }
-
-
-def test_a_large_model_is_saved_in_shards_of_safetensors(tmp_path):
-    tiny.save(tiny.build("text", "full"), tmp_path, max_shard_size="4KB")
-    names = {path.name for path in tmp_path.iterdir()}
-    assert "model.safetensors.index.json" in names and "model.safetensors" not in names
-    assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json", *CODE} <= names
-    loaded = AFTForCausalLM.from_pretrained(tmp_path).eval()
-    expected = tiny.expected_of(tiny.build("text", "full"))
-    with torch.no_grad():  # the expected logits were computed without gradients, too
-        logits = loaded(expected["inputs"]).logits
-    largest = expected["logits"].abs().max().item()
-    torch.testing.assert_close(logits, expected["logits"], atol=1e-5 * largest, rtol=0)

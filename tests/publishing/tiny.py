@@ -22,29 +22,11 @@ def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = SIZES if isinstance(aft_type, str) else SIZES | {"num_hidden_layers": len(aft_type)}
     if task == "text":
-        model = AFTForCausalLM(
-            AFTConfig(
-                aft_type=aft_type,
-                max_position_embeddings=24,
-                window_size=4,
-                kernel_size=4,
-                vocab_size=len(companion("text")),
-                **sizes,
-            )
-        )
+        sizes = sizes | {"window_size": 4, "kernel_size": 4, "max_position_embeddings": 24}
+        model = AFTForCausalLM(AFTConfig(aft_type=aft_type, vocab_size=len(companion("text")), **sizes))
     else:
-        model = AFTForImageClassification(
-            AFTConfig(
-                modality="image",
-                aft_type=aft_type,
-                image_size=16,
-                patch_size=4,
-                window_size=2,
-                kernel_size=3,
-                **LABELS,
-                **sizes,
-            )
-        )
+        sizes = sizes | {"window_size": 2, "kernel_size": 3, "image_size": 16, "patch_size": 4}
+        model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **LABELS, **sizes))
     for name, parameter in model.named_parameters():
         if "position_bias" in name or "kernel" in name or "lm_head" in name or "classifier" in name:
             torch.nn.init.normal_(parameter)
@@ -76,18 +58,6 @@ def expected_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {"inputs": tokens, "logits": model(input_ids=tokens).logits, "generated": generated}
 
 
-def write_case(model: PreTrainedModel, source: str | Path, directory: Path) -> dict:
-    """Write the expected outputs of a model, and return its entry in the list that `without_aft_hf.py` reads."""
-    directory.mkdir(parents=True)
-    save_file(expected_of(model), directory / "expected.safetensors")
-    return {
-        "source": str(source),
-        "task": model.config.modality,
-        "expected": str(directory / "expected.safetensors"),
-        "out": str(directory),
-    }
-
-
 def write_all_cases(directory: Path) -> Path:
     """Save models of all types of both tasks under `directory`, those of type `full` in shards.
 
@@ -98,7 +68,11 @@ def write_all_cases(directory: Path) -> Path:
         for aft_type in types:
             model, name = build(task, aft_type), f"aft-{task}-{aft_type}"
             save(model, directory / name, **({"max_shard_size": "4KB"} if aft_type == "full" else {}))
-            cases.append(write_case(model, directory / name, directory / f"{name}-checked"))
+            case = {"source": directory / name, "task": task, "out": directory / f"{name}-checked"}
+            case["expected"] = case["out"] / "expected.safetensors"
+            case["out"].mkdir()
+            save_file(expected_of(model), case["expected"])
+            cases.append({key: str(value) for key, value in case.items()})
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
     return path

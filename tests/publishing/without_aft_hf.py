@@ -2,11 +2,9 @@
 
     python without_aft_hf.py cases.json
 
-`cases.json` is a list of {"source": directory, "task": "text" or "image", "expected": file, "out": directory};
-`expected` is a safetensors file with `inputs`, `logits` and, for text, `generated`. The model is loaded by every Auto
-class that fits it, compared, run by `pipeline` and `generate`, trained for a step, saved to `out`/second, loaded from
-there, and saved to `out`/third. The logits after the step are written to `out`/logits.safetensors. Any difference
-raises an error. The script imports only transformers and its dependencies.
+`tiny.write_all_cases` writes the cases. Each model is loaded by every Auto class that fits it, compared, run by
+`pipeline` and `generate`, trained for a step, saved to `out`/second, loaded from there, and saved to `out`/third. The
+logits after the step are written to `out`/logits.safetensors. Any difference raises an error.
 """
 
 import importlib.util
@@ -26,9 +24,11 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 
 import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -43,7 +43,6 @@ from transformers import (  # noqa: E402
 # processor with the place of the weights in memory.
 TOLERANCE = 1e-5
 REMOTE = {"trust_remote_code": True}
-HAS_PILLOW = importlib.util.find_spec("PIL") is not None
 
 
 def main(cases: list[dict]) -> None:
@@ -52,7 +51,6 @@ def main(cases: list[dict]) -> None:
         check(case["source"], load_file(case["expected"]), Path(case["out"]))
         print("checked", case["source"], flush=True)
     assert not any(name.split(".")[0] == "aft_hf" for name in sys.modules)
-    print("pipelines of images:", "run" if HAS_PILLOW else "not run, Pillow is not installed")
 
 
 def check_text(source: str, expected: dict[str, torch.Tensor], out: Path) -> None:
@@ -60,12 +58,14 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path) -> Non
     model = load(AutoModelForCausalLM, "AFTForCausalLM", source)
     compare(source, model(**inputs).logits, expected["logits"])
     check_backbone(source, model, inputs)
-    check_generation(source, model, expected)
+    generated = model.generate(expected["inputs"], max_length=expected["generated"].shape[1], do_sample=False)
+    assert torch.equal(generated, expected["generated"]), f"{source}: generates {generated}"
     written = pipeline("text-generation", model=source, **REMOTE)("Text", max_new_tokens=3, do_sample=False)
     assert written[0]["generated_text"].startswith("Text"), written
     tokenizer = AutoTokenizer.from_pretrained(source, **REMOTE)
     assert tokenizer.decode(tokenizer("Ünicode")["input_ids"]) == "Ünicode"
 
+    check_export(source, model, inputs, out, use_cache=False)
     check_classifiers(source, model, inputs, tokenizer, out)
 
     logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
@@ -92,29 +92,19 @@ def check_classifiers(source: str, model: torch.nn.Module, inputs: dict, tokeniz
         assert pipeline(task, model=str(out / task), **REMOTE)("Text")[0]["score"] > 0.1
 
 
-def check_generation(source: str, model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    limit = expected["generated"].shape[1] - expected["inputs"].shape[1]
-    generated = model.generate(expected["inputs"], max_new_tokens=limit, do_sample=False)
-    assert torch.equal(generated, expected["generated"]), f"{source}: generates {generated}"
-
-
 def check_image(source: str, expected: dict[str, torch.Tensor], out: Path) -> None:
     inputs = {"pixel_values": expected["inputs"]}
     model = load(AutoModelForImageClassification, "AFTForImageClassification", source)
     compare(source, model(**inputs).logits, expected["logits"])
     check_backbone(source, model, inputs)
-    processor = None
-    if HAS_PILLOW:
-        from PIL import Image
-        from transformers import AutoImageProcessor
+    processor = AutoImageProcessor.from_pretrained(source, **REMOTE)
+    picture = Image.new("RGB", (20, 30), "red")
+    answers = pipeline("image-classification", model=source, **REMOTE)(picture)
+    direct = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
+    named = {model.config.id2label[i]: score for i, score in enumerate(direct.tolist())}
+    assert all(abs(named[each["label"]] - each["score"]) < TOLERANCE for each in answers), (answers, named)
 
-        processor = AutoImageProcessor.from_pretrained(source, **REMOTE)
-        picture = Image.new("RGB", (20, 30), "red")
-        answers = pipeline("image-classification", model=source, **REMOTE)(picture)
-        direct = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
-        named = {model.config.id2label[i]: score for i, score in enumerate(direct.tolist())}
-        assert all(abs(named[each["label"]] - each["score"]) < TOLERANCE for each in answers), (answers, named)
-
+    check_export(source, model, inputs, out)
     labels = torch.zeros(len(expected["inputs"]), dtype=torch.long)
     logits = train_a_step(model, {**inputs, "labels": labels}, inputs)
     save_again(AutoModelForImageClassification, model, processor, inputs, logits, out)
@@ -136,6 +126,20 @@ def check_backbone(source: str, model: torch.nn.Module, inputs: dict[str, torch.
     compare(f"{source}, backbone", backbone(**inputs)[0], model.base_model(**inputs)[0])
 
 
+@torch.no_grad()
+def check_export(source: str, model: torch.nn.Module, inputs: dict[str, torch.Tensor], out: Path, **given) -> None:
+    """Compare the ONNX program of a model of type `conv` with the model, if onnxruntime is installed."""
+    if not source.endswith("conv") or not all(map(importlib.util.find_spec, ("onnxruntime", "onnxscript"))):
+        return
+    import onnxruntime
+
+    options = {"dynamo": True, "optimize": False, "verbose": False, "output_names": ["logits"]}
+    torch.onnx.export(model, (), kwargs=inputs | given, **options).save(out / "model.onnx")
+    session = onnxruntime.InferenceSession(out / "model.onnx")
+    (logits,) = session.run(["logits"], {name: x.numpy() for name, x in inputs.items()})
+    compare(f"{source}, ONNX", torch.from_numpy(logits), model(**inputs).logits)
+
+
 def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Tensor:
     """Train for one step of gradient descent and return the logits after it."""
     before = model(**inputs).logits
@@ -155,8 +159,7 @@ def save_again(auto_class: type, model, processor, inputs: dict, logits, out: Pa
     for generation in ("second", "third"):
         directory = out / generation
         model.save_pretrained(directory)
-        if processor is not None:
-            processor.save_pretrained(directory)
+        processor.save_pretrained(directory)
         model = auto_class.from_pretrained(directory, **REMOTE).eval()
         compare(f"{out.name}, {generation} generation", model(**inputs).logits, logits)
     model.base_model.save_pretrained(out / "backbone")

@@ -88,22 +88,11 @@ def test_both_aft_convs_of_claim_13_learn_their_biases_equally_fast(runner):
     assert {("conv-of-vit", name, True) for name in ("conv-new", "conv-new-long", "vit-continued")} == set(pairs(13))
 
 
-def test_controls_that_can_reverse_claims_count():
-    assert ("characters", "characters-transformer-alibi", True) in pairs(1)
-    assert ("characters-lags-t512", "characters-lags-t128", True) in pairs(4)  # no table with a row per position
-    for name in ("characters-lags-t512", "characters-lags-t128"):
-        assert TRAININGS[name].model["aft_type"] == "conv"
-    assert ("conv-fast", "conv-no-query-fast", True) in pairs(11)
-
-
-def test_every_kind_of_data_has_rates_to_choose_from():
+def test_every_kind_of_data_has_rates_to_choose_from_and_both_sides_of_a_speed_arm_the_same_width_and_depth():
     assert RATES.keys() == RECIPES.keys() and {len(rates) for rates in RATES.values()} == {3}
-
-
-@pytest.mark.parametrize("arm", SPEEDS.values(), ids=list(SPEEDS))
-def test_both_sides_of_a_speed_arm_have_the_same_width_and_depth(arm):
-    for key in ("hidden_size", "num_hidden_layers"):
-        assert arm.ours[key] == arm.peer[key]
+    assert all(
+        arm.ours[key] == arm.peer[key] for arm in SPEEDS.values() for key in ("hidden_size", "num_hidden_layers")
+    )
 
 
 def test_data_that_are_missing_are_named(tmp_path):

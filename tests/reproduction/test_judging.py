@@ -53,11 +53,6 @@ def test_too_few_seeds_decide_nothing_and_no_seed_is_not_a_run():
     assert judge(records(a=A, b={5: 1.0, 6: 1.0, 7: 1.0})).verdict == NOT_RUN  # none shared
 
 
-def test_parameters_are_counted_and_not_judged_by_seeds():
-    found = judge([made_up("a", 0, parameters=5), made_up("b", 0, parameters=6)], metric="parameters")
-    assert found.verdict == HOLDS and found.difference == -1
-
-
 @pytest.mark.parametrize(("low", "verdict"), [(1.01, HOLDS), (0.99, UNDECIDED)])
 def test_a_speed_has_the_interval_of_its_turns(low, verdict):
     run = made_up("a", 0, speed_ratio=1.1, speed_ratio_low=low, speed_ratio_high=1.2)

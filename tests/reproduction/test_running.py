@@ -2,9 +2,7 @@
 
 import time
 
-import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image
 
 from scripts.reproduction import running
 from scripts.reproduction.__main__ import arms_of, run_all
@@ -33,16 +31,6 @@ def test_the_identity_is_the_content_of_the_data_and_not_its_name(tmp_path):
         path.write_text(text)
         digests[number] = Runner(tmp_path, text=str(path)).digest(Run("characters"))
     assert digests[0] == digests[2] != digests[1]
-    images = tmp_path / "images"
-    images.mkdir()
-    for empty in (True, False):
-        for split in ("train", "validation"):
-            count = 0 if empty else 2
-            features = Features({"image": Image(), "label": ClassLabel(num_classes=2)})
-            rows = {"image": [np.zeros((8, 8, 3), np.uint8)] * count, "label": [0] * count}
-            Dataset.from_dict(rows, features).to_parquet(str(images / f"{split}.parquet"))
-        digests[f"images {empty}"] = Runner(tmp_path, images=str(images)).digest(Run("conv"))
-    assert digests["images True"] != digests["images False"]
 
 
 def test_defaults_of_models_and_conversions_are_part_of_the_identity(runner, monkeypatch):
@@ -82,17 +70,6 @@ def test_a_finished_run_is_not_repeated_and_has_all_metrics(runner, tmp_path):
     assert again.find(run) == first
 
 
-def test_a_run_that_was_stopped_resumes_from_its_checkpoint(runner, monkeypatch, capsys):
-    run = Run("characters-simple", 0, 1e-3)
-    with monkeypatch.context() as patch:
-        patch.setattr("aft_hf.training.loop.Run.write_outcome", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            runner.run(run)
-    assert runner.find(run) is None
-    runner.run(run)
-    assert "resuming from" in capsys.readouterr().out
-
-
 def test_a_converted_vit_is_trained_from_the_run_of_the_same_seed(runner):
     assert arms_of(["13"]).index("vit") < arms_of(["13"]).index("conv-of-vit")
     found = runner.run(Run("conv-of-vit", 1, 1e-3))  # trains the ViT, whose model is not there
@@ -122,9 +99,3 @@ def test_one_failure_does_not_stop_the_others_and_no_run_begins_after_the_hours(
     ]
     monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a run after the time"))
     assert run_all(runner, ["conv"], 1, time.monotonic() - 1) == []
-
-
-@pytest.mark.parametrize("what", [["99"], ["x"], ["1", "report"], ["all", "1"]])
-def test_what_is_no_claim_is_refused(what):
-    with pytest.raises(ValueError, match="is not a claim"):
-        arms_of(what)

@@ -20,6 +20,8 @@ from accelerate.utils import DistributedType
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from aft_hf.training.loop import train
 from aft_hf.training.manifest import MANIFEST, file_checksum, read_manifest, write_manifest
@@ -66,6 +68,18 @@ def write_images(path: Path) -> Path:
     rows = {"image": [Picture.fromarray(each.astype(np.uint8)) for each in pixels], "label": labels}
     Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=CLASSES)})).to_parquet(path)
     return path
+
+
+def bpe_tokenizer(text: str, normalizer: Any = None) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with merged tokens and an end-of-text token."""
+    tokenizer, special = Tokenizer(models.BPE()), ["<|endoftext|>"]
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
 
 
 def write_shards(folder: Path, images: Path) -> Path:
@@ -141,7 +155,7 @@ def run(values: dict[str, Any]) -> dict[str, Any]:
 
 def start(values: dict[str, Any], processes: int = 1, **environment: str) -> list[Any]:
     """Train in other processes; one that fails appends its error to OUTPUT_DIR.error and exits with code 1."""
-    return launch(_run_elsewhere, (values,), processes, **environment)
+    return launch(run_elsewhere, (values,), processes, **environment)
 
 
 def launch(target: Callable, arguments: tuple, processes: int = 1, **environment: str) -> list[Any]:
@@ -224,6 +238,16 @@ def assert_killing_changes_nothing(values: dict[str, Any], kills: int, seed: int
     assert not list(Path(values["output_dir"]).rglob(".*"))
 
 
+class Payload:
+    """An object whose pickle makes a directory when it is loaded."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
 def plant(checkpoint: Path, name: str, content: bytes) -> None:
     """Write a file into a checkpoint and update its checksums, as an attacker would."""
     path = checkpoint / name
@@ -254,7 +278,7 @@ def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> No
     target(*arguments)
 
 
-def _run_elsewhere(values: dict[str, Any]) -> None:
+def run_elsewhere(values: dict[str, Any]) -> None:
     if "ACCELERATE_USE_FSDP" in os.environ:
         # Accelerate shards on accelerators only; here it must take the CPU processes for accelerators.
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU

@@ -1,6 +1,7 @@
-"""Processes that hold shards of a sequence compute what one process with the whole sequence computes."""
+"""Processes that hold shards of sequences, or rows of images, compute what one process with the whole computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,21 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from collectives import averaged_gradients, counted_bytes, error_of, exact_outcome, whole
 from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from aft_hf import AFTConfig, AFTForCausalLM, context_parallel, local_shard
+from aft_hf import (
+    AFTBackbone,
+    AFTConfig,
+    AFTConv,
+    AFTForCausalLM,
+    AFTForImageClassification,
+    AFTLocal,
+    AFTSimple,
+    context_parallel,
+    local_shard,
+)
 from aft_hf.mixing_aft import Documents
 from aft_hf.parallel import SequenceShard
 from aft_hf.training.context_parallelism import ContextParallelGroup
@@ -24,11 +34,23 @@ from aft_hf.training.recipe import build_recipe
 
 TYPES = ("simple", "alibi", "local", "conv")
 LENGTH, BATCH = 45, 3  # 45 is not divisible by 2 or 4
-WINDOW = 7
+WINDOW, PATCH, KERNEL = 7, 2, 5
+Case = tuple[Any, dict[str, torch.Tensor]]  # a model and its whole inputs
 
 
-def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTForCausalLM:
-    """Build a model whose layers differ from a plain average; "hostile" keys are large and have a large offset."""
+def varied(model: Any, hostile: bool = False) -> Any:
+    """Make layers differ from a plain average; hostile keys are large and have a large offset."""
+    with torch.no_grad():
+        for layer in getattr(model, "aft", model).layers:
+            if isinstance(layer.mixer, AFTConv):
+                layer.mixer.kernel_scale += 1.5
+            if hostile:
+                layer.mixer.k_proj.weight *= 30
+                layer.mixer.k_proj.bias += 200
+    return model
+
+
+def build_model(aft_type: str | list[str], hostile: bool = False, **options: Any) -> AFTForCausalLM:
     torch.manual_seed(0)
     config = AFTConfig(
         aft_type=aft_type,
@@ -41,15 +63,7 @@ def build_model(aft_type: str, keys: str = "moderate", **options: Any) -> AFTFor
         position_bias_init_std=0.7,
         **{"position_bias_dim": 4, "window_size": WINDOW, "max_position_embeddings": 64} | options,
     )
-    model = AFTForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.aft.layers:
-            if aft_type == "conv":
-                layer.mixer.kernel_scale += 1.5
-            if keys == "hostile":
-                layer.mixer.k_proj.weight *= 30
-                layer.mixer.k_proj.bias += 200
-    return model
+    return varied(AFTForCausalLM(config), hostile)
 
 
 def build_inputs(kind: str) -> dict[str, torch.Tensor]:
@@ -70,71 +84,185 @@ def build_inputs(kind: str) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def checkpointed() -> AFTForCausalLM:
-    model = build_model("local")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+def text(aft_type: str | list[str], kind: str = "plain", selected: bool = False, **options: Any) -> Case:
+    model = build_model(aft_type, **options)
+    return model.eval() if selected else model, build_inputs(kind)
 
 
-# Models, and the kind of their whole rows, by the name of the case.
-CASES: dict[str, tuple[Callable[[], AFTForCausalLM], str]] = {
-    f"{aft_type}-{kind}": (partial(build_model, aft_type), kind)
+def image_config(rows: int, columns: int, **options: Any) -> AFTConfig:
+    return AFTConfig(
+        modality="image",
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_heads=2,
+        patch_size=PATCH,
+        image_size=[rows * PATCH, columns * PATCH],
+        num_labels=5,
+        initializer_range=0.3,
+        **{"aft_type": "conv", "kernel_size": KERNEL, "use_cls_token": False} | options,
+    )
+
+
+def image(rows: int = 11, columns: int = 3, hostile: bool = False, **options: Any) -> Case:
+    torch.manual_seed(0)
+    model = varied(AFTForImageClassification(image_config(rows, columns, **options)).eval(), hostile)
+    pixels = torch.randn(BATCH, 3, rows * PATCH, columns * PATCH, generator=torch.Generator().manual_seed(1))
+    return model, {"pixel_values": pixels, "labels": torch.arange(BATCH)}
+
+
+def checkpointed(build: Callable[..., Case], *arguments: Any) -> Case:
+    model, inputs = build(*arguments)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    return model, inputs
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    f"{aft_type}-{kind}": partial(text, aft_type, kind)
     for aft_type in TYPES
     for kind in ("plain", "short", "padding", "both")
 }
 CASES |= {
-    "local-documents": (partial(build_model, "local"), "documents"),
-    "local-window alone": (partial(build_model, "local", global_connectivity=False), "both"),
-    "conv-window alone": (partial(build_model, "conv", global_connectivity=False), "documents"),
-    "local-table": (partial(build_model, "local", position_bias_dim=None), "padding"),
-    "local-wide": (partial(build_model, "local", window_size=60), "plain"),
-    "conv-selected": (lambda: build_model("conv", position_bias_selection="gumbel").eval(), "plain"),
-    "conv-entropy": (partial(build_model, "conv", position_bias_entropy_weight=0.1), "padding"),
-    "mixed-reference": (partial(build_model, ["simple", "local"], mixing_implementation="reference"), "both"),
-    "local-checkpointing": (checkpointed, "plain"),
+    "local-documents": partial(text, "local", "documents"),
+    "local-window alone": partial(text, "local", "both", global_connectivity=False),
+    "conv-window alone": partial(text, "conv", "documents", global_connectivity=False),
+    "local-table": partial(text, "local", "padding", position_bias_dim=None),
+    "local-wide": partial(text, "local", window_size=60),
+    "conv-selected": partial(text, "conv", selected=True, position_bias_selection="gumbel"),
+    "conv-entropy": partial(text, "conv", "padding", position_bias_entropy_weight=0.1),
+    "mixed-reference": partial(text, ["simple", "local"], "both", mixing_implementation="reference"),
+    "local-checkpointing": partial(checkpointed, text, "local"),
+    "images": image,
+    "images, shards shorter than the reach of a kernel": partial(image, rows=5, kernel_size=7),
+    "images, a kernel that reaches the whole image from everywhere": partial(image, rows=6, kernel_size=11),
+    "images, a kernel of one position": partial(image, kernel_size=1),
+    "images, one column": partial(image, columns=1),
+    "images, position embeddings": partial(image, use_position_embeddings=True),
+    "images, window alone": partial(image, global_connectivity=False),
+    "images, selected": partial(image, position_bias_selection="gumbel"),
+    "images, entropy": partial(image, position_bias_entropy_weight=0.1),
+    "images, simple and conv": partial(image, aft_type=["simple", "conv"]),
+    "images, reference": partial(image, mixing_implementation="reference"),
+    "images, checkpointing": partial(checkpointed, image),
 }
-HOSTILE = {f"{aft_type}-hostile": (partial(build_model, aft_type, "hostile"), "plain") for aft_type in TYPES}
+HOSTILE = {aft_type: partial(text, aft_type, hostile=True) for aft_type in TYPES} | {
+    "images": partial(image, hostile=True)
+}
 
 
-def outcome(model: AFTForCausalLM, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
-    """Return loss, logits and gradients of parameters and embeddings, on whole rows or on this process's shards."""
-    given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
-    embedded = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
-    if group is None:
-        output = model(inputs_embeds=embedded, use_cache=False, **given)
-    else:
-        with context_parallel(group):
-            output = model(inputs_embeds=embedded, use_cache=False, **given)
-    output.loss.backward()
-    mask = given.get("attention_mask", torch.ones_like(given["labels"])).bool()[..., None]
-    found = {"logits": output.logits.detach() * mask, "inputs": embedded.grad}
+def whole(x: torch.Tensor, group: Any, dim: int = 1) -> torch.Tensor:
+    """Gather the shards of all processes and concatenate them."""
+    shards = [None] * group.size()
+    distributed.all_gather_object(shards, x, group)
+    return torch.cat(shards, dim)
+
+
+def averaged_gradients(model: torch.nn.Module, group: Any = None) -> dict[str, torch.Tensor]:
+    """Return the gradients by parameter name, averaged over the processes."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if group is not None:
-        found["inputs"] = found["inputs"] / group.size()
-        found = {name: whole(x, group) for name, x in found.items()}
+        for gradient in gradients.values():
+            distributed.all_reduce(gradient, group=group)
+            gradient /= group.size()
+    return gradients
+
+
+def outcome(model: Any, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
+    """Return loss, outputs and gradients of parameters, embeddings and pixels, on the whole or on shards."""
+    given, of_images = dict(inputs), "pixel_values" in inputs
+    if group is not None:
+        for name in ["pixel_values"] if of_images else inputs:
+            given[name] = local_shard(inputs[name], group, **({"dim": 2, "unit": PATCH} if of_images else {}))
+    if of_images:
+        x = given["pixel_values"] = given["pixel_values"].clone().requires_grad_()
+    else:
+        x = given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
+        given["use_cache"] = False
+    with nullcontext() if group is None else context_parallel(group):
+        output = model(**given, output_hidden_states=True)
+    output.loss.backward()
+    mask = given.get("attention_mask", torch.ones(1, 1)).bool()[..., None]
+    states = (output.hidden_states[-1] if of_images else output.logits * mask).detach()
+    found = {"states": states, "inputs": x.grad}
+    if group is not None:
+        found = {"states": whole(states, group), "inputs": whole(x.grad, group, 1 + of_images) / group.size()}
+    if of_images:  # every process has the logits of the whole image
+        found["logits"] = output.logits.detach()
     return found | {"loss": output.loss.detach()} | averaged_gradients(model, group)
 
 
-def bytes_of_a_layer(aft_type: str, length: int, group: Any) -> dict[str, int]:
-    """Count the bytes that this process sends in the forward and backward pass of one layer on one row."""
-    mixer = build_model(aft_type, max_position_embeddings=2048).aft.layers[0].mixer
+def exact_outcome(case: str) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the outcome in float64, and the relative error to expect in float32.
+
+    The relative error of exp(K) is the rounding error of K. In each layer K is rounded twice: when it is computed, and
+    when w is added.
+    """
+    (model, inputs), largest = HOSTILE[case](), []
+    for layer in model.double().aft.layers:
+        layer.mixer.k_proj.register_forward_hook(
+            lambda module, given, key: largest.append(float(key.detach().abs().max()))
+        )
+    return outcome(model, inputs), sum(2 * key * 2**-24 for key in largest)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, int]]:
+    """Count the bytes that are passed to each collective within the context, by its name."""
+    counts: dict[str, int] = {}
+    originals = {name: getattr(distributed, name) for name in ("all_gather", "all_to_all_single", "all_reduce")}
+
+    def counting(name: str) -> Any:
+        def call(first: Any, *arguments: Any, **options: Any) -> Any:
+            given = first if name == "all_reduce" else arguments[0]
+            counts[name] = counts.get(name, 0) + given.nbytes
+            return originals[name](first, *arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in originals:
+            patch.setattr(distributed, name, counting(name))
+        yield counts
+
+
+def bytes_of_a_layer(kind: str, length: int, group: Any) -> dict[str, int]:
+    """Count the bytes that this process sends in the forward and backward pass of one layer on one row or image."""
+    model = image()[0] if kind == "images" else build_model(kind, max_position_embeddings=2048)
+    grid = {"grid_size": (length // 3, 3)} if kind == "images" else {}
     x = torch.randn(1, length, 16, requires_grad=True)
-    shard = SequenceShard(group, 1, length, x.device)  # exchanged once for all layers
+    shard = SequenceShard(group, 1, length, x.device, **({"columns": 3} if grid else {}))
+    _ = shard.from_the_end if grid else None  # exchanged once for all layers, as the shard itself
     with counted_bytes() as counts:
-        mixer(x, documents=shard).sum().backward()
+        model.aft.layers[0].mixer(x, documents=shard, **grid).sum().backward()
     return counts
 
 
-def compute(directory: Path) -> None:
-    """Compute in each process all results that the tests compare."""
-    distributed.init_process_group("gloo")
-    group, rank = distributed.group.WORLD, distributed.get_rank()
-    found = {name: outcome(build(), build_inputs(kind), group) for name, (build, kind) in (CASES | HOSTILE).items()}
-    found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in TYPES for length in (50, 300)}
-    found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
-    found["errors"] = {name: error_of(call, group) for name, call in WRONG.items()}
-    torch.save(found, directory / f"{rank}.pt")
-    distributed.barrier()  # no process leaves while another is still receiving
-    distributed.destroy_process_group()
+@torch.no_grad()
+def feature_map(group: Any = None) -> torch.Tensor:
+    """Return the feature map of a grid too large for a table of all pairs, from shards of very different heights."""
+    torch.manual_seed(0)
+    model, pixels = varied(AFTBackbone(image_config(64, 50)).eval()), torch.randn(1, 3, 64 * PATCH, 50 * PATCH)
+    if group is None:
+        return model(pixels).feature_maps[0]
+    first = 64 - 3 * (group.size() - 1)
+    heights = [first * PATCH] + [3 * PATCH] * (group.size() - 1)
+    with context_parallel(group):
+        return whole(model(pixels.split(heights, 2)[group.rank()]).feature_maps[0], group, 2)
+
+
+MIXERS = {
+    "AFTConv": lambda: AFTConv(16, 2, KERNEL, spatial_dims=1, reparameterized=False, position_bias_init_std=1.0),
+    "AFTSimple": lambda: AFTSimple(16),
+}
+
+
+@torch.no_grad()
+def sequence_seen_from_both_sides(name: str, group: Any = None) -> torch.Tensor:
+    torch.manual_seed(0)
+    mixer, x = MIXERS[name](), torch.randn(BATCH, 37, 16)
+    if group is None:
+        return mixer(x)
+    shard = local_shard(x, group)
+    return whole(mixer(shard, documents=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
 
 
 PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
@@ -146,11 +274,8 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     model, inputs = build_model(aft_type).eval(), build_inputs(kind)
     labels = inputs.pop("labels")
     given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
-    if group is None:
+    with nullcontext() if group is None else context_parallel(group):
         cache = model(**given, use_cache=True).cache
-    else:
-        with context_parallel(group):
-            cache = model(**given, use_cache=True).cache
     assert cache.get_seq_length() == labels.shape[1]
     mask = inputs.get("attention_mask", torch.ones_like(labels))
     found = []
@@ -161,10 +286,15 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
-TOKENS = torch.zeros(1, 8, dtype=torch.long)
-CACHE = build_model("conv").aft.new_cache()
+TOKENS, IMAGES = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 3, 2 * PATCH, 3 * PATCH)
+
+
+def bidirectional(mixer: Any, group: Any, *real: torch.Tensor) -> None:
+    mixer(torch.randn(1, 8, 16), documents=SequenceShard(group, 1, 8, torch.device("cpu"), *real))
+
+
 # Calls with a shard that must raise an error in some process, by part of the message.
-WRONG = {
+WRONG: dict[str, Callable[[Any], Any]] = {
     "causal AFTFull cannot take": lambda group: build_model("full")(TOKENS),
     "12 tokens is longer than max_position_embeddings=10": lambda group: build_model(
         "local", max_position_embeddings=10
@@ -175,11 +305,48 @@ WRONG = {
     "must continue those of the shard before it": lambda group: build_model("conv")(
         TOKENS, position_ids=torch.arange(3, 11)[None]
     ),
-    "do not continue one": lambda group: build_model("conv")(
-        TOKENS, cache=build_model("conv").eval()(TOKENS, cache=CACHE).cache
-    ),
+    "do not continue one": lambda group: build_model("conv")(TOKENS, cache=build_model("conv").eval()(TOKENS).cache),
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
+WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process
+    "no class token and no attention_mask, got a class token": lambda group: image(
+        aft_type="simple", use_cls_token=True
+    )[0](IMAGES),
+    "no class token and no attention_mask, got an attention_mask": lambda group: image()[0].aft(
+        pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
+    ),
+    "a bidirectional AFTLocal cannot take": lambda group: bidirectional(AFTLocal(16, 64, 5), group),
+    "has no padding and no documents": lambda group: bidirectional(AFTSimple(16), group, torch.ones(1, 8).bool()),
+    "do not match image_size=22 x 6": lambda group: image(use_position_embeddings=True)[0](IMAGES),
+    "the processes have rows of [2, 3": lambda group: image()[0](IMAGES[..., : (2 + group.rank() % 2) * PATCH]),
+    "is not a multiple of 4": lambda group: local_shard(torch.zeros(1, 3, 18, 6), group, dim=2, unit=4),
+}
+
+
+def error_of(call: Callable[[Any], Any], group: Any) -> str:
+    """Return the message of the ValueError that a call raises within `context_parallel`, "" if it raises none."""
+    try:
+        with context_parallel(group):
+            call(group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def compute(directory: Path) -> None:
+    """Compute in each process all results that the tests compare."""
+    distributed.init_process_group("gloo")
+    group, rank = distributed.group.WORLD, distributed.get_rank()
+    found: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
+    found["hostile"] = {name: outcome(*case(), group) for name, case in HOSTILE.items()}
+    found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in HOSTILE for length in (51, 300)}
+    found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
+    found["feature map"] = feature_map(group)
+    found["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
+    found["errors"] = {name: error_of(call, group) for name, call in (WRONG | WRONG_IN_ALL).items()}
+    torch.save(found, directory / f"{rank}.pt")
+    distributed.barrier()  # no process leaves while another is still receiving
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -190,42 +357,40 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, torch.Tensor]]:
-    """The results of one process."""
-    return {name: outcome(build(), build_inputs(kind)) for name, (build, kind) in (CASES | HOSTILE).items()}
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        error = float((found[name] - wanted).abs().max())
+        assert error <= bound * max(1.0, float(wanted.abs().max())), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shards_have_the_outputs_the_loss_and_the_gradients_of_whole_rows(found, expected, case):
+def test_shards_have_the_outputs_the_loss_and_the_gradients_of_the_whole(found, case):
+    expected = outcome(*CASES[case]())
     for process in found:
-        assert process[case].keys() == expected[case].keys()
-        for name, wanted in expected[case].items():  # sums over tokens in another order
-            error = float((process[case][name] - wanted).abs().max())
-            assert error <= 1e-5 * max(1.0, float(wanted.abs().max())), name
+        assert_near(process[case], expected, 1e-5)  # sums over tokens in another order
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
-def test_shards_of_large_keys_are_as_exact_as_float32_knows_them(found, expected, aft_type):
-    exact, bound = exact_outcome(outcome, build_model(aft_type, "hostile"), build_inputs("plain"))
-    for process in [expected, *found]:
-        for name, wanted in exact.items():
-            error = float((process[f"{aft_type}-hostile"][name] - wanted).abs().max())
-            assert error <= bound * max(1.0, float(wanted.abs().max())), name
+@pytest.mark.parametrize("case", HOSTILE)
+def test_shards_of_large_keys_are_as_exact_as_float32_knows_them(found, case):
+    exact, bound = exact_outcome(case)
+    for result in [outcome(*HOSTILE[case]()), *(process["hostile"][case] for process in found)]:
+        assert_near(result, exact, bound)
 
 
-@pytest.mark.parametrize("aft_type", TYPES)
-def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(found, aft_type):
-    width, keys = 16, 2 if aft_type == "conv" else 16
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(found, kind):
+    width, keys = 16, 2 if kind in ("conv", "images") else 16
+    of_images = 1 + (kind == "images")  # sums and their gradients go upwards and downwards
     state = 4 * (width + 2 * keys)
-    window = 4 * (width + keys) * (WINDOW - 1) if aft_type in ("local", "conv") else 0
+    window = {"local": WINDOW - 1, "conv": WINDOW - 1, "images": 2 * 3 * (KERNEL // 2)}.get(kind, 0)
     for rank, process in enumerate(found):
-        short, long = (process["bytes"][aft_type, length] for length in (50, 300))
+        short, long = (process["bytes"][kind, length] for length in (51, 300))
         assert short == long
-        assert long["all_gather"] == 2 * state  # sums in the forward pass, their gradients in the backward pass
+        assert long["all_gather"] == 2 * of_images * state  # sums in the forward pass, gradients in the backward pass
         # The last process sends keys and values to no other process, the first one sends gradients to none.
         sent = (rank < len(found) - 1) + (rank > 0)
-        assert long.get("all_to_all_single", 0) == sent * window
+        assert long.get("all_to_all_single", 0) == sent * 4 * (width + keys) * window
         assert "all_reduce" not in long
 
 
@@ -236,9 +401,17 @@ def test_a_prompt_in_shards_leaves_the_state_of_generation_in_every_process(foun
         torch.testing.assert_close(process["generated"][prompt], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("message", WRONG)
+def test_backbones_and_bidirectional_mixers_of_sequences_take_shards(found):
+    sequences, expected = {name: sequence_seen_from_both_sides(name) for name in MIXERS}, feature_map()
+    for process in found:
+        torch.testing.assert_close(process["feature map"], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(process["sequences"], sequences, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("message", WRONG | WRONG_IN_ALL)
 def test_what_a_shard_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
-    assert any(message in process["errors"][message] for process in found)
+    seen = [message in process["errors"][message] for process in found]
+    assert all(seen) if message in WRONG_IN_ALL else any(seen)
 
 
 # --------------------------------------------------------------------------------------------------------- Accelerate

@@ -57,12 +57,9 @@ def _distill(root: str, processes: int) -> None:
     Path(root, f"{processes}-{rank}.json").write_text(json.dumps(done))
 
 
-def test_the_first_process_alone_reports(directory):
+def test_both_processes_have_the_same_account_and_weights_and_those_of_one_and_the_first_reports(directory):
     steps = [LINE.findall((directory / f"{processes}-0.log").read_text()) for processes in (1, 2)]
     assert steps == [["10", "20", "30"]] * 2 and (directory / "2-1.log").read_text() == ""
-
-
-def test_both_processes_have_the_same_account_and_weights_and_those_of_one(directory):
     (first, timed), (second, timed_too) = (json.loads((directory / f"2-{rank}.json").read_text()) for rank in (0, 1))
     alone = json.loads((directory / "1-0.json").read_text())[0]
     for name in ("steps", "divergence", "agreement", "hidden_state_errors"):

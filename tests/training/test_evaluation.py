@@ -1,22 +1,24 @@
 """Metrics of saved models, compared with direct computations."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, ViTConfig, ViTForImageClassification
+from runs import bpe_tokenizer
+from tokenizers import normalizers
+from transformers import DeiTForImageClassification, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
-from aft_hf.conversion import adapt_to_image_size
+from aft_hf.conversion import adapt_to_image_size, read_source
 from aft_hf.training.evaluation import (
     evaluate_classifier,
     evaluate_language_model,
     logger,
-    own_block_size,
     usable_device,
 )
 
@@ -71,16 +73,15 @@ def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images
     model, processor = classifier(), processor_for(16)
     expected = metrics_by_hand(model, processor, images)
     for batch_size in (1, 4, 64):
-        assert evaluate_classifier(model, processor, images, batch_size=batch_size) == pytest.approx(
-            expected, rel=1e-4
-        )
-
-
-def test_images_are_evaluated_in_the_dtype_of_the_model(images):
-    model, dtypes = classifier().to(torch.bfloat16), []
-    model.aft.embeddings.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
-    evaluate_classifier(model, processor_for(16), images)
-    assert dtypes == [torch.bfloat16]
+        found = evaluate_classifier(model, processor, images, batch_size=batch_size)
+        assert found == pytest.approx(expected, rel=1e-4)
+    # As in a model fine-tuned at a larger size: kernels of the size that the processor makes are not resized.
+    expected, found = (
+        evaluate(model, processor_for(24), images, **options)
+        for evaluate, options in ((metrics_by_hand, {}), (evaluate_classifier, {"image_size": (24, 24)}))
+    )
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert evaluate_classifier(model.to(torch.bfloat16), processor, images).keys() == expected.keys()
 
 
 @pytest.mark.parametrize("aft", [True, False], ids=["AFT-conv", "ViT"])
@@ -119,13 +120,6 @@ def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kern
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
     larger = processor_for(24)
     assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
-
-
-def test_the_size_that_the_processor_makes_is_that_of_the_kernels(images):
-    """The kernels were not resized, as in a model fine-tuned at a larger size."""
-    model, processor = classifier(), processor_for(24)
-    expected = metrics_by_hand(model, processor, images)
-    assert evaluate_classifier(model, processor, images, image_size=(24, 24)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):
@@ -177,21 +171,6 @@ def test_labels_that_are_numbers_mean_these_classes_in_whatever_order_a_folder_s
         assert evaluate_classifier(model, processor_for(16), data) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("config", "limit", "expected"),
-    [
-        (AFTConfig(max_position_embeddings=2048), None, 2048),
-        (AFTConfig(max_position_embeddings=2048), 512, 512),
-        (GPT2Config(n_positions=256), None, 256),
-        (ViTConfig(), None, 1024),
-    ],
-    ids=["AFT", "by its tokenizer", "GPT-2", "unknown"],
-)
-def test_the_block_size_of_a_text_model_is_the_longest_that_it_takes(config, limit, expected):
-    options = {} if limit is None else {"model_max_length": limit}
-    assert own_block_size(config, build_byte_tokenizer(**options)) == expected
-
-
 TEXT = "The quick brown fox jumps over the lazy dog, again. "  # 52 bytes
 
 
@@ -202,18 +181,6 @@ def language_model(aft=True, vocab_size=258):
         return AFTForCausalLM(AFTConfig(vocab_size=vocab_size, **sizes)).eval()
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 10, "bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **sizes)).eval()
-
-
-def bpe_tokenizer(normalizer=None):
-    """Return a byte-level BPE tokenizer with merged tokens and an end-of-text token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    special, alphabet = ["<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 def rows_of(*texts):
@@ -239,7 +206,11 @@ def test_every_token_but_the_first_is_scored_once_whatever_the_length_and_stride
 
 def test_bits_per_byte_are_the_bits_of_the_tokens_over_the_bytes_of_the_texts_without_their_ends():
     """With logits of 0, each token has log2(V) bits."""
-    model, tokenizer, texts = language_model(aft=False, vocab_size=300), bpe_tokenizer(), ["é 文字 🙂 \r\n", "", TEXT]
+    model, tokenizer, texts = (
+        language_model(aft=False, vocab_size=300),
+        bpe_tokenizer(TEXT),
+        ["é 文字 🙂 \r\n", "", TEXT],
+    )
     torch.nn.init.zeros_(model.lm_head.weight)
     with CaptureLogger(logger) as log:
         result = evaluate_language_model(model, tokenizer, rows_of(*texts), block_size=10)
@@ -260,7 +231,7 @@ def test_bits_per_byte_are_the_bits_of_the_tokens_over_the_bytes_of_the_texts_wi
 def test_tokens_that_are_not_the_bytes_of_the_text_are_told(normalizer, text, message):
     model = language_model(aft=False, vocab_size=300)
     with CaptureLogger(logger) as log:
-        evaluate_language_model(model, bpe_tokenizer(normalizer), rows_of(text), block_size=10)
+        evaluate_language_model(model, bpe_tokenizer(TEXT, normalizer), rows_of(text), block_size=10)
     assert message in log.out
 
 
@@ -280,9 +251,66 @@ def test_a_device_that_is_not_there_is_refused(name):
         usable_device(name)
 
 
-def test_a_named_device_is_taken_and_otherwise_the_accelerator_if_there_is_one(monkeypatch):
-    assert usable_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    assert usable_device("cpu") == torch.device("cpu") and usable_device(None) == torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert usable_device(None) == torch.device("cpu")
+# `aft-hf evaluate`, called as a user calls it
+
+
+@pytest.fixture
+def evaluate(run_command, tmp_path, images):
+    """Function that evaluates the model in `tmp_path` on a file there, by default on the images."""
+    images.to_parquet(tmp_path / "images.parquet")
+
+    def evaluate(*options, data="images.parquet"):
+        done = run_command(
+            "aft-hf", "evaluate", tmp_path, tmp_path / data, "--out", tmp_path / "metrics.out", *options
+        )
+        assert "Traceback" not in done.stderr and "\r" not in done.stderr  # a log has no progress bars
+        return done, json.loads((tmp_path / "metrics.out").read_text()) if done.returncode == 0 else {}
+
+    return evaluate
+
+
+def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(evaluate, images, tmp_path):
+    model, processor = classifier(), processor_for(16)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    done, metrics = evaluate("--image-size", 16, "--image-size", 24)
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "16 px" in done.stdout
+    assert metrics == {
+        f"{size} px": pytest.approx(evaluate_classifier(model, processor, images, image_size=(size, size)))
+        for size in (16, 24)
+    }
+    Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "text.parquet")
+    for data, options, code, message in (
+        ("none.parquet", ["--device", "cpu"], 1, "none.parquet: no such file or folder"),
+        ("text.parquet", [], 1, "--image-column: the given data has no column 'image', it has 'text'"),
+        ("text.parquet", ["--batch-size", 0], 2, "Invalid value for '--batch-size'"),
+    ):
+        done, _ = evaluate(*options, data=data)
+        assert done.returncode == code and message in done.stderr
+
+
+@pytest.mark.parametrize("kind", [ViTForImageClassification, DeiTForImageClassification])
+def test_a_model_without_image_processor_gets_that_of_its_conversion(kind, evaluate, tmp_path, caplog):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    kind(kind.config_class(**sizes, image_size=8, patch_size=2, num_labels=CLASSES)).save_pretrained(tmp_path)
+    _, without = evaluate()
+    assert "has no image processor" in caplog.text
+    caplog.clear()
+    read_source(tmp_path).image_processor.save_pretrained(tmp_path)
+    assert evaluate()[1] == without and "has no image processor" not in caplog.text
+
+
+def test_a_language_model_is_evaluated_in_blocks_of_texts(evaluate, tmp_path):
+    language_model().save_pretrained(tmp_path)
+    build_byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    _, metrics = evaluate("--block-size", 10, data="text.txt")
+    expected = evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(TEXT), block_size=10)
+    assert list(metrics.values()) == [pytest.approx(expected)]
+    for content, message in (
+        ("text,n\none,1\n,2\n", "rows.csv (row 1: column 'text' holds None"),
+        ("story\none\n", "--text-column: the given data has no column 'text', it has 'story'"),
+    ):
+        (tmp_path / "rows.csv").write_text(content)
+        done, _ = evaluate(data="rows.csv")
+        assert done.returncode == 1 and message in done.stderr and done.stderr.strip().count("\n") == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
+from runs import Payload
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageClassification,
@@ -29,7 +30,7 @@ from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
 from aft_hf.training import finetune
-from aft_hf.training.ownership import RUN
+from aft_hf.training.ownership import RUN, owned
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -148,34 +149,19 @@ def test_an_aft_conv_learns_two_colours_from_a_folder(options, classifier, image
     assert again["eval_accuracy"] == 1.0
 
 
-def test_a_vit_without_image_processor_and_images_that_are_not_square_are_fine_tuned(vit, images, tmp_path):
-    wide = save_classifier(tmp_path / "wide", size=(8, 12), image_size=[8, 12])
-    bare = shutil.copytree(vit, tmp_path / "bare", ignore=shutil.ignore_patterns("preprocessor_config.json"))
-    options = [*BOTH, "--train", images, "--max_steps", 2, "--augmentation", "crop"]
-    found = [start(model, tmp_path / "out", *options)["eval_loss"] for model in (vit, bare, wide)]
-    assert found[0] == found[1] and np.isfinite(found).all()
-
-
-def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_is_not(images, tmp_path):
-    before = AutoModelForImageClassification.from_pretrained(save_classifier(tmp_path / "two", num_labels=2))
-    options = [*BOTH, "--train", images, "--max_steps", 1, "--learning_rate", 0]
-    start(tmp_path / "two", tmp_path / "kept", *options)
-    kept = AutoModelForImageClassification.from_pretrained(tmp_path / "kept")
-    assert all(torch.equal(a, b) for a, b in zip(before.state_dict().values(), kept.state_dict().values()))
-    assert kept.config.id2label == {0: "blue", 1: "red"}
-
-    before = AutoModelForImageClassification.from_pretrained(save_classifier(tmp_path / "five", num_labels=5))
-    start(tmp_path / "five", tmp_path / "new", *options)
-    new = AutoModelForImageClassification.from_pretrained(tmp_path / "new")
-    assert new.classifier.weight.shape == (2, 16)
-    assert torch.equal(new.aft.layers[0].mixer.v_proj.weight, before.aft.layers[0].mixer.v_proj.weight)
-
-
-def test_a_model_that_knows_the_classes_keeps_their_order(images, tmp_path):
-    id2label = {0: "red", 1: "blue"}
-    model = save_classifier(tmp_path / "model", id2label=id2label, label2id={"red": 0, "blue": 1})
-    start(model, tmp_path / "out", "--do_train", "--train", images, "--max_steps", 1)
-    assert AutoModelForImageClassification.from_pretrained(tmp_path / "out").config.id2label == id2label
+@pytest.mark.parametrize("id2label", [{0: "blue", 1: "red"}, {0: "red", 1: "blue"}, dict(enumerate("abcde"))], ids=str)
+def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_is_not(id2label, images, tmp_path):
+    options = {"id2label": id2label, "label2id": {name: number for number, name in id2label.items()}}
+    model = save_classifier(tmp_path / "before", size=(8, 12), image_size=[8, 12], **options)
+    options = ["--do_train", "--train", images, "--max_steps", 1, "--learning_rate", 0, "--augmentation", "crop"]
+    start(model, tmp_path / "after", *options)
+    before, after = (AutoModelForImageClassification.from_pretrained(tmp_path / name) for name in ("before", "after"))
+    if len(id2label) == 2:  # the order is that of the model, if it knows the classes
+        assert after.config.id2label == id2label
+        torch.testing.assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
+    else:
+        assert after.config.id2label == {0: "blue", 1: "red"} and after.classifier.weight.shape == (2, 16)
+        assert torch.equal(after.aft.layers[0].mixer.v_proj.weight, before.aft.layers[0].mixer.v_proj.weight)
 
 
 def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classifier, tmp_path):
@@ -190,9 +176,8 @@ def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classi
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
-def test_a_vit_for_larger_images_teaches(kind, classifier, vit, images, tmp_path):
-    options = [*BOTH, "--train", images, "--max_steps", 2, "--teacher", vit, "--distillation", kind]
+def test_a_vit_for_larger_images_teaches(classifier, vit, images, tmp_path):
+    options = [*BOTH, "--train", images, "--max_steps", 2, "--teacher", vit, "--distillation", "hard"]
     smoothed = ["--label_smoothing_factor", 0.1, "--gradient_accumulation_steps", 2, "--augmentation", "resized_crop"]
     assert np.isfinite(start(classifier, tmp_path, *options, *smoothed)["train_loss"])
 
@@ -210,38 +195,19 @@ def test_a_language_model_learns_a_sentence_from_one_text_file(language_model, t
     assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == list(b"fox")
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("gpt2")
-    GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
-        directory
-    )
-    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(directory)
-    return directory
-
-
-def test_gpt2_is_fine_tuned_on_a_parquet_column(gpt2, tmp_path):
-    Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
-    options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
-    metrics = start(gpt2, tmp_path / "out", *BOTH, *options)  # blocks of the 16 tokens that fit
-    assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
-
-
-def test_a_model_is_trained_with_the_attention_that_was_asked_for(gpt2, text, tmp_path, monkeypatch):
+def test_gpt2_is_fine_tuned_on_a_parquet_column_with_the_attention_that_was_asked_for(tmp_path, monkeypatch):
     def noted(self, original, model, **options):
         assert model.config._attn_implementation == "eager"  # transformers' default is sdpa
         original(self, model=model, **options)
 
     tuner_with(monkeypatch, __init__=noted)
-    start(gpt2, tmp_path, *BOTH, "--train", text, "--max_steps", 1, "--attn-implementation", "eager")
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_row_without_text_is_named_with_its_split(split, language_model, text, tmp_path):
-    (tmp_path / "rows.csv").write_text("text\none\nNA\n")
-    data = {"train": text, "validation": text, split: tmp_path / "rows.csv"}
-    with pytest.raises(ValueError, match=f"^the {split} data cannot be used .row 1: column 'text' holds None"):
-        start(language_model, tmp_path, *BOTH, "--train", data["train"], "--validation", data["validation"])
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1))
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path / "gpt2")
+    Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
+    options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
+    metrics = start(tmp_path / "gpt2", tmp_path / "out", *BOTH, *options, "--attn-implementation", "eager")
+    assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
 
 
 # Held-out data
@@ -277,19 +243,6 @@ def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(kind, request, si
         start(model, tmp_path, *BOTH, *options, "--validation_share", 0)
 
 
-def test_tensorboard_writes_no_folder_among_the_files_of_the_model(classifier, images, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tensorboard")
-    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
-    options = ["--do_train", "--train", images, "--max_steps", 1, "--report_to", "tensorboard"]
-    start(classifier, tmp_path / "out", *options)
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == [RUN]
-    (events,) = (tmp_path / "out" / RUN).rglob("events.out.*")
-    assert f"TensorBoard's files are in {events.parent}" in capsys.readouterr().out
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    start(classifier, tmp_path / "other", *options)
-    assert len(list((tmp_path / "events").iterdir())) == 1
-
-
 # Resuming
 
 
@@ -299,6 +252,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images
     options = [*BOTH, "--train", images, "--validation_share", 0.4, "--num_train_epochs", 3, "--logging_steps", 1]
     options += ["--augmentation", "crop", "--save_strategy", "steps", "--save_steps", every]
     options += ["--eval_strategy", "epoch", "--resume_from_checkpoint", "true"]
+    options += ["--ema_decay", 0.5] if kind == "aft" else []
     start(model, tmp_path / "whole", *options)
     whole = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
 
@@ -330,61 +284,16 @@ def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path
     assert found.keys() == best.keys() and all(torch.equal(found[name], best[name]) for name in best)
 
 
-def test_a_run_that_begins_anew_beside_checkpoints_says_so_and_how_to_go_on(classifier, images, tmp_path, capsys):
-    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    hint = f"aft-hf: begins at step 0, although {tmp_path}/checkpoint-2 exists: --resume-from-checkpoint true"
-    for wanted, told in ((None, False), (None, True), ("false", True), ("true", False)):
-        resume = [] if wanted is None else ["--resume_from_checkpoint", wanted]
-        start(classifier, tmp_path, *options, *resume)
-        said = capsys.readouterr().out
-        assert (hint in said) == told
-        assert said.splitlines()[-1] == f"aft-hf: the model is in {tmp_path}"
-
-
-def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_trains(classifier, images, tmp_path):
-    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
-    refused = []
-
-    def slow(self, original, *arguments):
-        original(self, *arguments)
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on ") as error:
-            start(classifier, tmp_path, *options)
-        refused.append(error)
-        assert sorted(tmp_path.rglob("*")) == before
-
-    with pytest.MonkeyPatch.context() as patch:
-        tuner_with(patch, _save_checkpoint=slow)
-        start(classifier, tmp_path, *options)
-    assert len(refused) == 2
-    start(classifier, tmp_path, *options)  # the directory is free again
-    assert "_run" in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
-
-
-class Payload:
-    """A pickle that creates a directory when it is loaded."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
-def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, tmp_path):
-    options = ["--do_train", "--train", images, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1]
+def test_a_second_run_in_the_same_directory_is_refused(classifier, images, tmp_path):
+    options = ["--do_train", "--train", images, "--max_steps", 1]
     start(classifier, tmp_path, *options)
-    shutil.rmtree(tmp_path / "checkpoint-2")
-    torch.save({"state": Payload(tmp_path / "marker")}, tmp_path / "checkpoint-1" / name)
-    options += ["--resume_from_checkpoint", "true"]
-    if name == "training_args.bin":  # which is never read
-        start(classifier, tmp_path, *options)
-    else:
-        with pytest.raises(ValueError, match=f"checkpoint-1/{name} is not read: it names posix.mkdir") as stopped:
+    with owned(tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on "):
             start(classifier, tmp_path, *options)
-        assert "\n" not in str(stopped.value)
-    assert not (tmp_path / "marker").exists()
+        assert sorted(tmp_path.rglob("*")) == before
+    start(classifier, tmp_path, *options)  # the directory is free again
+    assert RUN in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
 
 @pytest.fixture(scope="module")
@@ -402,8 +311,22 @@ DAMAGES |= {f"{name} is empty": (name, lambda path: path.write_bytes(b"")) for n
 DAMAGES |= {f"{name} is missing": (name, Path.unlink) for name in ("optimizer.pt", "scheduler.pt")}
 DAMAGES |= {
     f"trainer_state.json holds {text[:20]}": ("trainer_state.json", partial(Path.write_text, data=text))
-    for text in ("[]", "{}", '{"global_step": "a"}', '{"global_step": -1}', '{"global_step": 1' + "0" * 400 + "}")
+    for text in ("[]", "{}", '{"global_step": -1}', '{"global_step": 1' + "0" * 400 + "}")
 }
+
+
+@pytest.mark.parametrize("name", [*PICKLES, "training_args.bin"])
+def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    torch.save({"state": Payload(tmp_path / "marker")}, tmp_path / "checkpoint-1" / name)
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--resume_from_checkpoint", "true"]
+    if name == "training_args.bin":  # which is never read
+        start(classifier, tmp_path, *options)
+    else:
+        with pytest.raises(ValueError, match=f"checkpoint-1/{name} is not read: it names posix.mkdir") as stopped:
+            start(classifier, tmp_path, *options)
+        assert "\n" not in str(stopped.value)
+    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -462,61 +385,40 @@ def test_adapters_of_images_are_loaded_again_and_gone_on_with(images, tmp_path):
 # Options and errors
 
 
-def test_what_is_pushed_names_the_task_and_no_directory_of_this_machine(classifier, images, tmp_path, monkeypatch):
+def test_what_is_pushed_names_the_task_and_no_local_data(classifier, images, tmp_path, monkeypatch):
     pushed = []
-
-    def init(self, original, **options):
-        original(self, **options)
-        self.args.push_to_hub = False  # there is no Hub here
-
-    def evaluate(self, original, *arguments, **options):
-        self.args.push_to_hub = True
-        return original(self, *arguments, **options)
-
-    def push(self, original, **options):
-        self.create_model_card(**options)
-        pushed.append((options["tasks"], (Path(self.args.output_dir) / "README.md").read_text()))
-
-    tuner_with(monkeypatch, __init__=init, evaluate=evaluate, push_to_hub=push)
-    monkeypatch.setattr(finetune.FineTuner, "init_hf_repo", lambda *_, **__: None)
-    start(classifier, tmp_path / "out", "--do_eval", "--train", images, "--push_to_hub", "true")
-    ((task, card),) = pushed
-    assert task == "image-classification"
-    assert not any(local in card for local in (str(tmp_path), str(classifier), str(images), "imagefolder"))
+    monkeypatch.setattr(finetune.FineTuner, "init_hf_repo", lambda *_, **__: None)  # there is no Hub here
+    tuner_with(monkeypatch, push_to_hub=lambda self, original, **options: pushed.append(options))
+    start(classifier, tmp_path, "--do_eval", "--train", images, "--push_to_hub", "true")
+    assert pushed == [{"tasks": "image-classification", "dataset": [], "dataset_tags": []}]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "options", "message"),
     [
-        (["--train", "{images}"], "nothing to do"),
-        (["--do_train"], "either dataset_name, or train"),
-        (["--do_train", "--train", "missing.parquet"], "no such file or folder"),
-        (["--do_train", "--validation", "{images}"], "no training data"),
-        (["--do_train", "--train", "{images}", "--label_column", "kind"], "no column 'kind', it has 'image', 'label'"),
-        (["--do_train", "--train", "{images}", "--image_column", "label"], "holds no images"),
-        (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
-        (["--do_train", "--train", "{images}", "--max_train_samples", "0"], "must be at least 1"),
-        (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
+        ("classifier", [], "nothing to do"),
+        ("classifier", ["--do_train", "--image_column", "label"], "holds no images"),
+        ("classifier", ["--do_train", "--learning_rates", "1"], "not used"),
+        ("classifier", ["--do_train", "--max_train_samples", "0"], "must be at least 1"),
+        ("classifier", ["--do_train", "--fp16"], "--fp16 needs a GPU"),
+        ("language_model", ["--do_train", "--text_column", "story"], "no column 'story', it has 'text'"),
+        ("language_model", ["--do_train", "--block_size", "5000"], "shorter than one block of 5000 tokens"),
+        ("language_model", ["--do_train", "--block_size", "1"], "at least 2"),
+        ("language_model", ["--do_train", "--mixup", 0.8], "for image classifiers"),
     ],
 )
-def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
+def test_wrong_options_are_told(model, options, message, request, tmp_path):
+    data = request.getfixturevalue({"classifier": "images", "language_model": "text"}[model])
     with pytest.raises(ValueError, match=message):
-        start(classifier, tmp_path, *(option.format(images=images) for option in options))
+        start(request.getfixturevalue(model), tmp_path, "--train", data, *options)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--text_column", "story"], "no column 'story', it has 'text'"),
-        (["--block_size", "5000"], "shorter than one block of 5000 tokens"),
-        (["--block_size", "1"], "at least 2"),
-        (["--mixup", 0.8], "for image classifiers"),
-        (["--teacher", "somewhere"], "for image classifiers"),
-    ],
+    ("options", "message"), [([], "either dataset_name, or train"), (["--validation", "{images}"], "no training data")]
 )
-def test_wrong_options_for_text_are_told(options, message, language_model, text, tmp_path):
+def test_a_training_without_data_is_refused(options, message, classifier, images, tmp_path):
     with pytest.raises(ValueError, match=message):
-        start(language_model, tmp_path, "--do_train", "--train", text, *options)
+        start(classifier, tmp_path, "--do_train", *(option.format(images=images) for option in options))
 
 
 def test_errors_of_options_are_short(tmp_path, run_command):

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -93,13 +92,6 @@ def test_the_saved_weights_are_the_moving_average(tmp_path):
     assert any(not torch.equal(saved[name], step[2][name]) for name in saved)
 
 
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path, finished):
-    values = bytes_recipe(tmp_path)
-    run(values | {"steps": 6})
-    results = run(values)
-    assert same_run(values, results, finished)
-
-
 def test_losses_are_means_over_as_many_steps_as_asked_for_also_after_an_interruption(tmp_path, finished):
     values = bytes_recipe(tmp_path, log_every=5)
     run(values | {"steps": 6})
@@ -110,7 +102,7 @@ def test_losses_are_means_over_as_many_steps_as_asked_for_also_after_an_interrup
 
 
 def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
-    values = bytes_recipe(tmp_path, steps=1, save_every=1, max_grad_norm=None)
+    values = bytes_recipe(tmp_path, steps=1, save_every=1, max_grad_norm=None, label_smoothing=0.2)
     values["model"] |= {"hidden_dropout_prob": 0.0}
     run(values)
     recipe = build_recipe(values)
@@ -120,7 +112,8 @@ def test_a_step_has_the_gradient_of_the_mean_loss_of_its_global_batch(tmp_path):
     (batch,) = GlobalBatches(336, 8, 8, seed=0, start=0, stop=1)
     windows = [task.train[key] for key in batch]
     logits = model(input_ids=torch.stack([window["input_ids"] for window in windows])).logits
-    F.cross_entropy(logits.flatten(0, 1), torch.cat([window["labels"] for window in windows])).backward()
+    labels = torch.cat([window["labels"] for window in windows])
+    F.cross_entropy(logits.flatten(0, 1), labels, label_smoothing=0.2).backward()
     checkpoint = tmp_path / "run/checkpoints/step-000000001/optimizer.bin"
     state = torch.load(checkpoint, weights_only=True)["state"]
     parameters = [p for group in build_adamw(model, recipe.optimizer).param_groups for p in group["params"]]
@@ -154,7 +147,8 @@ def test_a_signal_saves_after_the_step_and_exits_and_the_run_goes_on(tmp_path, f
         run(values)
     assert stopped.value.code == code
     assert [path.name for path in sorted((tmp_path / "run/checkpoints").glob("*step-*"))][-1] == "step-000000005"
-    assert same_run(values, run(values), finished)
+    for _ in range(2):  # the second time, nothing is left to do
+        assert same_run(values, run(values), finished)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rate(tmp_path):
@@ -168,19 +162,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rate(tmp_path
     for path in kept:
         assert find_damage(path) is None
         assert all(weight.isfinite().all() for weight in load_file(path / "model.safetensors").values())
-
-
-def test_a_finished_run_started_again_says_so_and_where_the_model_is(tmp_path, finished, capsys):
-    values = finished[0] | {"output_dir": str(tmp_path / "run")}
-    shutil.copytree(finished[0]["output_dir"], values["output_dir"])
-    results = run(values)
-    said = capsys.readouterr().out
-    assert "already complete: all 12 steps are done; the model is evaluated and saved again" in said
-    assert said.splitlines()[-1] == f"the model is in {tmp_path}/run"
-    assert same_run(values, results, finished)
-    run(values | {"steps": 13})
-    said = capsys.readouterr().out
-    assert "already complete" not in said and said.splitlines()[-1] == f"the model is in {tmp_path}/run"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without a GPU")
@@ -233,14 +214,6 @@ def test_gpt2_trains_by_the_same_recipe(tmp_path):
     assert (config.vocab_size, config.n_positions, config.eos_token_id) == (258, 16, 256)
 
 
-def test_label_smoothing_is_that_of_the_cross_entropy(tmp_path):
-    values = bytes_recipe(tmp_path, steps=1, save_every=1, label_smoothing=0.9)
-    # A new model gives all bytes about the same probability, so the loss does not depend on the targets.
-    assert losses(run(values)) == pytest.approx([math.log(256)], abs=0.1)
-    plain = losses(run(values | {"label_smoothing": 0.0, "output_dir": str(tmp_path / "plain")}))
-    assert plain != losses(run(values))
-
-
 def test_a_run_goes_on_with_another_number_of_micro_batches(tmp_path):
     values = bytes_recipe(tmp_path, steps=8, save_every=1, micro_batch_size=8)
     values["model"] = values["model"] | {"hidden_dropout_prob": 0.0}
@@ -251,13 +224,13 @@ def test_a_run_goes_on_with_another_number_of_micro_batches(tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_does_not_outlive_those_that_come_after_it(tmp_path):
-    values = bytes_recipe(tmp_path, steps=6, save_every=2, keep_checkpoints=1)
+    values = bytes_recipe(tmp_path, steps=7, save_every=2, keep_checkpoints=2)
     run(values)
-    (newest,) = (tmp_path / "run/checkpoints").iterdir()
-    (newest / "model.safetensors").write_bytes(b"x")
+    for newest in ("step-000000006", "step-000000007"):
+        (tmp_path / "run/checkpoints" / newest / "model.safetensors").write_bytes(b"x")
     run(values | {"steps": 4})
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert names == ["set-aside-step-000000006", "step-000000004"]
+    assert names == [*(f"set-aside-step-00000000{i}" for i in (6, 7)), "step-000000002", "step-000000004"]
 
 
 def test_other_data_are_another_run(tmp_path):

@@ -57,26 +57,17 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     ("override", "message"),
     [
         ("optimizer.learning_rat=1", r"^unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?$"),
-        ("optimizer.weight-decay=1", r"^unknown key optimizer.weight-decay; did you mean optimizer.weight_decay\?$"),
         ("weight-decay=1", r"^unknown key weight-decay; did you mean optimizer.weight_decay\?$"),
-        ("global_batchsize=1", r"^unknown key global_batchsize; did you mean global_batch_size\?$"),
         ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
         ("data.image_size=1", r"^unknown key data.image_size; "),
-        ("Steps=1", r"^unknown key Steps; did you mean steps\?$"),
         ("optimizer.int=1", r"^unknown key optimizer.int; known: betas, eps, "),
-        ("optmizer.name=adamw", r"^unknown key optmizer; did you mean optimizer\?$"),
         ("model.architecture=gtp2", r"^model.architecture='gtp2' is not known to transformers; did you mean gpt2\?$"),
         ("optimizer.learning_rate=fast", r"^optimizer.learning_rate='fast': must be a valid number$"),
-        ("optimizer.learning_rate=0", r"^optimizer.learning_rate=0: must be greater than 0$"),
         ("seed=9223372036854775808", r"^seed=9223372036854775808: must be less than 9223372036854775808$"),
-        ("steps=100000000000000000000000000000", r"^steps=1000.*: must be less than 9223372036854775808$"),
-        ("global_batch_size=8.5", r"^global_batch_size=8.5: must be a valid integer"),
         ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
-        ("compile=1", r"^compile=1: must be a valid boolean$"),
         ("schedule.name=cosin", r"^schedule.name='cosin': not a known schedule; did you mean cosine\?$"),
         ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
-        ("data=3", r"^data=3: must be a mapping of keys to values$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),
         ("steps=[", r"^steps=\[: not YAML"),
@@ -86,21 +77,6 @@ def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, overri
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(recipe, [override])
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)
-
-
-def test_control_characters_do_not_reach_the_terminal(recipe, tmp_path):
-    path = tmp_path / "wrong.yaml"
-    for control in ("\x07", "\x1b[31m", "\x9b2J", "\u202e"):
-        for override in ("{}=1", "optimizer.{}=1", "seed={}", "seed=['{}']", "{}"):
-            with pytest.raises(ValueError) as error:
-                load_recipe(recipe, [override.format(control)])
-            assert str(error.value).isprintable()
-        escaped = ascii(control)[1:-1]
-        for text in (f"seed: {control}", f"{control}: 1", f'seed: "{escaped}"', f'"{escaped}": 1'):
-            path.write_text(text, encoding="utf-8")
-            with pytest.raises(ValueError) as error:
-                load_recipe(path)
-            assert str(error.value).isprintable()
 
 
 def test_a_missing_key_is_named():
@@ -122,7 +98,6 @@ def test_a_recipe_takes_over_what_it_does_not_say_from_its_base(recipe, tmp_path
 @pytest.mark.parametrize(
     ("own", "directory"),
     [
-        ("output_dir: own", "own"),
         ("output_dir: own\nsmoke: {steps: 2}", "own"),
         ("output_dir: own\nsmoke.output_dir: small", "small"),
         ("steps: 3", "of the base"),
@@ -152,13 +127,6 @@ def test_smoke_needs_a_section_for_it(tmp_path):
     path.write_text(MINIMAL.partition("smoke:")[0])
     with pytest.raises(ValueError, match="needs a section `smoke`"):
         load_recipe(path, smoke=True)
-
-
-def test_the_resolved_recipe_is_a_recipe_again(recipe, tmp_path):
-    resolved = load_recipe(recipe, ["data.train=file"], smoke=True)
-    again = tmp_path / "again.yaml"
-    again.write_text(resolved.to_yaml())
-    assert load_recipe(again) == resolved
 
 
 @pytest.mark.parametrize(

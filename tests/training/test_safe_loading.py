@@ -4,24 +4,13 @@ import io
 import os
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as sharded
-from runs import bytes_recipe, plant, run
+from runs import Payload, bytes_recipe, plant, run
 
 from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
-
-
-class Payload:
-    """An object whose pickle makes a directory when it is loaded."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +63,20 @@ def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, origina
     assert checkpoint.is_dir()  # renamed only after another checkpoint has been loaded
 
 
-def test_objects_among_the_shards_of_a_checkpoint_are_not_run(tmp_path):
+def test_of_shards_tensors_and_numbers_are_read_and_objects_are_not_run(tmp_path):
     """By itself, `torch.distributed.checkpoint` unpickles everything but tensors without restriction."""
-    state = {"weight": torch.arange(3.0), "rate": Payload(tmp_path / "marker")}
+    state = {"weight": torch.arange(3.0), "half": torch.ones(2, 2).bfloat16(), "rate": 0.5, "step": torch.tensor(3)}
+    loaded = {"weight": torch.zeros(3), "half": torch.zeros(2, 2).bfloat16(), "rate": 0.0, "step": torch.tensor(0)}
     sharded.save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    with data_only(tmp_path):
+        sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
+    torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+
+    sharded.save(state | {"rate": Payload(tmp_path / "marker")}, checkpoint_id=tmp_path / "shards", no_dist=True)
     shutil.rmtree(tmp_path / "marker", ignore_errors=True)  # saving may copy the payload, which makes the directory
-    loaded = {"weight": torch.zeros(3), "rate": 0.0}
     with pytest.raises(UnsafeCheckpointError, match="contains objects other than tensors"), data_only(tmp_path):
         sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
     assert not (tmp_path / "marker").exists()
-
     sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
     assert (tmp_path / "marker").exists()  # the payload works without `data_only`
 
@@ -99,16 +92,6 @@ def test_a_folder_of_shards_that_lies_elsewhere_is_not_followed(tmp_path):
     ):
         sharded.load({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "checkpoint" / "pytorch_model_fsdp_0"))
     assert not (tmp_path / "marker").exists()
-
-
-def test_shards_of_tensors_and_numbers_are_read(tmp_path):
-    state = {"weight": torch.arange(3.0), "half": torch.ones(2, 2).bfloat16(), "rate": 0.5, "step": torch.tensor(3)}
-    sharded.save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
-    loaded = {"weight": torch.zeros(3), "half": torch.zeros(2, 2).bfloat16(), "rate": 0.0, "step": torch.tensor(0)}
-    with data_only(tmp_path):
-        sharded.load(loaded, checkpoint_id=tmp_path / "shards", no_dist=True)
-    assert torch.equal(loaded["weight"], state["weight"]) and torch.equal(loaded["half"], state["half"])
-    assert loaded["rate"] == 0.5 and loaded["step"] == 3
 
 
 @pytest.mark.parametrize("before", [{}, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}])

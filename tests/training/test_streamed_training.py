@@ -1,12 +1,11 @@
 """Training on streams: the same results for any number of processes, and after a kill."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from runs import (
+    assert_killing_changes_nothing,
     assert_same_run,
     finish,
     images_recipe,
@@ -15,7 +14,6 @@ from runs import (
     run,
     start,
     streamed,
-    wait_for,
     write_shards,
 )
 
@@ -30,15 +28,11 @@ def shards(tmp_path_factory, images) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards"), images)
 
 
-def losses(results: dict) -> list[float]:
-    return [row["loss"] for row in results["losses"]]
-
-
 def test_a_stream_is_learned_and_evaluated_as_the_same_rows_in_place(tmp_path, images, shards):
     values = streamed(images_recipe(tmp_path, images, micro_batch_size=None), shards, workers=0)
     values |= {"steps": 40, "evaluate_every": 40, "save_every": 40}
     results = run(values)
-    assert results["metrics"]["validation"]["accuracy"] > 0.8 and losses(results)[-1] < losses(results)[0]
+    assert results["metrics"]["validation"]["accuracy"] > 0.8
     in_place = values | {"data": values["data"] | {"streaming": False}, "model": {"pretrained": values["output_dir"]}}
     in_place |= {"steps": 1, "optimizer": {"learning_rate": 1e-30}, "output_dir": str(tmp_path / "in-place")}
     assert run(in_place)["metrics"] == {"validation": pytest.approx(results["metrics"]["validation"], rel=1e-5)}
@@ -58,24 +52,8 @@ def test_two_processes_have_the_run_of_one_and_count_each_sample_once(tmp_path, 
 
 
 def test_a_killed_run_goes_on_from_its_position_as_if_never_stopped(tmp_path, images, shards):
-    values = streamed(images_recipe(tmp_path, images, save_every=2), shards, workers=2)
-    reference = values | {"output_dir": str(tmp_path / "reference")}
-    assert finish(start(reference)) == [0]
-    checkpoints = tmp_path / "run/checkpoints"
-    # The run is too long to end before the kill on any machine; its checkpoints after step 6 are then removed.
-    (process,) = start(values | {"steps": 10**6, "keep_checkpoints": 10**6})
-    assert wait_for(checkpoints / "step-000000006", process)
-    process.kill()
-    assert finish([process]) == [-9]
-    for path in checkpoints.glob("step-*"):
-        if path.name > "step-000000006":
-            shutil.rmtree(path)
-    manifest = json.loads((checkpoints / "step-000000006/checkpoint.json").read_text())
-    assert manifest["position"][:3] == [46, 1, 2]  # 48 samples: an epoch of 36, 2 blocks of 5, and 2 more
-    assert finish(start(values)) == [0]
-    results, expected = results_of(values), results_of(reference)
-    for key in ("losses", "evaluations", "metrics"):
-        assert results[key] == expected[key]
+    values = streamed(images_recipe(tmp_path, images, evaluate_every=9), shards, workers=2)
+    assert_killing_changes_nothing(values, kills=2, seed=1)
 
 
 def test_other_rows_and_another_buffer_are_another_run(tmp_path, images, shards):
