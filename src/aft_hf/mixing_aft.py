@@ -364,10 +364,14 @@ def has_state_operator(problem: Mixing, implementation: str) -> bool:
 
 def window_and_slopes(problem: Mixing, start: int | torch.Tensor = 0) -> tuple[torch.Tensor | None, ...]:
     """Return w as the causal operators take it; the first token has position `start`."""
-    biases, length, is_window = problem.biases, problem.length, False
-    if isinstance(biases, Window) and biases.key is not None and not isinstance(start, torch.Tensor):
-        is_window = biases.query.dtype == biases.key.dtype and has_operator("band", biases.device.type)
-    if is_window:
+    biases, length = problem.biases, problem.length
+    if (
+        isinstance(biases, Window)
+        and biases.key is not None
+        and biases.key.dtype == biases.query.dtype
+        and not isinstance(start, torch.Tensor)
+        and has_operator("band", biases.device.type)
+    ):
         bias = torch.ops.aft_hf_v1.band(biases.query, biases.key, start, length, biases.size)
         bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
     else:
