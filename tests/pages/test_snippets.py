@@ -32,7 +32,6 @@ SHORTER = {
     "aft-hf train model_cards/digits": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
     "aft-hf train model_cards/shakespeare": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
     "aft-hf train recipe.yaml": "steps=2 evaluate_every=2 save_every=2 data.max_eval_samples=20",
-    "accelerate launch --cpu --mixed_precision bf16 -m aft_hf convert": "--steps 2",
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt output_dir=": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "aft-hf finetune": "--max_steps 2",
