@@ -98,7 +98,12 @@ COUNTS = [name for name, (_, largest) in RANGES.items() if isinstance(largest, i
 FLOATS = [name for name, (_, largest) in RANGES.items() if isinstance(largest, float)]
 CHOICES = ("modality", "aft_type", "hidden_act", "query_activation", "mixing_implementation", "pooling")
 CHOICES += ("position_bias_selection",)
-SWITCHES = [field.name for field in fields(AFTConfig) if isinstance(field.default, bool)]
+# Without the fields of every config, which transformers does not check.
+SWITCHES = [
+    field.name
+    for field in fields(AFTConfig)
+    if isinstance(field.default, bool) and field.name in AFTConfig.__annotations__
+]
 NO_NUMBERS = st.sampled_from(["text", "", [], [1], {}, {"a": 1}])
 
 
