@@ -149,7 +149,8 @@ def convert(
         int | None, in_source(help="Attention heads of the source if unknown. Default: width / 64; 16 if huge.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept.")
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier conversion in OUT, if nothing was added or changed."),
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.

@@ -1,25 +1,12 @@
-"""Tests of overwriting a conversion: only the files that the earlier conversion wrote are deleted."""
+"""Tests of overwriting a conversion: only an unchanged earlier conversion is replaced, completely or not at all."""
 
-import json
 import os
 
 import pytest
 from checkpoints import OPTIONS
 
 from aft_hf import AFTForImageClassification
-from aft_hf.conversion import ConversionError, save_converted, verify_conversion
-from aft_hf.conversion.saving import MANIFEST_NAME
-
-
-KEPT = {
-    "README.md": "# My words",
-    "my_notes_aft.py": "notes",
-    "extra.safetensors": "mine",
-    "position_biases.png": "a picture",
-    "preprocessor_config.json.bak": "a copy",
-    "runs/1/log.txt": "step 1",
-    ".hidden/file": "hidden",
-}
+from aft_hf.conversion import REPORT_NAME, ConversionError, save_converted, verify_conversion
 
 
 @pytest.fixture
@@ -37,44 +24,12 @@ def contents(directory):
     return found
 
 
-def add_files_of_the_user(directory):
-    for name, content in KEPT.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(content)
-    (directory / "empty").mkdir()
-    (directory / "link").symlink_to("README.md")
-    (directory / "away").symlink_to(directory.parent)
-
-
-def listed(directory):
-    return json.loads((directory / MANIFEST_NAME).read_text())["files"]
-
-
-def write_manifest(directory, files):
-    (directory / MANIFEST_NAME).write_text(json.dumps({"files": files}))
-
-
-@pytest.mark.parametrize("hard_links", [True, False])
-def test_what_the_user_keeps_stays_and_what_the_earlier_conversion_wrote_goes(vit, converted, monkeypatch, hard_links):
-    if not hard_links:  # such a file system raises an OSError
-
-        def link(*arguments, **options):
-            raise OSError(1, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", link)
-    assert set(listed(converted)) == {path.name for path in converted.iterdir()} - {MANIFEST_NAME}
-    assert {"config.json", "model.safetensors", "modeling_aft.py", "conversion_report.json"} <= set(listed(converted))
-    add_files_of_the_user(converted)
+def test_an_earlier_conversion_is_replaced_only_on_request_and_completely(vit, converted):
     before = contents(converted)
-    (converted / "old.json").write_text("{}")
-    of_braces = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
-    write_manifest(converted, listed(converted) | {"old.json": of_braces})
     with pytest.raises(ConversionError, match="not empty"):
         save_converted(vit, converted, **OPTIONS)
     save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 5})
     after = contents(converted)
-    for name in [*KEPT, "empty", "link", "away"]:
-        assert after[name] == before[name], name
     assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
     assert AFTForImageClassification.from_pretrained(converted).config.kernel_size == 5
     assert verify_conversion(vit, converted) > 0
@@ -86,29 +41,29 @@ def append(directory, name):
         file.write(b" ")
 
 
-def unlist(directory, name):
-    write_manifest(directory, {each: sum for each, sum in listed(directory).items() if each != name})
+def add(directory, name):
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_text("mine")
 
 
-def plant_names_elsewhere(directory):
-    precious = directory.parent / "precious"
-    precious.write_text("mine")
-    os.link(precious, directory / "same")
-    (directory / "link").symlink_to(precious)
-    (directory / "runs").mkdir()
-    (directory / "runs" / "1").write_text("mine")
-    names = ["../precious", str(precious), "link", "runs", "runs/1"]
-    write_manifest(directory, listed(directory) | dict.fromkeys(names, "9a1b3d5ee9cd7f3ec8b3d1f5f3b0fd8e"))
+def replace_by_a_link(directory):
+    (directory / "config.json").rename(directory.parent / "precious")
+    (directory / "config.json").symlink_to(directory.parent / "precious")
 
 
-TEXTS = ["", '{"files": {"config.json": 3}}', "[" * 10**5]
-KINDS = ["model.safetensors", "modeling_aft.py"]
+CHANGED = ["model.safetensors", "modeling_aft.py"]
+ADDED = ["README.md", "my_notes_aft.py", "extra.safetensors", "runs/1/log.txt", ".hidden/file"]
+TEXTS = ["", '{"source": "vit", "files": {"config.json": 3}}', "[" * 10**5]
 REFUSED = {
-    **{f"{name} changed": (lambda out, name=name: append(out, name), f"{name} was changed since") for name in KINDS},
-    "not listed": (lambda out: unlist(out, "config.json"), "config.json, which the earlier conversion did not write"),
-    "no manifest": (lambda out: (out / MANIFEST_NAME).unlink(), f"no {MANIFEST_NAME} .*delete the directory yourself"),
-    "elsewhere": (plant_names_elsewhere, "was changed since"),
-    **{f"text {text[:9]}": (lambda out, text=text: (out / MANIFEST_NAME).write_text(text), "") for text in TEXTS},
+    **{f"{name} changed": (lambda out, name=name: append(out, name), f"{name} was changed since") for name in CHANGED},
+    **{f"{name} added": (lambda out, name=name: add(out, name), f"{name[:4]}.*is not of it") for name in ADDED},
+    "empty folder": (lambda out: (out / "empty").mkdir(), "empty .*is not of it"),
+    "link": (replace_by_a_link, "config.json was changed"),
+    "no report": (lambda out: (out / REPORT_NAME).unlink(), "which alone is overwritten"),
+    **{
+        f"text {text[:9]}": (lambda out, text=text: (out / REPORT_NAME).write_text(text), REPORT_NAME)
+        for text in TEXTS
+    },
 }
 
 
@@ -116,14 +71,13 @@ REFUSED = {
 def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, converted, change, message):
     change(converted)
     before = contents(converted.parent)
-    with pytest.raises(ConversionError, match=message or MANIFEST_NAME) as error:
+    with pytest.raises(ConversionError, match=message) as error:
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     assert "\n" not in str(error.value) and contents(converted.parent) == before
 
 
 @pytest.mark.parametrize("error", ["full", "Ctrl-C", "not verified"])
 def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch, error):
-    add_files_of_the_user(converted)
     before, rename = contents(converted.parent), os.rename
     with pytest.raises(ValueError, match="kernel_size=4"):
         save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 4})

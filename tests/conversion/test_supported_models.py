@@ -67,14 +67,12 @@ def test_the_layer_scale_of_dinov2_is_folded_into_the_projection_before_it(tmp_p
     expected = tensors[f"{layer}.layer_scale2.lambda1"] * tensors[f"{layer}.mlp.fc2.bias"]
     torch.testing.assert_close(model.aft.layers[1].mlp.fc2.bias, expected)
     torch.testing.assert_close(model.aft.layers[1].layernorm_after.weight, tensors[f"{layer}.norm2.weight"])
-    assert len(report.with_status("folded")) == 4
     assert verify_conversion(tmp_path / "dinov2", tmp_path / "aft") == len(report.with_status("copied")) > 0
 
 
 def test_the_decoder_of_vit_mae_is_left_behind():
     _, report = convert_deit(mae(), num_labels=5, **OPTIONS)
-    dropped = {record.sources[0]: record.note for record in report.with_status("dropped")}
-    assert dropped["decoder.mask_token"] == "for pre-training only"
+    assert "decoder.mask_token" in {record.sources[0] for record in report.with_status("dropped")}
 
 
 REFUSED = {

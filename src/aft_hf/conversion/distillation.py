@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -97,7 +97,6 @@ def distill(
     accelerator: Accelerator | None = None,
     workers: int = 0,
     conversion: Mapping[str, Any] | None = None,
-    lock: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
@@ -109,13 +108,12 @@ def distill(
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
         checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
-            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time can
-            use the directory. Default: no checkpoints.
+            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time may
+            use the directory: `save_converted` locks it. Default: no checkpoints.
         accelerator: the `Accelerator` to train with. Default: a new one.
         workers: number of processes that load images.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
             Checkpoints of another conversion are refused.
-        lock: whether to lock the checkpoint directory; False if the caller holds its lock.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -126,7 +124,7 @@ def distill(
         ValueError: the source has no classifier, is a multi-label classifier or a regression, or has another number of
             classes than the model; there are no images; an option is invalid; the checkpoints belong to other options
             or to another conversion; or the loss is not finite.
-        OSError: another process uses the checkpoint directory, or it cannot be written.
+        OSError: the checkpoint directory cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
     settings = check_distillable(source, images, **options)
@@ -137,19 +135,18 @@ def distill(
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
     kept = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-    with owned(kept.directory) if lock and kept is not None else nullcontext():
-        identity = {} if kept is None else distillation_identity(settings, model, source, images, conversion or {})
-        try:
-            run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
-            set_seed(settings.seed, device_specific=True)
-            run.resume()
-            run.read(_Images(images, processor_for(source.image_processor, run.size)), workers)
-            take_steps(run)
-            run.losses()  # which must be finite
-            if kept is not None and run.step > run.saved_at:
-                run.save()
-        finally:
-            model.train(mode).to(device="cpu", dtype=dtype)
+    identity = {} if kept is None else distillation_identity(settings, model, source, images, conversion or {})
+    try:
+        run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
+        set_seed(settings.seed, device_specific=True)
+        run.resume()
+        run.read(_Images(images, processor_for(source.image_processor, run.size)), workers)
+        take_steps(run)
+        run.losses()  # which must be finite
+        if kept is not None and run.step > run.saved_at:
+            run.save()
+    finally:
+        model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
 
 
@@ -161,7 +158,7 @@ def check_distillable(
     Raises:
         ValueError: an option is invalid, the source has no classifier that chooses a class, or there are no images.
     """
-    beside = ("checkpoints", "accelerator", "workers", "conversion", "lock")
+    beside = ("checkpoints", "accelerator", "workers", "conversion")
     try:
         settings = DistillationOptions(**{name: value for name, value in options.items() if name not in beside})
     except ValidationError as problems:
@@ -403,17 +400,15 @@ def distillation_identity(
 
     The initial weights of the student are not included, since a resumed run loads the weights of its checkpoint.
     """
-    tensors = [source.tensors[name].reshape(-1).view(torch.uint8) for name in sorted(source.tensors)]
+    tensors = {name: part.tensor.reshape(-1).view(torch.uint8) for name, part in sorted(source.parts.items())}
     identity = settings.model_dump() | {
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
         "source": source.name,
-        "source_tensors": sum_samples([{str(i): tensor for i, tensor in enumerate(tensors)}]),
+        "source_tensors": sum_samples([tensors]),
         "conversion": conversion,
+        "model": {**model.config.to_dict(), "transformers_version": None},
     }
-    for name, config in {"source_config": source.config, "model": model.config}.items():
-        identity[name] = json.loads(config.to_json_string(use_diff=False))
-        identity[name].pop("transformers_version", None)
     return json.loads(json.dumps(identity, default=str))
 
 

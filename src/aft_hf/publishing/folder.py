@@ -4,7 +4,6 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..conversion.saving import MANIFEST_NAME
 from .errors import PublishError
 
 
@@ -13,7 +12,6 @@ LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "lo
 LEFT_OUT += ["_run"]  # the lock of a training run: `training.ownership`
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
-LEFT_OUT += [MANIFEST_NAME]
 
 
 def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
