@@ -150,7 +150,7 @@ def convert(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace an earlier conversion in OUT, if nothing was added or changed."),
+        typer.Option("--overwrite", help="Replace an earlier conversion in OUT, unless it was changed."),
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.

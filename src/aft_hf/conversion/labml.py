@@ -8,6 +8,7 @@ models are the pre-norm blocks of labml_nn.transformers between an embedding (`s
 import math
 import re
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from ..configuration_aft import AFTConfig
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
-from ..reading import explained, shortened
+from ..reading import explained
 from .errors import ConversionError
 
 
@@ -35,6 +36,7 @@ NAMES = {
 }
 SCALED = "src_embed.linear.weight"  # by sqrt(d) before the positional encodings, learned or fixed, are added
 WORDS, POSITIONS = "aft.embeddings.word_embeddings.weight", "aft.embeddings.position_embeddings.weight"
+MASK, TABLE = "local_mask", "position_bias_table"
 
 
 def convert_labml(
@@ -55,44 +57,32 @@ def convert_labml(
     Raises:
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
     """
-    for name, value in state_dict.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            raise ConversionError(f"{shortened(str(name))} is a {type(value).__name__}, but must name a dense tensor")
     with explained("these are not the weights of labml's AFT-local", ConversionError):
         tensors: dict[str, torch.Tensor] = {}
         for name, value in state_dict.items():
-            if tensors.setdefault(_renamed(name), value) is not value:
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                raise ConversionError(f"{name} is a {type(value).__name__}, but must name a dense tensor")
+            renamed = reduce(lambda name, pair: re.sub(*pair, name), NAMES.items(), name)
+            if tensors.setdefault(renamed, value) is not value:
                 raise ConversionError(f"{name} is there twice")
-        masks = {name.removesuffix("local_mask"): tensors.pop(name) for name in [*tensors] if "local_mask" in name}
-        tables = [name for name in tensors if name.endswith("position_bias_table")]
-        sizes = {
-            _length_and_window(tensors[name], masks.pop(name.removesuffix("position_bias_table"))) for name in tables
-        }
-        dtypes = {tensor.dtype for tensor in tensors.values()}
-        if len(sizes) != 1 or masks or len(dtypes) != 1:
+        masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
+        sizes = {_length_and_window(tensors[name], mask) for name, mask in masks.items()}
+        dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors.values()}
+        if len(sizes) != 1 or len(dtypes) != 1:
             raise ConversionError(
-                f"its layers must have one and the same (length, window) and dtype, got {sorted(sizes)} and "
-                f"{shortened(str(dtypes))}"
+                f"its layers must have one (length, window) and dtype, got {sorted(sizes)} and {', '.join(dtypes)}"
             )
         ((length, window),) = sizes
-        for name in tables:
-            tensors[name] = tensors[name].unsqueeze(0)
-        if tables == ["position_bias_table"]:
-            width, qkv_bias = tensors["o_proj.bias"].shape[0], "q_proj.bias" in tensors
-            options: dict[str, Any] = {"position_bias_dim": None, "causal": causal, "qkv_bias": qkv_bias}
-            module: Any = AFTLocal(width, length, window, **options)
+        tensors |= {name: tensors[name].unsqueeze(0) for name in masks}
+        if masks.keys() == {TABLE}:
+            options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}
+            module: Any = AFTLocal(len(tensors["o_proj.bias"]), length, window, causal=causal, **options)
         else:
             if SCALED in state_dict:
                 tensors[WORDS] = tensors[WORDS] * math.sqrt(tensors[WORDS].shape[1])
             module = _empty_model(tensors, length, window, hidden_act)
-        module.to(*dtypes).load_state_dict(tensors)
+        module.to(*dtypes.values()).load_state_dict(tensors)
         return module.eval()
-
-
-def _renamed(name: str) -> str:
-    for theirs, ours in NAMES.items():
-        name = re.sub(theirs, ours, name)
-    return name
 
 
 def _length_and_window(table: torch.Tensor, mask: torch.Tensor) -> tuple[int, int]:
@@ -110,9 +100,8 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
     if POSITIONS in tensors:
         tensors[POSITIONS] = tensors[POSITIONS][:length].squeeze(1)
     layers = [name for name in tensors if name.endswith(".mlp.fc1.weight")]
-    for name in layers:  # biases are optional in labml's feed-forward layers
-        for each in (name, name.replace("fc1", "fc2")):
-            tensors.setdefault(each.replace("weight", "bias"), tensors[each].new_zeros(len(tensors[each])))
+    for name in (each.replace("fc1", fc) for each in layers for fc in ("fc1", "fc2")):  # labml's biases are optional
+        tensors.setdefault(name.replace("weight", "bias"), tensors[name].new_zeros(len(tensors[name])))
     if (bias := tensors.pop("lm_head.bias", None)) is not None:
         tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + _shift_of_head(tensors["lm_head.weight"], bias)
     return AFTForCausalLM(
