@@ -29,7 +29,6 @@ def waits(monkeypatch):
     """The pauses of the clients in this process, which are recorded instead of waited for."""
     pauses: list[float] = []
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=pauses.append))
-    monkeypatch.setattr("aft_hf.publishing.upload.time", SimpleNamespace(sleep=pauses.append))
     return pauses
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
@@ -149,8 +149,7 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log."""
 
     def answer_request(self) -> None:
-        parts = urlsplit(self.path)
-        path, self.query = unquote(parts.path), parse_qs(parts.query)
+        path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         fault = self.hub.next_fault(self.command, path)
         kind = fault.get("kind")
@@ -251,13 +250,18 @@ def repo_info(handler, token, body, repo_id, revision):
     repository = handler.hub.repository(repo_id, token)
     oid = handler.hub.commit_of(repository, revision or "main")
     siblings = [{"rfilename": path} for path in repository.commits[oid]]
-    if "blobs" in handler.query:
-        for sibling, blob in zip(siblings, repository.commits[oid].values()):
-            sibling |= {"blobId": blob.oid, "size": len(blob.content)}
-            if blob.lfs:
-                sibling["lfs"] = {"sha256": blob.oid, "size": len(blob.content), "pointerSize": 130}
     info = {"_id": "0", "id": repo_id, "modelId": repo_id, "sha": oid, "private": repository.private}
     return as_json(info | {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
+
+
+@route("GET", rf"/api/models/{REPO}/tree/(?P<revision>.+)")
+def tree(handler, token, body, repo_id, revision):
+    repository, entries = handler.hub.repository(repo_id, token), []
+    for path, blob in repository.commits[handler.hub.commit_of(repository, revision)].items():
+        entry = {"type": "file", "path": path, "size": len(blob.content), "oid": blob.oid}
+        lfs = {"lfs": {"oid": blob.oid, "size": len(blob.content), "pointerSize": 130}} if blob.lfs else {}
+        entries.append(entry | lfs)
+    return as_json(entries)
 
 
 @route("POST", "/api/validate-yaml")
