@@ -132,8 +132,6 @@ FOUND = [
     ("publish text", "config.json", ("auto_map",), ["a"], "auto_map=['a']"),
     ("evaluate text", "config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers"),
     ("evaluate image", "config.json", ("num_labels",), 10**9, "num_labels"),
-    ("evaluate vit", "config.json", ("patch_size",), 0, "patch_size=0: must be one positive"),
-    ("evaluate vit", "config.json", ("image_size",), [32], "image_size=[32]: must be one"),
     ("evaluate text", "config.json", ("num_hidden_layers",), 3, "weights are missing for"),
     ("evaluate text", "config.json", ("layer_norm_eps",), float("nan"), "layer_norm_eps"),
     ("evaluate shards", "model.safetensors.index.json", (), [], "cannot be loaded"),

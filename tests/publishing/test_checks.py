@@ -92,7 +92,7 @@ def change_tensors(change, **metadata):
     ("name", "damage", "told"),
     [
         ("mixing_aft.py", lambda path: path.write_text("import os\n"), "differs from the installed aft_hf"),
-        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "the model does not load"),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be loaded by AFT"),
         ("model.safetensors", change_tensors(lambda x: x.pop("classifier.bias")), "missing, such as classifier.bias"),
         ("model.safetensors", change_tensors(lambda x: x["classifier.bias"].fill_(torch.nan)), "not finite"),
         ("model.safetensors", change_tensors(dict, author=TOKEN), "model.safetensors: holds a Hugging Face token"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
@@ -22,7 +21,7 @@ from transformers.utils import (
 from ..configuration_aft import AFTConfig, pair
 from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import LARGEST_HEADER, ModelConfig, explained, read_json
+from ..reading import ModelConfig, explained, read_json
 from .card import ARCHITECTURES, README, card_problems
 from .errors import PublishError
 from .facts import RESULTS, read_object, section
@@ -32,6 +31,7 @@ from .folder import files_by_name, misplaced_files
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
 
+LARGEST_HEADER = 2**24  # bytes of weights that are searched for keys
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -82,9 +82,8 @@ def _file_problems(path: Path) -> Iterator[str]:
     if _is_pickle(path):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
-    with path.open("rb") as file:
-        is_weights = path.suffix == ".safetensors"
-        content = file.read(min(int.from_bytes(file.read(8), "little"), LARGEST_HEADER)) if is_weights else file.read()
+    with path.open("rb") as file:  # of weights, the header
+        content = file.read(LARGEST_HEADER if path.suffix == ".safetensors" else -1)
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, content):
             line = content.count(b"\n", 0, match.start()) + 1
@@ -151,9 +150,6 @@ def _code_problems(files: dict[str, Path], config: ModelConfig) -> Iterator[str]
 def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) -> Iterator[str]:
     try:
         with explained("the model does not load", PublishError):
-            for path in directory.glob("*.safetensors"):
-                with safe_open(path, "pt"):
-                    pass
             options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, info = load(model_class, directory, PublishError, dtype="auto", **options)
     except PublishError as error:
