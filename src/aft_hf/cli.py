@@ -169,7 +169,7 @@ def convert(
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
-    _refuse_unused(context, distill, init, distillation.keys() - {"seed"})
+    _refuse_unused(context, distill, init, [name for name in distillation if name != "seed"])
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
@@ -193,7 +193,7 @@ def convert(
         seed=seed,
         distillation=distillation if distill else None,
     )
-    suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
+    can_distill = not distill and num_labels is None and chooses_a_class(model.config)
     console = plain_console()
     for line in (
         f"{report.summary()}; {REPORT_NAME} names them",
@@ -203,7 +203,7 @@ def convert(
         f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
         "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):",
         f"  {_fine_tuning_command(source, out, has_classes=num_labels is None)}",
-        *(("or with unlabeled images:", f"  {_distilling_command(context)}") if suggests_distilling else ()),
+        *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
     ):
         console.print(line, soft_wrap=True)
 
@@ -216,18 +216,6 @@ def _fine_tuning_command(source: str, out: Path, *, has_classes: bool) -> str:
     return shlex.join(words)
 
 
-def _distilling_command(context: typer.Context) -> str:
-    """The command that repeats this conversion with all given options and --distill."""
-    words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
-    for name, option in _given(context).items():
-        if name not in ("overwrite", "images"):
-            values = context.params[name]
-            for value in values if isinstance(values, (list, tuple)) else [values]:
-                words += [option, str(value)]
-    words += ["--overwrite", "--distill", "--images", str(context.params["images"] or "IMAGES")]
-    return shlex.join(words)
-
-
 def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distillation: Iterable[str]) -> None:
     """Raise a `ValueError` that names the given options that have no effect, and what they need."""
     needs = {} if distill else dict.fromkeys(of_distillation, "--distill")
@@ -235,15 +223,10 @@ def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distilla
         needs["num_images"] = "--init attention"
         if not distill:
             needs["images"] = "--distill or --init attention"
-    if unused := [f"{option} needs {needs[name]}" for name, option in _given(context).items() if name in needs]:
-        raise ValueError(", ".join(unused))
-
-
-def _given(context: typer.Context) -> dict[str, str]:
-    """The options on the command line, by the name of their parameter, in the order of the help."""
-    options = {each.name: each.opts[0] for each in context.command.params if each.name and each.opts[0][0] == "-"}
-    sources = {name: context.get_parameter_source(name) for name in options}
-    return {name: options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    sources = {name: context.get_parameter_source(name) for name in needs}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))
 
 
 def _proof(report: ConversionReport) -> str:
@@ -251,10 +234,8 @@ def _proof(report: ConversionReport) -> str:
     if "distillation" not in report.options:
         return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
     done = report.options["distillation"]
-    minutes = done["minutes"]
-    time = f"{minutes:.1f} minutes" if minutes >= 1 else f"{60 * minutes:.0f} s"
     return (
-        f"distilled on {done['images']} images: {done['steps']} steps in {time}; AFT and "
+        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
         f"source agree on {done['agreement']:.1%} of the images of the last steps "
         f"(KL {done['divergence']:.3f} nats)"
     )

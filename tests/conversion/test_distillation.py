@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shlex
 from copy import deepcopy
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from aft_hf import AFTConfig, AFTForImageClassification, convert_deit
+from aft_hf import AFTForImageClassification, convert_deit
 from aft_hf.conversion import (
     REPORT_NAME,
     ConversionError,
@@ -303,22 +302,6 @@ def test_a_distillation_of_conv_starts_from_the_attention_by_default(
     assert f"{told} --learning_rate 1e-3" in done.stdout
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())["options"]
     assert report["init"] == expected and ("distillation" in report) == bool(options)
-
-
-def test_the_command_names_the_one_that_distills_the_same_conversion(vit, images, tmp_path, run_command):
-    folder, out = save_images(images, tmp_path / "some images"), tmp_path / "out"
-    types, sizes = ["--aft-type", "conv", "--aft-type", "full"], ["--kernel-size", "3", "--num-heads", "4"]
-    biases = ["--position-bias-dim", "0", "--position-bias-multiplier", "1", "--seed", "5"]
-    fit = ["--init", "attention", "--images", folder, "--num-images", "4"]
-    done = run_command("aft-hf", "convert", vit, out, *types, *sizes, *biases, *fit)
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("  aft-hf convert "))
-    config = AFTConfig.from_pretrained(out)
-    done = run_command(*shlex.split(line), "--steps", 1, "--batch-size", 8)
-    assert done.returncode == 0 and "distilled on 24 images" in done.stdout
-    told = json.loads((out / REPORT_NAME).read_text())["options"]
-    assert AFTConfig.from_pretrained(out).to_dict() == config.to_dict()
-    assert (told["init"], told["distillation"]["seed"]) == ("attention", 5)
 
 
 # --------------------------------------------------------------------------------------------- saving the result
