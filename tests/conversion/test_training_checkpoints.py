@@ -77,26 +77,27 @@ def test_weights_of_transformers_lose_the_names_of_wrappers_too(tmp_path, prefix
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
-@pytest.mark.parametrize(
-    ("prefix", "name", "reason"),
-    [
-        ("", "blocks.0.attn.qkv.lora_A.default.weight", "an adapter of peft; merge it"),
-        ("", "_fsdp_wrapped_module._flat_param", "FSDP; save a full state dict"),
-        ("", "blocks.0.attn.parametrizations.qkv.original0", "a parametrization of torch"),
-        ("", "norm_pre.weight", "a norm before the first"),
-        ("", "blocks.0.attn.rel_pos.relative_position_bias_table", "relative positions"),
-        ("", "attn_pool.latent", "pooling over patches"),
-        ("", "blocks.0.attn.q_norm.weight", "norms of queries"),
-        ("", "fc_norm.weight", "pooling"),
-        ("", "reg_token", "reg_token belongs to register tokens"),
-        ("backbone.", "projector.weight", "projector.weight is no tensor of the ViT, which is under 'backbone'"),
-    ],
-)
-def test_what_is_no_vit_is_refused_by_the_cause(tmp_path, prefix, name, reason):
+OTHERS = [
+    "blocks.0.attn.qkv.lora_A.default.weight",
+    "_fsdp_wrapped_module._flat_param",
+    "norm_pre.weight",
+    "reg_token",
+]
+OTHERS += ["blocks.0.attn.parametrizations.qkv.original0", "blocks.0.attn.rel_pos.relative_position_bias_table"]
+OTHERS += ["attn_pool.latent", "blocks.0.attn.q_norm.weight", "fc_norm.weight"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_vit_is_refused_by_the_tensor(tmp_path, name):
     # With other positions, shapes would fail first.
-    positions = {f"{prefix}pos_embed": torch.zeros(1, 21, 24)} if name == "reg_token" else {}
-    torch.save(under(prefix, timm_tensors()) | positions | {name: torch.zeros(1, 4, 24)}, tmp_path / "other.pth")
-    assert reason in refusal(tmp_path / "other.pth")
+    positions = {"pos_embed": torch.zeros(1, 21, 24)} if name == "reg_token" else {}
+    torch.save(timm_tensors() | positions | {name: torch.zeros(1, 4, 24)}, tmp_path / "other.pth")
+    assert f"{name.removeprefix('_fsdp_wrapped_module.')} is no tensor of a ViT" in refusal(tmp_path / "other.pth")
+
+
+def test_a_module_beside_the_vit_is_refused(tmp_path):
+    torch.save(under("backbone.", timm_tensors()) | {"projector.weight": torch.zeros(4, 24)}, tmp_path / "other.pth")
+    assert "projector.weight is no tensor of the ViT, which is under 'backbone'" in refusal(tmp_path / "other.pth")
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,6 @@ from .source import VisionTransformerSource
 # from factors beyond e^10 = 22026.
 LARGEST_BIAS = 10.0
 
-# Alternating least squares for the factors of AFT-local. A smaller ridge fits w a little better, but with factors so
-# large that training could not move them: up to 1000 with a ridge of 1e-6, up to 10 with 1e-2.
-ALTERNATIONS, RIDGE = 5, 1e-2
-
 
 @torch.no_grad()
 def fit_to_attention(
@@ -102,7 +98,7 @@ def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -
     if isinstance(mixer, AFTFull):  # or AFT-local
         length = attention.shape[-1]
         inside = band(length, mixer.window if isinstance(mixer, AFTLocal) else length)
-        return _as_factors(row_bias(attention, inside), inside, mixer)
+        return _as_factors(row_bias(attention, inside), mixer)
     return {}
 
 
@@ -136,7 +132,7 @@ def band(length: int, window_size: int) -> torch.Tensor:
 
 
 def row_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Return w_tt' = log(A_tt' / the row's mean outside the window) inside the window, and 0 outside.
+    """Return w_tt' = log(A_tt' / the row's mean outside the window); AFT-local uses it inside the window alone.
 
     A row whose window covers all positions, as for AFT-full, is centered. `attention` and w are (h, T, T); `inside` is
     (T, T), True inside the window of each row.
@@ -144,7 +140,7 @@ def row_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     bias, outside = _log(attention), (~inside).sum(-1)
     mean_outside = (attention * ~inside).sum(-1) / outside.clamp_min(1)
     constant = torch.where(outside > 0, _log(mean_outside), bias.mean(-1))
-    return (bias - constant[..., None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
+    return (bias - constant[..., None]).clamp(-LARGEST_BIAS, LARGEST_BIAS)
 
 
 def _log(x: torch.Tensor) -> torch.Tensor:
@@ -162,40 +158,17 @@ def as_reparameterized(bias: torch.Tensor, multiplier: float) -> dict[str, torch
     return {"kernel": kernel, "kernel_scale": (variance + 1e-12 / multiplier**2).sqrt(), "kernel_shift": mean}
 
 
-def _as_factors(bias: torch.Tensor, inside: torch.Tensor, mixer: AFTFull) -> dict[str, torch.Tensor]:
-    """Return the position-bias table, or the factors of Eq. 7 with the least squared error inside the window."""
+def _as_factors(bias: torch.Tensor, mixer: AFTFull) -> dict[str, torch.Tensor]:
+    """Return the position-bias table, or the factors of Eq. 7, by the truncated singular value decomposition of w."""
     if not mixer.factorized:
         return {"position_bias_table": bias / mixer.position_bias_multiplier}
     rank = min(mixer.position_bias_query.shape[-1], bias.shape[-1])
-    factors = [factorize(head, rank, inside) for head in bias]
-    query, key = (torch.stack(matrices) / math.sqrt(mixer.position_bias_multiplier) for matrices in zip(*factors))
+    u, singular, v = torch.linalg.svd(bias)
+    root = (singular[:, None, :rank] / mixer.position_bias_multiplier).sqrt()
     # Columns beyond the rank contribute nothing to w, since those of the query are 0, but they can learn. If both
     # factors were 0, both gradients would be 0, too.
     padding = mixer.position_bias_key[..., rank:]
     return {
-        "position_bias_query": torch.cat([query, torch.zeros_like(padding)], -1),
-        "position_bias_key": torch.cat([key, padding], -1),
+        "position_bias_query": torch.cat([u[..., :rank] * root, torch.zeros_like(padding)], -1),
+        "position_bias_key": torch.cat([v.mT[..., :rank] * root, padding], -1),
     }
-
-
-def factorize(bias: torch.Tensor, rank: int, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return u and v, (T, rank) each, such that u v^T approximates `bias` (T, T) where `inside` (T, T) is True.
-
-    If all pairs count, the truncated singular value decomposition is optimal. Otherwise, alternating least squares
-    start from it.
-    """
-    u, singular, v = torch.linalg.svd(bias)
-    root = singular[:rank].sqrt()
-    query, key = u[:, :rank] * root, v.mT[:, :rank] * root
-    if not inside.all():
-        for _ in range(ALTERNATIONS):
-            query = _least_squares(bias, key, inside)
-            key = _least_squares(bias.mT, query, inside.mT)
-    return query, key
-
-
-def _least_squares(bias: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Return the u (T, rank) that minimize the sum inside of (u_t . v_t' - w_tt')^2, plus a ridge penalty on u."""
-    products = (key[:, :, None] * key[:, None, :]).flatten(1)  # (T, rank * rank)
-    gram = (inside.to(key.dtype) @ products).unflatten(1, (key.shape[1], key.shape[1]))
-    return torch.linalg.solve(gram + RIDGE * torch.eye(key.shape[1], dtype=key.dtype), (bias * inside) @ key)

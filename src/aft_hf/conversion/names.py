@@ -38,20 +38,10 @@ TIMM = {
 # x + gamma * branch(x) is folded into the last module of the branch.
 LAYER_SCALE = r"\.(?:ls([12])\.gamma|gamma_([12])|layer_scale([12])\.lambda1)$"
 SCALED = {"1": "attention.o_proj", "2": "mlp.fc2"}
-# Tensors that a file may hold in addition to the classifier network.
+# The tensors of a ViT by their names in transformers, and those that a file may hold in addition to the classifier.
+LAYER = r"layers\.\d+\.(layernorm_(before|after)|attention\.[qkvo]_proj|mlp\.fc[12])\.(weight|bias)"
+KNOWN = rf"{LAYER}|embeddings\..*|layernorm\.(weight|bias)|\w*classifier\.(weight|bias)"
 OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
-
-# Parts of the names of tensors that a ViT or DeiT does not have, and what they belong to.
-UNSUPPORTED_TENSORS = {
-    r"reg_tokens?|register_tokens": "register tokens, which take part in every layer, and an AFT has none",
-    r"norm_pre|pre_la?yr?norm|ln_pre": "a norm before the first block, which an AFT lacks",
-    r"fc_norm|attn_pool": "pooling over patches; only models that pool by their class token are converted",
-    r"[qk]_norm": "norms of queries and keys, which a ViT lacks",
-    r"rel_pos\w*|relative_position\w*": "relative positions, which a ViT lacks",
-    r"lora_\w+|base_layer": "an adapter of peft; merge it into the model and save that (merge_and_unload)",
-    r"_?flat_param\w*": "FSDP; save a full state dict",
-    r"parametrizations|weight_[gv]|weight_orig": "a parametrization of torch; remove it from the model and save that",
-}
 
 # Parts of names of transformers, and those of an AFT. The heads of a distilled DeiT become one.
 AFT = {
@@ -81,14 +71,11 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
     """Return the tensors of a ViT by their names in transformers, made of the tensors of a checkpoint.
 
     Fused projections are split, and layer scales are folded into the modules before them. `source` is the name of the
-    checkpoint, for the error that is raised if two of its tensors are the same tensor of a ViT, or tell another model.
+    checkpoint, for the error that is raised if one of its tensors is none of a ViT, or two are the same.
     """
     found: dict[str, Part] = {}
     scales: dict[str, str] = {}
     for name, tensor in tensors.items():
-        for pattern, reason in UNSUPPORTED_TENSORS.items():
-            if re.search(rf"(^|\.)({pattern})(\.|$)", name):
-                raise ConversionError(f"{source}: {name} belongs to {reason}")
         known = apply_renamings(name, _renamings())
         if match := re.search(LAYER_SCALE, known):
             scales[f"{known[: match.start()]}.{SCALED[match[match.lastindex or 0]]}"] = name
@@ -97,6 +84,11 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
         if ".attention.qkv." in known:
             parts = {known.replace("qkv", f"{kind}_proj"): part for kind, part in zip("qkv", tensor.chunk(3))}
         for each, part in parts.items():
+            if not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
+                raise ConversionError(
+                    f"{source}: {name} is no tensor of a ViT; only plain ViTs and DeiTs are converted, not adapters "
+                    "(merge_and_unload them), parametrizations or shards of FSDP (save a full state dict)"
+                )
             if each in found:
                 raise ConversionError(f"{source}: {name} and {found[each].sources[0]} are the same tensor of a ViT")
             found[each] = Part(part, (name,))

@@ -155,13 +155,9 @@ def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, 
     reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
     rows, columns = (_shares(half, reach, ratio) for ratio in ratios)
     wide = kernels.double() if kernels.is_cpu else kernels.cpu().double()  # not all devices have float64
-    top = wide.flatten(1).amax(1).clamp_min(outside)[:, None, None]
-    beyond = torch.exp(outside - top)
-    weights = rows @ (torch.exp(wide - top) - beyond) @ columns.mT + beyond
-    # Weights that underflow relative to the largest weight get the smallest w.
-    smallest = min(float(wide.amin()), outside) if outside > -math.inf else float(wide.amin())
-    bias = torch.where(weights < torch.finfo(weights.dtype).tiny, smallest, weights.log() + top)
-    return bias.to(kernels)
+    beyond = math.exp(outside)
+    weights = rows @ (wide.exp() - beyond) @ columns.mT + beyond
+    return weights.clamp_min(torch.finfo(weights.dtype).tiny).log().to(kernels)  # rounding could make it 0
 
 
 def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:
