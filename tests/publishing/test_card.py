@@ -146,7 +146,9 @@ def test_a_model_that_was_only_evaluated_is_called_untrained(directory, name, co
 
 def test_the_metadata_is_what_the_hub_wants(filled):
     path = write_card(filled, repo_id="me/tiny")
-    assert card_problems(path) == [] and path.read_text() == str(build_card(filled, repo_id="me/tiny"))
+    assert card_problems(path.read_text(), filled) == [] and path.read_text() == str(
+        build_card(filled, repo_id="me/tiny")
+    )
     metadata = ModelCard.load(path).data.to_dict()
     assert metadata_errors(metadata) == []
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "image-classification"
@@ -261,8 +263,7 @@ def test_a_dry_run_of_the_command_shows_the_card_with_the_license(directory, run
     ],
 )
 def test_what_a_card_lacks_is_told(tmp_path, text, told):
-    (tmp_path / "README.md").write_text(text)
-    assert any(told in problem for problem in card_problems(tmp_path / "README.md"))
+    assert any(told in problem for problem in card_problems(text, tmp_path))
 
 
 def test_results_in_other_forms_leave_the_card_whole(directory):

@@ -29,11 +29,10 @@ def prepared(carded, tmp_path):
 
 
 @pytest.fixture
-def send(hub, online, prepared, monkeypatch, tmp_path):
+def send(hub, online, prepared, monkeypatch):
     """Publish the prepared directory to the mock server without checking it again."""
     monkeypatch.setattr(upload, "find_problems", lambda *directories: [])
-    (tmp_path / "made").mkdir()
-    monkeypatch.setattr(upload, "made_card", lambda *_, **options: nullcontext(tmp_path / "made"))
+    monkeypatch.setattr(upload, "new_text", lambda *_, **options: None)
 
     def send(repo_id="me/tiny", *, token=WRITE, console=None, **options):
         console = console or Console(quiet=True)

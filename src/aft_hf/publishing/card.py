@@ -3,14 +3,10 @@
 import math
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, metadata_save
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
@@ -65,35 +61,10 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
             results cannot be read.
     """
     directory = Path(directory)
-    with made_card(directory, repo_id=repo_id, license=license) as made:
-        copy_into(directory, made)
+    if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+        with write_atomic(directory / README) as file:
+            file.write(text.encode())
     return directory / README
-
-
-@contextmanager
-def made_card(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> Iterator[Path]:
-    """Create a temporary directory with the files that `write_card` writes. Arguments and errors are the same."""
-    refuse_misplaced_files(directory)
-    terms, path = _license(directory, license), directory / README
-    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
-    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
-        made = Path(temporary)
-        if any(mark in written for mark in GENERATED):
-            _card(directory, repo_id=repo_id, terms=terms).save(made / README)
-        elif license is not None:
-            with explained(f"{README}: the metadata cannot be read", PublishError):
-                metadata = metadata_load(path) or {}
-            shutil.copyfile(path, made / README)
-            kept = {name: value for name, value in metadata.items() if not name.startswith("license_")}
-            metadata_save(made / README, kept | terms)
-        yield made
-
-
-def copy_into(directory: Path, made: Path) -> None:
-    """Copy the files of `made` to `directory`, each atomically (see `write_atomic`)."""
-    for path in made.iterdir():
-        with write_atomic(directory / path.name) as file:
-            file.write(path.read_bytes())
 
 
 def build_card(
@@ -102,6 +73,22 @@ def build_card(
     """Build the card of a saved model without writing it. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
     return _card(directory, repo_id=repo_id, terms=_license(directory, license))
+
+
+def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
+    """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
+    refuse_misplaced_files(directory)
+    path = directory / README
+    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
+    if any(mark in written for mark in GENERATED):
+        return str(build_card(directory, repo_id=repo_id, license=license))
+    if license is None:
+        return None
+    with explained(f"{README}: the metadata cannot be read", PublishError):
+        card = ModelCard(written)
+    kept = {name: value for name, value in card.data.to_dict().items() if not name.startswith("license_")}
+    card.data = ModelCardData(**kept | _license(directory, license))
+    return str(card)
 
 
 def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> ModelCard:
@@ -141,17 +128,13 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
     )
 
 
-def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> list[str]:
+def card_problems(text: str, directory: Path) -> list[str]:
     """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network.
 
     Args:
-        path: path of the card.
-        names: names of files that will lie beside the card, even if they do not exist yet.
+        text: the text of the card.
+        directory: the directory of the card.
     """
-    path = Path(path)
-    if not path.is_file():
-        return ["is missing; `aft_hf.publishing.write_card` writes it"]
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         card = ModelCard(text)
         data = card.data.to_dict()
@@ -159,17 +142,12 @@ def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> 
         return [f"the metadata cannot be read ({first_line(error)})"]
     problems = [f"the metadata lacks {name}" for name in REQUIRED if not data.get(name)]
     for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
-        if "://" not in picture and picture not in names and not (path.parent / picture).is_file():
+        if "://" not in picture and not (directory / picture).is_file():
             problems.append(f"shows {picture}, which does not exist")
     return problems
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
-
-
-def card_license(path: Path) -> str:
-    """Return the license of the weights in the metadata of a card without problems."""
-    return (metadata_load(path) or {})["license"]
 
 
 def _license(directory: Path, license: str | None) -> dict[str, str]:

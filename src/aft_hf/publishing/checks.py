@@ -1,11 +1,11 @@
 """Checks of a saved model before it is uploaded to the Hub."""
 
-import filecmp
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ SECRETS = {
 }
 
 
-def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -> list[str]:
+def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
@@ -58,21 +58,22 @@ def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -
 
     Args:
         directory: directory of a saved model.
-        made: directory with new files that will be written into `directory` before the upload, if any.
+        new: texts of files that will be written into `directory` before the upload, by name.
     """
     directory = Path(directory)
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):
         return problems
-    files = files_by_name(directory, *([] if made is None else [made]))
-    problems = []
+    files = files_by_name(directory)
     for name, path in files.items():
         with explained(f"{name}: cannot be read", PublishError):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
-    problems += _model_problems(directory, files)
-    problems += [f"{README}: {problem}" for problem in card_problems(files.get(README, directory / README), files)]
-    return problems
+    problems += _model_problems(directory, {**files, **new})
+    if README not in {**files, **new}:
+        return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
+    text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
+    return problems + [f"{README}: {problem}" for problem in card_problems(text, directory)]
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -104,7 +105,7 @@ def _is_pickle(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------------- model
 
 
-def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
+def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterator[str]:
     config_file = directory / CONFIG_NAME
     if not config_file.is_file():
         is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
@@ -120,7 +121,7 @@ def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
     except PublishError as error:
         yield str(error)
         return
-    yield from _code_problems(files, config)
+    yield from _code_problems(directory, files, config)
     names = config.architectures or []
     if not names or names[0] not in ARCHITECTURES:
         yield f"{CONFIG_NAME}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
@@ -131,7 +132,7 @@ def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
     yield from _loading_problems(directory, ARCHITECTURES[names[0]])
 
 
-def _code_problems(files: dict[str, Path], config: ModelConfig) -> Iterator[str]:
+def _code_problems(directory: Path, files: Mapping[str, Path | str], config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
     if not config.auto_map:
         yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
@@ -142,7 +143,7 @@ def _code_problems(files: dict[str, Path], config: ModelConfig) -> Iterator[str]
     for name in CODE:
         if name not in files:
             yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
-        elif not filecmp.cmp(files[name], PACKAGE / name, shallow=False):
+        elif (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
             yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
 
 

@@ -31,10 +31,9 @@ def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
     return sorted(kept), sorted(left_out)
 
 
-def files_by_name(*directories: Path) -> dict[str, Path]:
-    """Return the files to publish by their name on the Hub. Later directories replace files of earlier ones."""
-    found = {path.relative_to(each).as_posix(): path for each in directories for path in files_to_upload(each)[0]}
-    return dict(sorted(found.items()))
+def files_by_name(directory: Path) -> dict[str, Path]:
+    """Return the files to publish by their name on the Hub."""
+    return {path.relative_to(directory).as_posix(): path for path in files_to_upload(directory)[0]}
 
 
 def misplaced_files(directory: Path) -> list[str]:

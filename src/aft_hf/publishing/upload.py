@@ -6,13 +6,13 @@ of the model in the repository.
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from rich.console import Console
 from rich.filesize import decimal
@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import CONFIG_NAME
 
+from ..data.atomic_files import write_atomic
 from ..progress import plain_console
 from ..reading import described, shortened
-from .card import README, card_license, copy_into, made_card
+from .card import README, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .errors import PublishError
 from .folder import files_by_name, files_to_upload
@@ -81,19 +82,23 @@ def publish(
         _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
     url = f"{api.endpoint}/{repo_id}"
-    with made_card(directory, repo_id=repo_id, license=license) as made:
-        for name in CODE:  # a model may be kept without its code, which the installed package has
-            if not (directory / name).exists():
-                shutil.copyfile(PACKAGE / name, made / name)
-        _refuse_unfit(directory, made)
-        files = files_by_name(directory, made)
-        if dry_run:
-            console.print(files[README].read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
-        _show(console, directory, repo_id, files)
-        if dry_run:
-            console.print("nothing was uploaded")
-            return Publication(url, None, list(files))
-        copy_into(directory, made)
+    # A model may be kept without its code, which the installed package has.
+    new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
+    if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+        new[README] = text
+    _refuse_unfit(directory, new)
+    files = {name: path.stat().st_size for name, path in files_by_name(directory).items()}
+    files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
+    text = new.get(README) or (directory / README).read_text(encoding="utf-8")
+    if dry_run:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    _show(console, directory, repo_id, files, ModelCard(text).data.to_dict()["license"])
+    if dry_run:
+        console.print("nothing was uploaded")
+        return Publication(url, None, list(files))
+    for name, text in new.items():
+        with write_atomic(directory / name) as file:
+            file.write(text.encode())
     with _explained(lambda: f"{repo_id}: nothing was committed"):
         api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id)
@@ -117,19 +122,19 @@ def publish(
     return Publication(url, commit.oid, list(files))
 
 
-def _refuse_unfit(directory: Path, made: Path | None = None) -> None:
-    if problems := find_problems(directory, made):
+def _refuse_unfit(directory: Path, new: Mapping[str, str] = MappingProxyType({})) -> None:
+    if problems := find_problems(directory, new):
         raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
 
 
-def _show(console: Console, directory: Path, repo_id: str, files: dict[str, Path]) -> None:
+def _show(console: Console, directory: Path, repo_id: str, sizes: dict[str, int], license: str) -> None:
     """Print which files are uploaded or left out."""
-    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {card_license(files[README])}"}
+    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}"}
     table = Table("file", "kind", "size", title=Text(f"{directory} to {repo_id}"))
-    for name, path in files.items():
+    for name, size in sizes.items():
         kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
-        table.add_row(Text(name, overflow="fold"), kind, decimal(path.stat().st_size))
-    table.caption = f"{len(files)} files, {decimal(sum(path.stat().st_size for path in files.values()))}"
+        table.add_row(Text(name, overflow="fold"), kind, decimal(size))
+    table.caption = f"{len(sizes)} files, {decimal(sum(sizes.values()))}"
     console.print(table)
     if left_out := [path.relative_to(directory).as_posix() for path in files_to_upload(directory)[1]]:
         console.print(f"left out: {', '.join(left_out)}", markup=False)
