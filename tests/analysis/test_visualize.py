@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from aft_hf import build_byte_tokenizer
 from aft_hf.analysis import (
     bias_maps,
-    complete_images,
     draw_losses,
     implicit_attention,
     key_features,
@@ -37,11 +36,6 @@ def image_model(aft_type="conv"):
 
 def text_model(aft_type="local"):
     return tiny_models.language_model(aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
-
-
-def pixel_model(side=4):
-    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side, "window_size": 4}
-    return tiny_models.language_model(**SMALL, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -78,22 +72,6 @@ def test_bias_maps_are_kernels_or_tables():
     assert table.shape == (2, 16, 16) and (table[:, 9, 2] == 1).all()  # outside the window
 
 
-def test_completions_keep_the_rows_that_are_given_and_follow_the_model_and_the_seed():
-    model, images = pixel_model(), torch.randint(256, (3, 4, 4, 3), dtype=torch.uint8)
-    state = torch.get_rng_state()
-    first, again, other = (complete_images(model, images, rows=1, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first[:, :1], images[:, :1]) and first.dtype == torch.uint8 and first.shape == images.shape
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.aft.layernorm.weight.zero_()
-        model.aft.layernorm.bias.fill_(1.0)
-        model.lm_head.weight[77] = 100.0  # all probability is on this sub-pixel value
-    completed = complete_images(model, images)
-    assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
-
-
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
     plot_position_biases(image_model(), tmp_path / "w.png")
     pixels = np.asarray(Image.open(tmp_path / "w.png").convert("RGBA")).reshape(-1, 4)
@@ -121,7 +99,6 @@ def checkpoints(tmp_path_factory):
         "image": image_model(),
         "full": image_model("full"),
         "text": text_model(),
-        "pixels": pixel_model(),
         "vit": ViTForImageClassification(ViTConfig(**sizes)),
         "beit": BeitForImageClassification(BeitConfig(**sizes, use_absolute_position_embeddings=True)),
     }.items():
@@ -159,7 +136,6 @@ def visualize(*arguments):
         ("image", "implicit", ["--images", "images", "--position", "1,2"]),
         ("full", "implicit", ["--images", "images", "--heads", "4"]),
         ("text", "implicit", ["--text", "to be or not", "--position", "3"]),
-        ("pixels", "completions", ["--images", "images", "--rows", "3"]),
         ("text", "losses", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -201,7 +177,6 @@ def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
         ("image", "implicit", ["--images", "images", "--position", "4,0"], "one of the 4 x 6 patches"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
         ("image", "biases", ["--values", "log"], "values must be one of"),
-        ("text", "completions", ["--images", "images"], "a model of sub-pixels"),
         ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),
         ("image", "losses", [], "results.json"),
     ],

@@ -1,4 +1,4 @@
-"""Pictures of the arrays of this package: grids of maps, rows of images, and curves.
+"""Pictures of the arrays of this package: grids of maps, and curves.
 
 Pictures have no background, and all lines and text are in one gray, so that they are readable on light and dark pages.
 matplotlib, from the extra "viz", is imported when a picture is drawn.
@@ -146,21 +146,6 @@ def draw_maps(
         figure.colorbar(shown, ax=axes, label=label, shrink=0.8, extend="both" if scale == "signed" else "max")
     elif label:
         figure.suptitle(f"{label}, each map on its own scale", fontsize="medium")
-    return figure
-
-
-@styled
-def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
-    """Draw rows of images of dtype uint8, (N, H, W, 3) each, given by the name of the row."""
-    across = max(map(len, rows.values()))
-    figure, axes = new_figure(len(rows), across, (1.0 * across + 0.5, 1.0 * len(rows) + 0.1))
-    for (name, images), row in zip(rows.items(), axes):
-        for axis, image in zip(row, images):
-            axis.set(xticks=[], yticks=[])
-            axis.imshow(image.numpy(), interpolation="nearest")
-        row[0].set_ylabel(name)
-        for axis in row[len(images) :]:
-            axis.axis("off")
     return figure
 
 

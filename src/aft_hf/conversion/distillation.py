@@ -135,7 +135,7 @@ def distill(
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
     kept = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-    identity = {} if kept is None else distillation_identity(settings, model, source, images, conversion or {})
+    identity = {} if kept is None else _identity(settings, model, source, images, conversion or {})
     try:
         run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
         set_seed(settings.seed, device_specific=True)
@@ -389,22 +389,18 @@ class _Run(Training):
         self.checkpoints.set_aside(self.step)
 
 
-def distillation_identity(
+def _identity(
     settings: DistillationOptions,
     model: PreTrainedModel,
     source: VisionTransformerSource,
     images: Sequence[Image.Image],
     conversion: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return everything that determines the result of a distillation, as a JSON object of a checkpoint.
-
-    The initial weights of the student are not included, since a resumed run loads the weights of its checkpoint.
-    """
+    """Return what determines the result, except the initial weights of the student, as a JSON object."""
     tensors = {name: part.tensor.reshape(-1).view(torch.uint8) for name, part in sorted(source.parts.items())}
     identity = settings.model_dump() | {
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
-        "source": source.name,
         "source_tensors": sum_samples([tensors]),
         "conversion": conversion,
         "model": {**model.config.to_dict(), "transformers_version": None},

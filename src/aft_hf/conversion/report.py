@@ -12,7 +12,7 @@ from .errors import ConversionError
 
 
 REPORT_NAME = "conversion_report.json"
-Status = Literal["copied", "fitted", "new", "distilled", "dropped"]
+Status = Literal["copied", "fitted", "new", "dropped"]
 
 
 class TensorRecord(Document):
@@ -20,8 +20,7 @@ class TensorRecord(Document):
 
     Attributes:
         status: "copied" from the source to `target`; "fitted" to the attention of the source; "new", initialized in
-            the target; "distilled", any of these and then trained on the outputs of the source; or "dropped" from the
-            source.
+            the target; or "dropped" from the source. A distillation then trains all tensors of the target.
         target: name of the tensor in the target; None if it is dropped.
         shape: shape in the target, or else in the source.
         sources: names of the tensors in the source that it is made of: one for a plain copy or a part of a fused
@@ -41,8 +40,8 @@ class ConversionReport(Document):
 
     Attributes:
         source: name of the converted checkpoint.
-        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed if one was
-            given.
+        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed and the
+            record of the distillation, if there were any.
         versions: versions of the libraries.
         tensors: a record for each tensor of the target, and for each dropped tensor of the source.
         files: SHA-256 of the files beside a saved report that the conversion wrote, by name.
@@ -59,18 +58,6 @@ class ConversionReport(Document):
     def with_status(self, status: Status) -> list[TensorRecord]:
         """Return the records with a given status."""
         return [record for record in self.tensors if record.status == status]
-
-    def add_distillation(self, done: dict[str, Any]) -> None:
-        """Mark all tensors of the target as distilled, and add the record of the distillation to the options.
-
-        Args:
-            done: the record that `distill` returns.
-        """
-        self.options["distillation"] = done
-        for i, record in enumerate(self.tensors):
-            if record.target is not None:
-                note = f"first {record.status} {record.note}".strip()
-                self.tensors[i] = record.model_copy(update={"status": "distilled", "note": note})
 
     def check(self, source: Iterable[str], target: Collection[str]) -> None:
         """Raise a ConversionError unless the report lists all tensors of the source, and those of the target once."""

@@ -184,7 +184,8 @@ def _conversion(report: ConversionReport) -> dict[str, Any]:
             f"divergence {done['divergence']:.3f} nats)."
         )
     counts = [(status, len(each), sum(each)) for status, each in sizes.items()]
-    return {"source": report.source, "counts": counts, "has_new": "new" in sizes, "distillation": sentence}
+    has_new = "new" in sizes and sentence is None
+    return {"source": report.source, "counts": counts, "has_new": has_new, "distillation": sentence}
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
