@@ -1,6 +1,6 @@
 """Run the tests that depend most on versions with each supported Python here, or with the newest transformers.
 
-    python tests/audit/matrix.py [--only 3.13] [--newest] [-- PYTEST_ARGUMENTS]
+    python tests/audit/matrix.py [--newest] [PYTEST_ARGUMENTS]
 
 Each Python gets a virtual environment in outputs/matrix with the versions of constraints.txt. There, `smoke.py` runs
 in an empty folder, then TESTS. With `--newest`, one environment of this Python gets the newest transformers of the
@@ -8,7 +8,6 @@ package index, even if setup.cfg does not allow it yet, and the common model tes
 code is 1 if an environment fails or none could be run. The first run downloads torch for each Python, up to 6 GB.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("python3.11", "python3.12", "python3.13")
 # Tests that depend on classes, files and messages of transformers and Python. The tests of the sums (test_mixing*,
 # test_backend_contract_aft.py and others) are left out: they only call torch, which has one version everywhere.
 TESTS = (
@@ -43,21 +42,10 @@ TESTS = (
 )
 
 
-def find_python(version: str) -> str | None:
-    """Return an interpreter of this version, on the PATH or installed by pyenv."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for command in (shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))):
-        if command is not None:
-            said = subprocess.run([command, "-c", "import sys; print(sys.version)"], capture_output=True, text=True)
-            if said.returncode == 0 and said.stdout.startswith(f"{version}."):
-                return str(command)
-    return None
-
-
 def check(name: str, interpreter: str, arguments: list[str], newest: bool) -> bool:
     """Install the package with its tests in an environment, and test it there; return whether all passed."""
     folder = ROOT / "outputs" / "matrix" / name
-    python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
+    python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     commands = [[interpreter, "-m", "venv", str(folder)]]
     commands += [[*pip, "--constraint", "constraints.txt", "--editable", ".[test]"]]
@@ -75,19 +63,10 @@ def check(name: str, interpreter: str, arguments: list[str], newest: bool) -> bo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="3.X", help="run only this Python; may be repeated")
-    parser.add_argument("--newest", action="store_true", help="test the newest transformers on this Python")
-    parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
-    given = parser.parse_args()
-    pythons = {f"python{version}": find_python(version) for version in given.only or PYTHONS}
-    environments = {"newest": sys.executable} if given.newest else pythons
-    results = {
-        name: check(name, interpreter, given.arguments, given.newest)
-        for name, interpreter in environments.items()
-        if interpreter is not None
-    }
-    for name in environments:
+    newest, arguments = "--newest" in sys.argv, [each for each in sys.argv[1:] if each != "--newest"]
+    pythons = {"newest": sys.executable} if newest else {name: shutil.which(name) for name in PYTHONS}
+    results = {name: check(name, python, arguments, newest) for name, python in pythons.items() if python}
+    for name in pythons:
         print(f"{name}: {'not found here' if name not in results else 'passed' if results[name] else 'FAILED'}")
     return 0 if results and all(results.values()) else 1
 
