@@ -111,16 +111,8 @@ def with_other_weights(source):
     return replace(source, parts=source.parts | {"classifier.bias": bias._replace(tensor=bias.tensor + 1e-3)})
 
 
-def normalized_otherwise(source):
-    processor = deepcopy(source.image_processor)
-    processor.image_mean = [0.4, 0.5, 0.6]
-    return replace(source, image_processor=processor)
-
-
 OTHER = {
     "weights of the source": ({"source": with_other_weights}, "source_tensors"),
-    "normalization": ({"source": normalized_otherwise}, r"image_processor\.image_mean"),
-    "multiplier": ({"options": {"position_bias_multiplier": 2.0}}, r"model\.position_bias_multiplier"),
     "init": ({"conversion": {"init": "attention"}}, r"conversion\.init"),
     "an image": ({"images": other_image}, "images"),
     "learning rate": ({"distillation": {"learning_rate": 1e-4}}, "learning_rate"),
@@ -140,7 +132,7 @@ def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, mo
     conversion = conversion | change.get("conversion", {})
     with pytest.raises(ValueError, match=rf"another distillation was begun there \({told}: "):
         shared |= change.get("distillation", {})
-        distill(converted(source, **change.get("options", {})), source, images, conversion=conversion, **shared)
+        distill(converted(source), source, images, conversion=conversion, **shared)
 
 
 def test_the_learning_rate_rises_and_falls_to_0_and_hidden_states_count_less_and_less():

@@ -7,7 +7,6 @@
 logits after the step are written to `out`/logits.safetensors. Any difference raises an error.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -65,7 +64,6 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path) -> Non
     tokenizer = AutoTokenizer.from_pretrained(source, **REMOTE)
     assert tokenizer.decode(tokenizer("Ünicode")["input_ids"]) == "Ünicode"
 
-    check_export(source, model, inputs, out, use_cache=False)
     check_classifiers(source, model, inputs, tokenizer, out)
 
     logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
@@ -104,7 +102,6 @@ def check_image(source: str, expected: dict[str, torch.Tensor], out: Path) -> No
     named = {model.config.id2label[i]: score for i, score in enumerate(direct.tolist())}
     assert all(abs(named[each["label"]] - each["score"]) < TOLERANCE for each in answers), (answers, named)
 
-    check_export(source, model, inputs, out)
     labels = torch.zeros(len(expected["inputs"]), dtype=torch.long)
     logits = train_a_step(model, {**inputs, "labels": labels}, inputs)
     save_again(AutoModelForImageClassification, model, processor, inputs, logits, out)
@@ -124,20 +121,6 @@ def check_backbone(source: str, model: torch.nn.Module, inputs: dict[str, torch.
     backbone = AutoModel.from_pretrained(source, **REMOTE).eval()
     assert type(backbone).__name__ == "AFTModel", type(backbone)
     compare(f"{source}, backbone", backbone(**inputs)[0], model.base_model(**inputs)[0])
-
-
-@torch.no_grad()
-def check_export(source: str, model: torch.nn.Module, inputs: dict[str, torch.Tensor], out: Path, **given) -> None:
-    """Compare the ONNX program of a model of type `conv` with the model, if onnxruntime is installed."""
-    if not source.endswith("conv") or not all(map(importlib.util.find_spec, ("onnxruntime", "onnxscript"))):
-        return
-    import onnxruntime
-
-    options = {"dynamo": True, "optimize": False, "verbose": False, "output_names": ["logits"]}
-    torch.onnx.export(model, (), kwargs=inputs | given, **options).save(out / "model.onnx")
-    session = onnxruntime.InferenceSession(out / "model.onnx")
-    (logits,) = session.run(["logits"], {name: x.numpy() for name, x in inputs.items()})
-    compare(f"{source}, ONNX", torch.from_numpy(logits), model(**inputs).logits)
 
 
 def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Tensor:
