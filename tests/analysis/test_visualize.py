@@ -16,7 +16,6 @@ from aft_hf import build_byte_tokenizer
 from aft_hf.analysis import (
     bias_maps,
     draw_losses,
-    implicit_attention,
     key_features,
     on_patches,
     pictures,
@@ -27,7 +26,6 @@ from aft_hf.cli import app
 
 
 SMALL = {"hidden_size": 8, "num_heads": 2}
-TYPES = ["conv", "full", "local", "simple"]
 
 
 def image_model(aft_type="conv"):
@@ -36,18 +34,6 @@ def image_model(aft_type="conv"):
 
 def text_model(aft_type="local"):
     return tiny_models.language_model(aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
-
-
-@pytest.mark.parametrize(
-    "modality, aft_type", [("image", x) for x in TYPES] + [("text", x) for x in (*TYPES, "alibi")]
-)
-def test_implicit_attention_is_what_the_model_returns(modality, aft_type):
-    model = image_model(aft_type) if modality == "image" else text_model(aft_type)
-    pixels, tokens = {"pixel_values": torch.randn(1, 3, 8, 12)}, {"input_ids": torch.randint(256, (1, 12))}
-    inputs = pixels if modality == "image" else tokens
-    attentions = model(**inputs, output_attentions=True).attentions
-    for row, whole in zip(implicit_attention(model, 7, **inputs), attentions):
-        torch.testing.assert_close(row, whole[0, :, 7])
 
 
 def test_keys_are_those_of_the_projection():
@@ -129,13 +115,11 @@ def visualize(*arguments):
         ("image", "biases", ["--values", "expm1"]),
         ("full", "biases", ["--values", "exp", "--layers", "2"]),
         ("text", "biases", ["--values", "w"]),
+        ("full", "keys", ["--images", "images", "--heads", "4"]),
         ("vit", "attention", ["--images", "images", "--num-images", "2"]),
         ("beit", "attention", ["--images", "images"]),
         ("image", "keys", ["--images", "images"]),
         ("text", "keys", ["--text", "to be or not"]),
-        ("image", "implicit", ["--images", "images", "--position", "1,2"]),
-        ("full", "implicit", ["--images", "images", "--heads", "4"]),
-        ("text", "implicit", ["--text", "to be or not", "--position", "3"]),
         ("text", "losses", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -172,9 +156,7 @@ def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
     [
         ("vit", "biases", [], "is no AFT but a vit"),
         ("image", "keys", [], "give --images"),
-        ("text", "implicit", [], "give --text"),
-        ("text", "implicit", ["--text", "abc", "--position", "1,1"], "the index of a token"),
-        ("image", "implicit", ["--images", "images", "--position", "4,0"], "one of the 4 x 6 patches"),
+        ("text", "keys", [], "give --text"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
         ("image", "biases", ["--values", "log"], "values must be one of"),
         ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),

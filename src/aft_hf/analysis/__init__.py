@@ -3,7 +3,7 @@
 Functions of this package compute arrays, and `pictures` draws them; `aft-hf visualize` does both.
 """
 
-from .maps import PatchMaps, bias_maps, implicit_attention, key_features, on_patches, patch_maps
+from .maps import PatchMaps, bias_maps, key_features, on_patches, patch_maps
 from .pictures import draw_losses, draw_maps, plot_position_biases, save
 from .relative_attention import mean_attention, relative_attention
 
@@ -13,7 +13,6 @@ __all__ = [
     "bias_maps",
     "draw_losses",
     "draw_maps",
-    "implicit_attention",
     "key_features",
     "mean_attention",
     "on_patches",

@@ -1,9 +1,8 @@
 """The command `aft-hf visualize`: the paper's figures for any checkpoint."""
 
-import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -24,7 +23,7 @@ from ..data.image_size import pixel_values
 from ..loading import find_file, load
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
 from ..reading import explained, read_json
-from .maps import bias_maps, implicit_attention, key_features, on_patches
+from .maps import bias_maps, key_features, on_patches
 from .pictures import BIASES, check_path, draw_losses, draw_maps, save
 from .relative_attention import mean_attention, patch_grid, relative_attention
 
@@ -39,15 +38,13 @@ class Kind(StrEnum):
     biases = "biases"
     attention = "attention"
     keys = "keys"
-    implicit = "implicit"
     losses = "losses"
 
 
 KINDS = (
     "biases: position biases w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: attention of a ViT or "
     "DeiT by relative position, averaged over --images (Figures 1, 5). keys: keys of all layers for an image "
-    "(Figures 9 to 12) or a text. implicit: implicit attention of one position (Eq. 3). losses: losses of a "
-    "training run."
+    "(Figures 9 to 12) or a text. losses: losses of a training run."
 )
 
 
@@ -62,13 +59,7 @@ def visualize_command(
     heads: Annotated[int, typer.Option(min=1, help="Maximum number of heads or features to draw per layer.")] = 16,
     images: Annotated[Path | None, typer.Option(help="An image, a folder of images, or parquet files.")] = None,
     num_images: Annotated[int, typer.Option(min=1, help="For attention: number of images.")] = 256,
-    text: Annotated[str | None, typer.Option(help="For keys and implicit of a text model: the text.")] = None,
-    position: Annotated[
-        str | None,
-        typer.Option(
-            help="For implicit: ROW,COLUMN of a patch (default: center), or index of a token (default: last)."
-        ),
-    ] = None,
+    text: Annotated[str | None, typer.Option(help="For keys of a text model: the text.")] = None,
 ) -> None:
     """Draw what a checkpoint has learned, as pictures that are readable on light and dark backgrounds."""
     paths = out or [Path(f"{kind.value}.png")]
@@ -85,7 +76,7 @@ def visualize_command(
         label, scale = BIASES.get(values, ("", ""))
         figure = _draw(bias_maps(_load(checkpoint), values), layers, scale=scale, label=label, most=heads)
     else:
-        figure = _features(_load(checkpoint), kind, checkpoint, layers, heads, images, text, position)
+        figure = _keys(checkpoint, layers, heads, images, text)
     for path in paths:
         save(figure, path)
         print(path)
@@ -99,39 +90,21 @@ def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figu
     return draw_maps([maps[int(each) - 1] for each in chosen], names=[f"layer {each}" for each in chosen], **options)
 
 
-def _features(
-    model: AFTPreTrainedModel,
-    kind: Kind,
-    checkpoint: str,
-    layers: str | None,
-    heads: int,
-    images: Path | None,
-    text: str | None,
-    position: str | None,
-) -> "Figure":
-    """Draw keys or the implicit attention of each layer: for an image a map of the patches for each head or feature,
-    for a text one map of all."""
-    image = _images(images, 1)[0] if model.config.modality == "image" else None
-    if image is not None:
-        inputs = {"pixel_values": pixel_values(load(AutoImageProcessor, checkpoint), [image])}
-    elif text is None:
-        raise ValueError('the model reads text; give --text "..."')
-    else:
-        inputs = {"input_ids": load(AutoTokenizer, checkpoint)(text, return_tensors="pt")["input_ids"]}
-    if kind is Kind.keys:
-        features, label, scale = key_features(model, **inputs), "key K", "signed"
-    else:
-        features = implicit_attention(model, _position(model, inputs, position), **inputs)
-        if set(model.config.layer_aft_types) == {"conv"}:  # the features of a head differ only in their gates
-            features = [each[:: len(each) // cast(int, model.config.num_heads)] for each in features]
-        label, scale = "weight (Eq. 3)", "positive"
-    options: dict[str, Any] = {"label": label, "most": heads}
-    if image is None:
-        axes = ("position", "feature")
-        return _draw([each[None] for each in features], layers, scale=scale, axes_labels=axes, **options)
+def _keys(checkpoint: str, layers: str | None, heads: int, images: Path | None, text: str | None) -> "Figure":
+    """Draw the keys of each layer: for an image a map of the patches for each head or feature, for a text one map."""
+    model = _load(checkpoint)
+    if model.config.modality == "text":
+        if text is None:
+            raise ValueError('the model reads text; give --text "..."')
+        features = key_features(model, **load(AutoTokenizer, checkpoint)([text], return_tensors="pt"))
+        maps, axes = [each[None] for each in features], ("position", "feature")
+        return _draw(maps, layers, scale="signed", axes_labels=axes, label="key K", most=heads)
+    (image,) = _images(images, 1)
+    pixels = pixel_values(load(AutoImageProcessor, checkpoint), [image])
+    features = key_features(model, pixel_values=pixels)
     column = "head" if all(len(each) == model.config.num_heads for each in features) else "feature"
-    maps = [on_patches(each, model.config.grid_of(inputs["pixel_values"].shape[-2:])) for each in features]
-    return _draw(maps, layers, scale="own", column=column, picture=image, **options)
+    maps = [on_patches(each, model.config.grid_of(pixels.shape[-2:])) for each in features]
+    return _draw(maps, layers, scale="own", column=column, picture=image, label="key K", most=heads)
 
 
 def _losses(checkpoint: str) -> "Figure":
@@ -171,16 +144,3 @@ def _images(path: Path | None, count: int) -> list[Image.Image]:
     if path is None:
         raise ValueError("this kind needs images; give --images FILE_OR_FOLDER")
     return list(read_images(path, count))
-
-
-def _position(model: AFTPreTrainedModel, inputs: dict[str, Any], text: str | None) -> int:
-    """Return the index of the query that --position names."""
-    if "input_ids" in inputs:
-        if text is not None and not re.fullmatch(r"\d+", text):
-            raise ValueError(f"--position {text!r}: give the index of a token, from 0")
-        return inputs["input_ids"].shape[1] - 1 if text is None else int(text)
-    rows, columns = model.config.grid_of(inputs["pixel_values"].shape[-2:])
-    patch = re.fullmatch(r"(\d+),(\d+)", text or f"{rows // 2},{columns // 2}")
-    if patch is None or int(patch[1]) >= rows or int(patch[2]) >= columns:
-        raise ValueError(f"--position {text!r}: give ROW,COLUMN of one of the {rows} x {columns} patches, from 0")
-    return int(bool(model.config.use_cls_token)) + int(patch[1]) * columns + int(patch[2])
