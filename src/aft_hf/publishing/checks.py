@@ -106,38 +106,30 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterator[str]:
-    config_file = directory / CONFIG_NAME
-    if not config_file.is_file():
-        is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
-        hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
-        yield f"{CONFIG_NAME}: is missing{hint}"
-        return
     try:
-        config = read_json(config_file, ModelConfig, PublishError)
+        if not (directory / CONFIG_NAME).is_file():
+            is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
+            hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
+            raise PublishError(f"{CONFIG_NAME}: is missing{hint}")
+        config = read_json(directory / CONFIG_NAME, ModelConfig, PublishError)
         if config.model_type != AFTConfig.model_type:
-            yield f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"'
-            return
-        load(AFTConfig, directory, PublishError)
+            raise PublishError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
+        yield from _code_problems(directory, files, config)
+        name = (config.architectures or [""])[0]
+        if name not in ARCHITECTURES:
+            raise PublishError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
+        if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+            raise PublishError(f"{SAFE_WEIGHTS_NAME}: is missing")
+        check_companion(directory, check_model(directory, ARCHITECTURES[name]))
     except PublishError as error:
         yield str(error)
-        return
-    yield from _code_problems(directory, files, config)
-    names = config.architectures or []
-    if not names or names[0] not in ARCHITECTURES:
-        yield f"{CONFIG_NAME}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
-        return
-    if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-        yield f"{SAFE_WEIGHTS_NAME}: is missing"
-        return
-    yield from _loading_problems(directory, ARCHITECTURES[names[0]])
 
 
 def _code_problems(directory: Path, files: Mapping[str, Path | str], config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
     if not config.auto_map:
         yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
-        return
-    for name, place in config.auto_map.items():
+    for name, place in (config.auto_map or {}).items():
         if "--" in str(place):
             yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
     for name in CODE:
@@ -148,54 +140,38 @@ def _code_problems(directory: Path, files: Mapping[str, Path | str], config: Mod
 
 
 @torch.no_grad()
-def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) -> Iterator[str]:
-    try:
-        with explained("the model does not load", PublishError):
-            options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, info = load(model_class, directory, PublishError, dtype="auto", **options)
-    except PublishError as error:
-        yield str(error)
-        return
+def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPreTrainedModel:
+    """Return the model; raise a PublishError unless it has all its weights, no others, and gives finite outputs."""
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load(model_class, directory, PublishError, dtype="auto", **options)
     for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):
         if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
-            yield f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}"
-            return
-    try:
-        with explained("the model does not run", PublishError):
-            outputs = model.eval()(**_example(model.config))
-    except PublishError as error:
-        yield str(error)
-        return
-    if not outputs[0].float().isfinite().all():
-        yield "the model does not run: its outputs are not finite"
-    yield from _companion_problems(directory, model)
-
-
-def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
-    """Return a small input for a model of this config."""
+            raise PublishError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
+    config = model.config
     if config.modality == "text":
-        return {"input_ids": torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size}
-    return {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
+        tokens = torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size
+        example = {"input_ids": tokens}
+    else:
+        example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
+    with explained("the model does not run", PublishError):
+        outputs = model.eval()(**example)
+    if not outputs[0].float().isfinite().all():
+        raise PublishError("the model does not run: its outputs are not finite")
+    return model
 
 
-def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
-    """Check the tokenizer or the image processor, which `pipeline` needs."""
+def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
+    """Raise a PublishError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
     is_text = model.config.modality == "text"
     if is_text and section(read_object(directory / RESULTS), "recipe").get("task") == "pixels":
         return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
     if not (directory / file).is_file():
-        yield f"{file}: is missing; save the {what} beside the model (`save_pretrained`)"
-        return
-    try:
-        tokenizer = load(auto_class, directory, PublishError)
-        if not is_text:
-            return
-        if len(tokenizer) > model.config.vocab_size:
-            yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
+        raise PublishError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
+    loaded = load(auto_class, directory, PublishError)
+    if is_text and len(loaded) > model.config.vocab_size:
+        raise PublishError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
+    if model.can_generate():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
-            if model.can_generate():
-                GenerationConfig.from_pretrained(directory)
-    except PublishError as error:
-        yield str(error)
+            GenerationConfig.from_pretrained(directory)
