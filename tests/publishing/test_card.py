@@ -208,8 +208,7 @@ def test_a_classifier_of_text_is_called_one_and_its_code_loads_it(tmp_path, head
     tiny.save(head(config), tmp_path)
     text = write_card(tmp_path, repo_id="me/tiny").read_text()
     assert f"pipeline_tag: {task}" in text and f"A classifier of {what} into 3 classes: AFT-conv" in text
-    assert f"model = {head.__name__.replace('AFT', 'AutoModel')}.from_pretrained(name" in text
-    assert f'classify = pipeline("{task}", model=name' in text and "Takes texts of any length" in text
+    assert f'run = pipeline("{task}", model=name' in text and "Takes texts of any length" in text
     assert find_problems(tmp_path) == []
 
 
@@ -292,6 +291,6 @@ def test_the_code_on_the_cards_runs_without_and_with_the_package(saved, tmp_path
             r"```python\n(.*?)```", str(build_card(tmp_path / "me" / task, repo_id=f"me/{task}")), re.S
         )
     lines = [f"import os, sys\nos.chdir({str(tmp_path)!r})", *blocks, "assert 'aft_hf' not in sys.modules"]
-    lines += ["import aft_hf", *blocks, "assert type(model).__module__.startswith('aft_hf')"]
+    lines += ["import aft_hf", *blocks, "assert type(run.model).__module__.startswith('aft_hf')"]
     (tmp_path / "code.py").write_text("\n".join(lines))
     run(tmp_path / "code.py", env=environment(tmp_path / "cache"))

@@ -34,14 +34,14 @@ UNTRAINED = "No training is recorded in this repository: take the weights as unt
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
-# Tasks on the Hub, and the classes of transformers for them, by architecture and modality.
+# Tasks on the Hub by architecture and modality. All but those of backbones are pipelines of transformers.
 TASKS = {
-    ("AFTForCausalLM", "text"): ("text-generation", "AutoModelForCausalLM"),
-    ("AFTForImageClassification", "image"): ("image-classification", "AutoModelForImageClassification"),
-    ("AFTForSequenceClassification", "text"): ("text-classification", "AutoModelForSequenceClassification"),
-    ("AFTForTokenClassification", "text"): ("token-classification", "AutoModelForTokenClassification"),
-    ("AFTModel", "text"): ("feature-extraction", "AutoModel"),
-    ("AFTModel", "image"): ("image-feature-extraction", "AutoModel"),
+    ("AFTForCausalLM", "text"): "text-generation",
+    ("AFTForImageClassification", "image"): "image-classification",
+    ("AFTForSequenceClassification", "text"): "text-classification",
+    ("AFTForTokenClassification", "text"): "token-classification",
+    ("AFTModel", "text"): "feature-extraction",
+    ("AFTModel", "image"): "image-feature-extraction",
 }
 
 
@@ -96,8 +96,7 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
         raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
-    task, auto_class = TASKS[kind]
-    name, task = source.split("/")[-1], PIXELS if facts.is_pixels else task
+    name, task = source.split("/")[-1], PIXELS if facts.is_pixels else TASKS[kind]
     distilled = facts.conversion is not None and facts.conversion["distillation"]
     pictures = [file for file in PICTURES if (directory / file).is_file()]
     types, longest = set(config.layer_aft_types), _longest(config)
@@ -112,7 +111,7 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
         config=config,
         kind=f"AFT-{'/'.join(sorted(types))}",
         task=task,
-        auto=auto_class,
+        pipeline=facts.architecture != "AFTModel",
         architecture=_architecture(facts),
         longest=longest if facts.is_text else None,
         any_size=not config.use_position_embeddings and types == {"conv"},
