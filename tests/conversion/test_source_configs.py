@@ -73,9 +73,11 @@ def test_labels_and_images_are_read_in_the_layout_of_every_version(tmp_path, fla
 def test_null_means_the_default_of_timm_everywhere(tmp_path, flat):
     nulls = dict.fromkeys(("crop_pct", "crop_mode", "interpolation", "mean", "std", "input_size", "label_names"))
     arguments = {"num_heads": None, "img_size": None, "act_layer": None}
-    source = read_source(timm(tmp_path / "timm", flat, nulls, model_args=arguments, model_type=None))
+    source = read_source(
+        timm(tmp_path / "timm", flat, nulls, model_args=arguments, model_type=None), source_num_heads=3
+    )
     processor = source.image_processor
-    assert not source.own_image_processor and not source.num_heads_known and source.config.image_size == 32
+    assert not source.own_image_processor and source.config.image_size == 32
     assert processor.size["shortest_edge"] == 36 and processor.resample == Image.Resampling.BICUBIC
     assert {"mean": list(processor.image_mean), "std": list(processor.image_std)} == IMAGENET
 

@@ -154,19 +154,6 @@ def test_the_config_of_a_file_follows_from_its_shapes(tmp_path):
     assert read_source(tmp_path / "huge.pth").config.num_attention_heads == 16  # with a width of their own
 
 
-def test_heads_that_nobody_knows_are_asked_for_only_where_attention_matters(tmp_path):
-    save_pth(tmp_path / "deit.pth")  # its width is no multiple of 64
-    results = []
-    for options in (TIMM, {}):
-        torch.manual_seed(0)
-        results.append(convert_deit(tmp_path / "deit.pth", **OPTIONS, **options))
-    (expected, _), (model, report) = results
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    assert report.options["source_num_heads"] is None
-    with pytest.raises(ValueError, match="give source_num_heads"):
-        read_source(tmp_path / "deit.pth").to_transformers()
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -117,7 +117,7 @@ def convert_deit(
         "num_heads": config.num_heads,
         "init": init,
         "source_image_size": source.config.image_size,
-        "source_num_heads": source.config.num_attention_heads if source.num_heads_known else None,
+        "source_num_heads": source.config.num_attention_heads,
         "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",
         "source_weights": source.part or "all",
     }

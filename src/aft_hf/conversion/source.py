@@ -33,7 +33,7 @@ from ..reading import Document, explained, read_json
 from .errors import ConversionError
 from .files import read_weights
 from .names import DISTILLED_HEADS, HEAD, OPTIONAL, Part, vit_tensors
-from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config, usual_heads
+from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config
 
 
 logger = logging.get_logger(__name__)
@@ -64,8 +64,6 @@ class VisionTransformerSource:
         image_processor: the image processor of the checkpoint, or the default of its format.
         own_image_processor: whether the checkpoint has an image processor of its own.
         part: the part of its files that the weights were read from, such as "state_dict_ema"; empty for all of them.
-        num_heads_known: whether the number of attention heads in `config` is known, or a placeholder. Only
-            `to_transformers`, for fits to the attention of the source and for distillation, needs the number.
     """
 
     name: str
@@ -74,7 +72,6 @@ class VisionTransformerSource:
     image_processor: BaseImageProcessor
     own_image_processor: bool
     part: str = ""
-    num_heads_known: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,15 +107,7 @@ class VisionTransformerSource:
         Returns:
             A `DeiTForImageClassificationWithTeacher` for two heads, a `DeiTForImageClassification` or
             `ViTForImageClassification` for one head, or a `DeiTModel` or `ViTModel` (without pooler) for a backbone.
-
-        Raises:
-            ConversionError: the number of attention heads is unknown.
         """
-        if not self.num_heads_known:
-            raise ConversionError(
-                f"{self.name}: the number of attention heads cannot be inferred from the width of "
-                f"{self.config.hidden_size}; give source_num_heads (--source-num-heads)"
-            )
         state = {name: self.parts[self._without_prefix(name)].tensor for name in self.empty_model.state_dict()}
         options = {"config": self.config, "state_dict": state, "dtype": self.dtype, **self._options}
         return type(self.empty_model).from_pretrained(None, **options).eval()
@@ -189,7 +178,7 @@ def read_source(
             "source must be a directory, a weight file, a Hub id, or a ViT or DeiT of transformers in "
             f"memory, got {type(source).__name__}"
         )
-    is_timm, own, known = values.get("model_type") is None, None, True
+    is_timm, own = values.get("model_type") is None, None
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         if is_timm:
             stated = read_timm_config(name, values) if values else TimmConfig()
@@ -208,7 +197,6 @@ def read_source(
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         if isinstance(stated, TimmConfig):
             config: Any = infer_config(name, parts, stated, image_size=source_image_size, num_heads=source_num_heads)
-            known = bool(source_num_heads or stated.model_args.num_heads or usual_heads(config.hidden_size))
             processor = image_processor(stated.pretrained_cfg, pair(config.image_size))
             is_own = bool(stated.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
         else:
@@ -221,7 +209,7 @@ def read_source(
                     f"{name}: its config has the image size and the heads; leave out source_image_size and "
                     "source_num_heads (--source-image-size, --source-num-heads)"
                 )
-    found = VisionTransformerSource(name, config, parts, processor, is_own, part, known)
+    found = VisionTransformerSource(name, config, parts, processor, is_own, part)
     found.check()
     return found
 

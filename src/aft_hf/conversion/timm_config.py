@@ -107,7 +107,7 @@ def infer_config(
     """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
     The default of `image_size` is that of timm's config, or of a square grid with a patch for each position; the
-    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width, or else 1.
+    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width.
     Position embeddings without one of the class token, as in DeiT-III, get a zero for it in `parts`.
     """
     patches, positions, mlp = (
@@ -117,11 +117,11 @@ def infer_config(
     width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
-        # 1 is a placeholder for an unknown number; the copied tensors do not depend on it.
-        num_heads = model_args.num_heads or usual_heads(width) or 1
+        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
     if num_heads < 1 or width % num_heads:
         raise ConversionError(
-            f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads (--source-num-heads)"
+            f"{name}: the number of heads at its width of {width} is not known, or does not divide it; give "
+            "source_num_heads (--source-num-heads)"
         )
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
@@ -152,11 +152,6 @@ def _tensor(name: str, parts: dict[str, Part], tensor_name: str, dim: int) -> to
     if tensor.dim() != dim:
         raise ConversionError(f"{name}: {sources[0]} is {tuple(tensor.shape)}, not of {dim} dimensions")
     return tensor
-
-
-def usual_heads(width: int) -> int | None:
-    """Return the number of heads that ViT and DeiT have at a width, or None if it is unknown."""
-    return None if width % HEAD_WIDTH else HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
 
 
 def _image_size(
