@@ -117,8 +117,8 @@ def convert(
     init: Annotated[
         str | None,
         in_start(
-            help="Initial position biases, and keys of conv: paper (those of a new model) or attention (fitted to the "
-            "source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
+            help="Initial position biases and keys: paper (those of a new model) or, for conv, attention (fitted to "
+            "the source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
         ),
     ] = None,
     images: Annotated[

@@ -72,8 +72,8 @@ def convert_deit(
         image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
             Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
         num_labels: number of classes of the new classifier, for a source without one, and only then.
-        init: "paper" for new position biases and keys, or "attention" to fit the position biases, and the keys of
-            `conv`, to the attention of the source on `images` (`fit_to_attention`).
+        init: "paper" for new position biases and keys, or "attention" to fit those of `conv` to the attention of the
+            source on `images` (`fit_to_attention`).
         images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
         source_image_size, source_num_heads: as for `read_source`.
 
@@ -104,7 +104,7 @@ def convert_deit(
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
     config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
-    _check_init(init, images, source, config)
+    _check_init(init, images, config)
     model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
     target = model.state_dict()
     copies = copied_parts(source, config, target)
@@ -142,7 +142,7 @@ def _check_finite(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             )
 
 
-def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransformerSource, config: AFTConfig) -> None:
+def _check_init(init: str, images: Iterable[Any] | None, config: AFTConfig) -> None:
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
     if init == "paper":
@@ -153,15 +153,8 @@ def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransform
         raise ValueError(
             'init="attention" needs images; give a few hundred of the images that the source was trained on'
         )
-    types = set(config.layer_aft_types)
-    if types == {"simple"}:
-        raise ValueError('init="attention" sets position biases, and aft_type="simple" has none; give init="paper"')
-    if types & {"full", "local"} and config.grid_size != source.grid_size:
-        raise ValueError(
-            "init='attention' fits the biases of 'full' and 'local' for each pair of patches, which works only at "
-            f"image_size={source.config.image_size} of the source, not at {config.image_size}; leave out image_size, "
-            "or give aft_type='conv'"
-        )
+    if "conv" not in config.layer_aft_types:
+        raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
 
 
 def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:
