@@ -175,40 +175,25 @@ def test_options_that_make_no_sense_are_refused(vit, images, options, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "fewest", "most"),
-    [
-        pytest.param({"augmentation_probability": 0.0}, 0, 0, id="none"),
-        pytest.param({}, 20, 60, id="by default, half"),
-        pytest.param({"augmentation_probability": 1.0}, 80, 80, id="all"),
-    ],
-)
+@pytest.mark.parametrize(("probability", "fewest", "most"), [(0.0, 0, 0), (0.5, 20, 60), (1.0, 80, 80)])
 def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
-    vit, images, monkeypatch, options, fewest, most
+    vit, images, monkeypatch, probability, fewest, most
 ):
-    seen: dict[str, list[torch.Tensor]] = {"teacher": [], "student": [], "agreement": []}
-    teach = module._Run._teach
+    source, augmented, agreement = read_source(vit), [], []
+    teacher = source.to_transformers()
 
-    def recorded_losses(student, pixels, *others):
-        losses = student_losses(student, pixels, *others)
-        seen["student"].append(pixels)
-        seen["agreement"].append(losses[2])
+    def recorded(student, pixels, states, logits):
+        torch.testing.assert_close(logits, teacher(pixels).logits)
+        augmented.append((pixels == 0).all((1, 2, 3)).sum())  # of 8 images
+        losses = student_losses(student, pixels, states, logits)
+        agreement.append(losses[2])
         return losses
 
-    def recorded_teach(run, pixels):
-        seen["teacher"].append(pixels)
-        return teach(run, pixels)
-
-    monkeypatch.setattr(module._Run, "_teach", recorded_teach)
-    monkeypatch.setattr(module, "student_losses", recorded_losses)
+    monkeypatch.setattr(module, "student_losses", recorded)
     monkeypatch.setattr(module, "build_augmentation", lambda name, size: torch.zeros_like)
-    _, done = run(read_source(vit), images, steps=10, **options)
-    assert done["agreement"] == pytest.approx(float(torch.stack(seen["agreement"]).mean()), abs=1e-5)  # a plain mean
-    pixels = torch.stack(seen["student"])
-    assert torch.equal(pixels, torch.stack(seen["teacher"])) and pixels.shape[:2] == (10, 8)
-    augmented = (pixels == 0).all((2, 3, 4)).sum(1)  # images of each batch
-    assert fewest <= augmented.sum() <= most
-    assert ((augmented > 0) & (augmented < 8)).any() == (fewest < most)
+    _, done = run(source, images, steps=10, augmentation_probability=probability)
+    assert done["agreement"] == pytest.approx(float(torch.stack(agreement).mean()), abs=1e-5)  # a plain mean
+    assert fewest <= sum(augmented) <= most and any(0 < each < 8 for each in augmented) == (fewest < most)
 
 
 def test_sources_without_one_choice_of_the_same_classes_and_no_images_are_refused(vit, images, tmp_path):

@@ -145,15 +145,9 @@ def _check_finite(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 def _check_init(init: str, images: Iterable[Any] | None, config: AFTConfig) -> None:
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
-    if init == "paper":
-        if images is not None:
-            raise ValueError('images are used only with init="attention"; give both or neither')
-        return
-    if images is None:
-        raise ValueError(
-            'init="attention" needs images; give a few hundred of the images that the source was trained on'
-        )
-    if "conv" not in config.layer_aft_types:
+    if (init == "attention") != (images is not None):
+        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
+    if init == "attention" and "conv" not in config.layer_aft_types:
         raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
 
 

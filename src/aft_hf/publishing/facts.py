@@ -17,7 +17,7 @@ from .errors import PublishError
 
 
 # Files of the training loop and of Trainer.
-RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
+RESULTS, TRAINER_RESULTS = "results.json", "all_results.json"
 
 # Endings of the names of results; all other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
@@ -158,17 +158,13 @@ def _read_results(results: dict[str, Any], facts: Facts) -> None:
 
 
 def _read_trainer(directory: Path, facts: Facts) -> None:
-    """Read the files of transformers' Trainer: all_results.json and trainer_state.json."""
+    """Read the results of transformers' Trainer: all_results.json."""
     for name, value in _flat(read_object(directory / TRAINER_RESULTS)):
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric) and split is not None:
             facts.results.append(Fact(metric, value, TRAINER_RESULTS, split))
         elif _is_number(value):
             facts.training.append(Fact(name, value, TRAINER_RESULTS))
-    state = read_object(directory / TRAINER_STATE)
-    for name in ("global_step", "train_batch_size", "best_metric"):
-        if _is_number(state.get(name)):
-            facts.training.append(Fact(name, state[name], TRAINER_STATE))
 
 
 def _conversion(report: ConversionReport) -> dict[str, Any]:

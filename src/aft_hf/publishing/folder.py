@@ -57,15 +57,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _misplacement(path: Path, directory: Path) -> str | None:
-    if path.is_symlink():
-        target = Path(os.path.realpath(path))
-        if not target.exists():
-            return f"is a broken link to {os.readlink(path)}; remove it"
-        if not target.is_relative_to(os.path.realpath(directory)):
-            return f"is a link to {target}, outside the folder; replace it with a copy to publish the file"
-        inside = target.relative_to(os.path.realpath(directory))
-        if any(map(_is_hidden, inside.parts)):
-            return f"is a link to the hidden file {inside.as_posix()}; replace it with a copy to publish the file"
-        if target.is_dir():
-            return "is a link to a folder; replace it with a copy to publish the files"
+    target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
+    is_inside = target.is_relative_to(folder) and not any(map(_is_hidden, target.relative_to(folder).parts))
+    if path.is_symlink() and not (is_inside and target.is_file()):
+        return f"is a link to {target}, which is no file that is published; replace it with a copy to publish it"
     return None if path.is_file() else "is not a regular file; remove it"
