@@ -94,14 +94,12 @@ def distill(
     images: Sequence[Image.Image],
     *,
     checkpoints: Path | None = None,
-    accelerator: Accelerator | None = None,
-    workers: int = 0,
     conversion: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
 
-    It runs on the device of `accelerator`, in all processes of an `accelerate launch`.
+    It runs in all processes of an `accelerate launch`.
 
     Args:
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
@@ -110,8 +108,6 @@ def distill(
         checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
             run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time may
             use the directory: `save_converted` locks it. Default: no checkpoints.
-        accelerator: the `Accelerator` to train with. Default: a new one.
-        workers: number of processes that load images.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
             Checkpoints of another conversion are refused.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
@@ -132,7 +128,7 @@ def distill(
     if given != expected:
         raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
     # Accelerate creates a process group on CPUs only with cpu=True.
-    accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
     kept = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
     identity = {} if kept is None else _identity(settings, model, source, images, conversion or {})
@@ -140,7 +136,7 @@ def distill(
         run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
         set_seed(settings.seed, device_specific=True)
         run.resume()
-        run.read(_Images(images, processor_for(source.image_processor, run.size)), workers)
+        run.read(_Images(images, processor_for(source.image_processor, run.size)))
         take_steps(run)
         run.losses()  # which must be finite
         if kept is not None and run.step > run.saved_at:
@@ -158,7 +154,7 @@ def check_distillable(
     Raises:
         ValueError: an option is invalid, the source has no classifier that chooses a class, or there are no images.
     """
-    beside = ("checkpoints", "accelerator", "workers", "conversion")
+    beside = ("checkpoints", "conversion")
     try:
         settings = DistillationOptions(**{name: value for name, value in options.items() if name not in beside})
     except ValidationError as problems:
@@ -250,7 +246,7 @@ class _Run(Training):
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"{self.batch_size=} is not a multiple of the {accelerator.num_processes} processes")
 
-    def read(self, dataset: "_Images", workers: int) -> None:
+    def read(self, dataset: "_Images") -> None:
         """Begin to read the images of the remaining steps."""
         accelerator = self.accelerator
         batches = GlobalBatches(
@@ -264,7 +260,7 @@ class _Run(Training):
             processes=accelerator.num_processes,
         )
         # Without a generator of its own, the start of the loader would advance the global one.
-        options: dict[str, Any] = {"num_workers": workers, "generator": torch.Generator()}
+        options: dict[str, Any] = {"generator": torch.Generator()}
         self.batches = iter(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collate, **options))
         self.saved = self.since = time.monotonic()
 

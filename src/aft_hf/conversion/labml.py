@@ -8,7 +8,6 @@ models are the pre-norm blocks of labml_nn.transformers between an embedding (`s
 import math
 import re
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -62,7 +61,9 @@ def convert_labml(
         for name, value in state_dict.items():
             if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
                 raise ConversionError(f"{name} is a {type(value).__name__}, but must name a dense tensor")
-            renamed = reduce(lambda name, pair: re.sub(*pair, name), NAMES.items(), name)
+            renamed = name
+            for theirs, ours in NAMES.items():
+                renamed = re.sub(theirs, ours, renamed)
             if tensors.setdefault(renamed, value) is not value:
                 raise ConversionError(f"{name} is there twice")
         masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}

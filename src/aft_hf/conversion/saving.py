@@ -106,9 +106,7 @@ def _convert(
     if seed is not None:
         report.options["seed"] = seed
     if distillation is not None:
-        fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
-        conversion = {**report.options, "fitted": fitted}
-        report.options["distillation"] = distill(model, source, conversion=conversion, **distillation)
+        report.options["distillation"] = distill(model, source, conversion=dict(report.options), **distillation)
     return model, processor_for(source.image_processor, pair(model.config.image_size)), report
 
 

@@ -180,10 +180,8 @@ def read_source(
         )
     is_timm, own = values.get("model_type") is None, None
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        if is_timm:
-            stated = read_timm_config(name, values) if values else TimmConfig()
-        else:
-            stated = _read_transformers_config(name, values)
+        read = read_timm_config if is_timm else _read_transformers_config
+        stated: TimmConfig | PreTrainedConfig = read(name, values) if values else TimmConfig()
     if isinstance(source, PreTrainedModel):
         tensors, part = {key: tensor.detach().cpu() for key, tensor in source.state_dict().items()}, ""
     else:

@@ -107,11 +107,10 @@ def publish(
     # An old single file would be loaded instead of new shards.
     there = {file.rfilename for file in before.siblings or ()}
     stale = [name for name in sorted(there - files.keys()) if re.fullmatch(WEIGHTS, name)]
-    operations = [CommitOperationAdd(name, directory / name) for name in files]
-    operations += [CommitOperationDelete(name) for name in stale]
+    added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
     with _explained(lambda: _outcome(api, repo_id, before)):
         message = f"Upload {directory.resolve().name}"
-        commit = api.create_commit(repo_id, operations, commit_message=message, parent_commit=before.sha)
+        commit = api.create_commit(repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha)
     with _explained(lambda: f"committed to {url}, but not verified; run the command again to verify it"):
         # For weights, the checksum is that which the Hub recorded at the upload, not of the bytes that it would send.
         found = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
