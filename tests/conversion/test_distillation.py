@@ -102,37 +102,26 @@ def stop_at(monkeypatch, step):
     monkeypatch.setattr(StopSignal, "agreed", lambda self: 15 if next(calls) == step else 0)
 
 
-def other_image(images):
-    return [*images[:3], images[3].transpose(Image.Transpose.ROTATE_90), *images[4:]]
-
-
-def with_other_weights(source):
-    bias = source.parts["classifier.bias"]
-    return replace(source, parts=source.parts | {"classifier.bias": bias._replace(tensor=bias.tensor + 1e-3)})
-
-
-OTHER = {
-    "weights of the source": ({"source": with_other_weights}, "source_tensors"),
-    "init": ({"conversion": {"init": "attention"}}, r"conversion\.init"),
-    "an image": ({"images": other_image}, "images"),
-    "learning rate": ({"distillation": {"learning_rate": 1e-4}}, "learning_rate"),
-}
-
-
-@pytest.mark.parametrize(("change", "told"), OTHER.values(), ids=OTHER)
-def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, monkeypatch, change, told):
-    source, conversion = read_source(vit), {"init": "paper", "image_size": (32, 32)}
-    shared = {"steps": 2, "batch_size": 8, "checkpoints": tmp_path}
+def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, monkeypatch):
+    source, same = (
+        read_source(vit),
+        {"steps": 2, "batch_size": 8, "checkpoints": tmp_path, "conversion": {"init": "paper"}},
+    )
     stop_at(monkeypatch, 1)
     with pytest.raises(SystemExit):
-        distill(converted(source), source, images, conversion=conversion, **shared)
+        distill(converted(source), source, images, **same)
     monkeypatch.undo()
-    source = change.get("source", lambda same: same)(source)
-    images = change.get("images", lambda same: same)(images)
-    conversion = conversion | change.get("conversion", {})
-    with pytest.raises(ValueError, match=rf"another distillation was begun there \({told}: "):
-        shared |= change.get("distillation", {})
-        distill(converted(source), source, images, conversion=conversion, **shared)
+    bias = source.parts["classifier.bias"]
+    changed = source.parts | {"classifier.bias": bias._replace(tensor=bias.tensor + 1e-3)}
+    rotated = [*images[:3], images[3].transpose(Image.Transpose.ROTATE_90), *images[4:]]
+    for told, teacher, pictures, changes in (
+        ("source_tensors", replace(source, parts=changed), images, {}),
+        ("images", source, rotated, {}),
+        (r"conversion\.init", source, images, {"conversion": {"init": "attention"}}),
+        ("learning_rate", source, images, {"learning_rate": 1e-4}),
+    ):
+        with pytest.raises(ValueError, match=rf"another distillation was begun there \({told}: "):
+            distill(converted(source), teacher, pictures, **same | changes)
 
 
 def test_the_learning_rate_rises_and_falls_to_0_and_hidden_states_count_less_and_less():
@@ -356,8 +345,7 @@ def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, m
     assert done["steps"] == int(saved.name[-9:]) and not (tmp_path / CHECKPOINTS).exists()
 
 
-@pytest.mark.parametrize("distilled", [False, True])
-def test_what_another_process_has_written_there_meanwhile_stays(vit, images, tmp_path, monkeypatch, distilled):
+def test_what_another_process_has_written_there_meanwhile_stays(vit, images, tmp_path, monkeypatch):
     convert = saving._convert
 
     def convert_meanwhile(*arguments):
@@ -367,10 +355,6 @@ def test_what_another_process_has_written_there_meanwhile_stays(vit, images, tmp
 
     monkeypatch.setattr(saving, "_convert", convert_meanwhile)
     with pytest.raises(ConversionError, match="is not empty"):
-        if distilled:
-            save(vit, tmp_path / "out", images)
-        else:
-            saving.save_converted(vit, tmp_path / "out", **OPTIONS | {"kernel_size": 5})
+        save(vit, tmp_path / "out", images)
     report = ConversionReport.model_validate_json((tmp_path / "out" / REPORT_NAME).read_text())
-    assert "distillation" not in report.options
-    assert distilled == bool(list(tmp_path.glob(f"{CHECKPOINTS}/step-000000003")))
+    assert "distillation" not in report.options and list(tmp_path.glob(f"{CHECKPOINTS}/step-000000003"))

@@ -217,6 +217,8 @@ def test_a_card_of_ours_is_written_anew_and_one_of_the_users_stays(directory):
     assert "me/two" in write_card(directory, repo_id="me/two").read_text()
     path.write_text(path.read_text().replace(MARKER, "Mine."))
     assert "me/three" not in write_card(directory, repo_id="me/three").read_text()
+    with pytest.raises(PublishError, match="write the license into it"):
+        write_card(directory, license="mit")
     path.write_text("---\ntags:\n- generated_from_trainer\n---\n# outputs\n")
     assert MARKER in write_card(directory).read_text()
 
@@ -234,16 +236,6 @@ def test_a_license_is_written_and_stays_until_another_is_given(directory):
         metadata = ModelCard.load(directory / "README.md").data.to_dict()
         assert metadata["license"] == "other" and metadata["license_link"] == "LICENSE"
         assert metadata_errors(metadata) == []
-
-
-def test_in_a_card_of_the_users_a_license_that_is_given_is_all_that_changes(directory):
-    terms = "license: other\nlicense_name: mine\nlicense_link: LICENSE\n"
-    own = f"---\n{terms}language: en\n---\n\n# Mine\n\nAs I like it.\n"
-    (directory / "README.md").write_text(own)
-    for license in (None, "mit"):
-        write_card(directory, license=license)
-        assert (directory / "README.md").read_text() == (own.replace(terms, "license: mit\n") if license else own)
-    assert not list(directory.glob(".README*"))
 
 
 def test_a_dry_run_of_the_command_shows_the_card_with_the_license(directory, run_command):

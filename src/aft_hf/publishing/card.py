@@ -12,7 +12,7 @@ from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..data.atomic_files import write_atomic
 from ..modeling_aft import HEADS, AFTModel
-from ..reading import explained, first_line
+from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
@@ -48,7 +48,7 @@ TASKS = {
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
     """Write README.md into the directory of a saved model.
 
-    A README.md without the line that marks generated cards is the user's: only a given license is changed in it.
+    A README.md without the line that marks generated cards is the user's and stays as it is.
 
     Args:
         directory: the directory that `save_pretrained` wrote, with the files of training and conversion.
@@ -57,8 +57,8 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
             else Apache 2.0.
 
     Raises:
-        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, or a file with
-            results cannot be read.
+        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
+            results cannot be read, or a license is given for a card of the user.
     """
     directory = Path(directory)
     if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
@@ -82,13 +82,9 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
     written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
     if any(mark in written for mark in GENERATED):
         return str(build_card(directory, repo_id=repo_id, license=license))
-    if license is None:
-        return None
-    with explained(f"{README}: the metadata cannot be read", PublishError):
-        card = ModelCard(written)
-    kept = {name: value for name, value in card.data.to_dict().items() if not name.startswith("license_")}
-    card.data = ModelCardData(**kept | _license(directory, license))
-    return str(card)
+    if license is not None:
+        raise PublishError(f"{README}: is not generated, so it stays as it is; write the license into it")
+    return None
 
 
 def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> ModelCard:
