@@ -150,7 +150,7 @@ def convert(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace an earlier conversion in OUT, unless it was changed."),
+        typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept."),
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.
@@ -164,12 +164,11 @@ def convert(
         "learning_rate": learning_rate,
         "augmentation": augmentation,
         "augmentation_probability": augmentation_probability,
-        "seed": seed,
     }
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
-    _refuse_unused(context, distill, init, [name for name in distillation if name != "seed"])
+    _refuse_unused(context, distill, init, distillation)
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")

@@ -1,5 +1,6 @@
-"""Tests of overwriting a conversion: only an unchanged earlier conversion is replaced, completely or not at all."""
+"""Tests of overwriting a conversion: only the unchanged files that the earlier conversion wrote are deleted."""
 
+import json
 import os
 
 import pytest
@@ -24,13 +25,29 @@ def contents(directory):
     return found
 
 
-def test_an_earlier_conversion_is_replaced_only_on_request_and_completely(vit, converted):
+def add_files_of_the_user(directory):
+    for name in ("README.md", "my_notes_aft.py", "extra.safetensors", "runs/1/log.txt", ".hidden/file"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("mine")
+    (directory / "empty").mkdir()
+    (directory / "link").symlink_to("README.md")
+    (directory / "away").symlink_to(directory.parent)
+
+
+def test_what_the_user_keeps_stays_and_what_the_earlier_conversion_wrote_goes(vit, converted):
+    report = json.loads((converted / REPORT_NAME).read_text())
+    assert set(report["files"]) == {path.name for path in converted.iterdir()} - {REPORT_NAME}
+    add_files_of_the_user(converted)
     before = contents(converted)
+    (converted / "old.json").write_text("{}")
+    report["files"]["old.json"] = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    (converted / REPORT_NAME).write_text(json.dumps(report))
     with pytest.raises(ConversionError, match="not empty"):
         save_converted(vit, converted, **OPTIONS)
     save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 5})
     after = contents(converted)
-    assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} == {"config.json", "model.safetensors", REPORT_NAME}
     assert AFTForImageClassification.from_pretrained(converted).config.kernel_size == 5
     assert verify_conversion(vit, converted) > 0
     assert sorted(path.name for path in converted.parent.iterdir()) == ["aft", "vit"]
@@ -41,9 +58,10 @@ def append(directory, name):
         file.write(b" ")
 
 
-def add(directory, name):
-    (directory / name).parent.mkdir(parents=True, exist_ok=True)
-    (directory / name).write_text("mine")
+def unlist(directory, name):
+    report = json.loads((directory / REPORT_NAME).read_text())
+    del report["files"][name]
+    (directory / REPORT_NAME).write_text(json.dumps(report))
 
 
 def replace_by_a_link(directory):
@@ -52,14 +70,12 @@ def replace_by_a_link(directory):
 
 
 CHANGED = ["model.safetensors", "modeling_aft.py"]
-ADDED = ["README.md", "my_notes_aft.py", "extra.safetensors", "runs/1/log.txt", ".hidden/file"]
 TEXTS = ["", '{"source": "vit", "files": {"config.json": 3}}', "[" * 10**5]
 REFUSED = {
     **{f"{name} changed": (lambda out, name=name: append(out, name), f"{name} was changed since") for name in CHANGED},
-    **{f"{name} added": (lambda out, name=name: add(out, name), f"{name[:4]}.*is not of it") for name in ADDED},
-    "empty folder": (lambda out: (out / "empty").mkdir(), "empty .*is not of it"),
+    "not listed": (lambda out: unlist(out, "config.json"), "config.json, which the earlier conversion did not write"),
     "link": (replace_by_a_link, "config.json was changed"),
-    "no report": (lambda out: (out / REPORT_NAME).unlink(), "which alone is overwritten"),
+    "no report": (lambda out: (out / REPORT_NAME).unlink(), "only an earlier conversion is overwritten"),
     **{
         f"text {text[:9]}": (lambda out, text=text: (out / REPORT_NAME).write_text(text), REPORT_NAME)
         for text in TEXTS
@@ -78,6 +94,7 @@ def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, convert
 
 @pytest.mark.parametrize("error", ["full", "Ctrl-C", "not verified"])
 def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch, error):
+    add_files_of_the_user(converted)
     before, rename = contents(converted.parent), os.rename
     with pytest.raises(ValueError, match="kernel_size=4"):
         save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 4})

@@ -67,13 +67,16 @@ def convert_labml(
             if tensors.setdefault(renamed, value) is not value:
                 raise ConversionError(f"{name} is there twice")
         masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
-        sizes = {_length_and_window(tensors[name], mask) for name, mask in masks.items()}
+        sizes = {(len(mask), int(mask[0].sum())) for mask in masks.values()}
         dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors.values()}
         if len(sizes) != 1 or len(dtypes) != 1:
             raise ConversionError(
                 f"its layers must have one (length, window) and dtype, got {sorted(sizes)} and {', '.join(dtypes)}"
             )
         ((length, window),) = sizes
+        distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+        if not all(torch.equal(mask.cpu(), distance < window) for mask in masks.values()):
+            raise ConversionError("a local_mask is no window around the diagonal")
         tensors |= {name: tensors[name].unsqueeze(0) for name in masks}
         if masks.keys() == {TABLE}:
             options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}
@@ -86,15 +89,6 @@ def convert_labml(
         return module.eval()
 
 
-def _length_and_window(table: torch.Tensor, mask: torch.Tensor) -> tuple[int, int]:
-    """Return the longest sequence length and the window size s; the mask must be True exactly where |t - t'| < s."""
-    length, window = len(table), int(mask[0].sum())
-    distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-    if table.shape != (length, length) or not torch.equal(mask.cpu(), distance < window):
-        raise ConversionError("a local_mask is no window around the diagonal of its pos_bias")
-    return length, window
-
-
 def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hidden_act: str) -> AFTForCausalLM:
     """Return a new model for `tensors`, and change what it stores in another way: positions and biases."""
     vocabulary, width = tensors[WORDS].shape
@@ -104,7 +98,15 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
     for name in (each.replace("fc1", fc) for each in layers for fc in ("fc1", "fc2")):  # labml's biases are optional
         tensors.setdefault(name.replace("weight", "bias"), tensors[name].new_zeros(len(tensors[name])))
     if (bias := tensors.pop("lm_head.bias", None)) is not None:
-        tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + _shift_of_head(tensors["lm_head.weight"], bias)
+        # A shift x of the head's input, by the bias of the last norm, replaces the bias of the head: weight x = bias.
+        weight = tensors["lm_head.weight"].double()
+        shift = torch.linalg.pinv(weight) @ bias.double()
+        if not torch.allclose(weight @ shift, bias.double(), atol=1e-6):
+            raise ConversionError(
+                "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
+                f"this one of {len(bias)} tokens with {width} features; set it to 0, convert, and fine-tune"
+            )
+        tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + shift.to(bias.dtype)
     return AFTForCausalLM(
         AFTConfig(
             aft_type="local",
@@ -120,22 +122,3 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
             use_position_embeddings=POSITIONS in tensors,
         )
     )
-
-
-def _shift_of_head(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return the shift x of the head's input that replaces the bias of the head: weight x = bias.
-
-    Raises:
-        ConversionError: there is no such shift, which can happen if there are more tokens than features.
-    """
-    exact, wanted = weight.double(), bias.double()
-    shift = (torch.linalg.pinv(exact) @ wanted).to(weight.dtype)
-    error = (exact @ shift.double() - wanted).abs()
-    # A bound of the error from rounding x to the dtype of the weights, with a margin.
-    rounding = 4 * torch.finfo(weight.dtype).eps * (exact.abs() @ shift.double().abs() + wanted.abs())
-    if (error > rounding).any():
-        raise ConversionError(
-            "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
-            f"this one of {len(bias)} tokens with {weight.shape[1]} features; set it to 0, convert, and fine-tune"
-        )
-    return shift

@@ -33,7 +33,7 @@ def save_converted(
     overwrite: bool = False,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
-    seed: int | None = None,
+    seed: int = 0,
     distillation: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
@@ -47,10 +47,9 @@ def save_converted(
         source, source_image_size, source_num_heads: as for `read_source`, but no model in memory, which has no files
             to verify against.
         directory: output directory; must be missing or empty, unless `overwrite` is True.
-        overwrite: whether to replace an earlier conversion in `directory`. It must hold only the files that the
-            earlier conversion wrote, unchanged.
-        seed: seed of the new weights. Default: the seed of the distillation; without a distillation, new weights are
-            drawn from PyTorch's global generator.
+        overwrite: whether to replace an earlier conversion in `directory`. The files that its report lists are
+            deleted, if they are unchanged, and all other files stay.
+        seed: seed of the new weights and, by default, of the distillation.
         distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
             the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
             and is the default of `aft-hf convert --distill`. Under `accelerate launch`, all processes train, and the
@@ -71,9 +70,8 @@ def save_converted(
     if distillation is not None:
         from .distillation import locked_checkpoints  # needs the libraries of training
 
-        seed = distillation.get("seed", 0) if seed is None else seed
         checkpoints = directory.with_name(f".{directory.name}-distillation")
-        distillation = {**distillation, "checkpoints": checkpoints}
+        distillation = {"seed": seed, **distillation, "checkpoints": checkpoints}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
     reading: dict[str, Any] = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
@@ -90,7 +88,7 @@ def save_converted(
 
 def _convert(
     source: VisionTransformerSource,
-    seed: int | None,
+    seed: int,
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
 ) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
@@ -99,12 +97,10 @@ def _convert(
         from .distillation import check_distillable, distill
 
         check_distillable(source, **distillation)  # before the fit to the attention, which may take minutes
-    with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         model, report = convert_deit(source, **options)
-    if seed is not None:
-        report.options["seed"] = seed
+    report.options["seed"] = seed
     if distillation is not None:
         report.options["distillation"] = distill(model, source, conversion=dict(report.options), **distillation)
     return model, processor_for(source.image_processor, pair(model.config.image_size)), report
@@ -127,7 +123,9 @@ def _write(
         report.files = {path.name: sha256(path) for path in sorted(finished.iterdir())}
         (finished / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
         verify_conversion(source, finished)
-        _check_target(directory, source, overwrite)  # again, since another process may have written there
+        written = _check_target(directory, source, overwrite)  # again: another process may have written there
+        if directory.exists():
+            _keep_other_files(directory, finished, written)
         try:
             if directory.exists():
                 directory.rename(earlier)
@@ -139,30 +137,48 @@ def _write(
         shutil.rmtree(earlier, ignore_errors=True)
 
 
-def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> None:
-    """Check, before the work begins, that at most an earlier conversion is overwritten, and only with `overwrite`."""
+def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> set[str]:
+    """Check, before the work begins, that at most an earlier conversion is overwritten, and only with `overwrite`.
+
+    Returns the names of the files that the earlier conversion wrote.
+    """
     if directory.exists() and not directory.is_dir():
         raise ConversionError(f"{directory}: is a file; give a directory")
     for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
         if path.exists() and path.is_relative_to(directory):
             raise ConversionError(f"{directory}: holds {name}; give another directory")
     if not directory.exists() or not any(directory.iterdir()):
-        return
+        return set()
     if not overwrite:
         raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
     report = directory / REPORT_NAME
     if not report.is_file():
-        raise ConversionError(
-            f"{directory}: has no {REPORT_NAME} of an earlier conversion, which alone is overwritten"
-        )
+        raise ConversionError(f"{directory}: only an earlier conversion is overwritten, and it has no {REPORT_NAME}")
     files = read_json(report, ConversionReport, ConversionError).files
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path != report and (path.is_symlink() or sha256(path) != files.get(name)):
+    for name in files:
+        path = directory / name
+        if path.is_symlink() or (path.exists() and sha256(path) != files[name]):
             raise ConversionError(
-                f"{directory}: {name} was changed since the conversion, or is not of it, and would be lost; move it, "
-                "or give another directory"
+                f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
+                "give another directory"
             )
+    return {*files, REPORT_NAME}
+
+
+def _keep_other_files(earlier: Path, later: Path, written: set[str]) -> None:
+    """Copy the files in `earlier` that its conversion did not write to the conversion in `later`."""
+    others = {path.name for path in earlier.iterdir()} - written
+    if taken := sorted(others & {path.name for path in later.iterdir()}):
+        raise ConversionError(
+            f"{earlier}: holds {taken[0]}, which the earlier conversion did not write and the new one does; move it, "
+            "or give another directory"
+        )
+    for name in others:
+        path = earlier / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, later / name, symlinks=True)
+        else:
+            shutil.copy2(path, later / name, follow_symlinks=False)
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:

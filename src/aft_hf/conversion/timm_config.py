@@ -38,7 +38,7 @@ Labels = list[str] | dict[str, str]
 Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
-BESIDE = {"labels", "label_names", "label_descriptions", "global_pool"}
+BESIDE = {"label_names", "label_descriptions", "global_pool"}
 
 
 class PretrainedConfig(Document):
@@ -51,7 +51,6 @@ class PretrainedConfig(Document):
     mean: Mean = list(IMAGENET_DEFAULT_MEAN)
     std: Std = list(IMAGENET_DEFAULT_STD)
     global_pool: str | None = None
-    labels: Labels = {}
     label_names: Labels = {}
     label_descriptions: dict[str, str] = {}
 
@@ -179,7 +178,7 @@ def _image_size(
 
 def _labels(config: PretrainedConfig, num_labels: int) -> dict[str, Any]:
     """Return the names of the classes if timm's config has them, their descriptions where it has these, too."""
-    names = config.label_names or config.labels
+    names = config.label_names
     numbered = {int(key): name for key, name in names.items()} if isinstance(names, dict) else dict(enumerate(names))
     if not numbered or max(numbered) >= num_labels or (isinstance(names, list) and len(names) < num_labels):
         return {"num_labels": num_labels} if num_labels else {}  # no names, or names of other classes
