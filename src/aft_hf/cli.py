@@ -13,7 +13,6 @@ import typer
 
 from .analysis.command import visualize_command
 from .benchmarking import benchmark_command
-from .configuration_aft import AFTConfig
 from .conversion import (
     KERNEL_SIZE,
     POSITION_BIAS_DIM,
@@ -192,6 +191,8 @@ def convert(
         seed=seed,
         distillation=distillation if distill else None,
     )
+    name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
+    name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""
     can_distill = not distill and num_labels is None and chooses_a_class(model.config)
     console = plain_console()
     for line in (
@@ -199,7 +200,7 @@ def convert(
         _proof(report),
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
-        f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
+        f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
         "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):",
         f"  {_fine_tuning_command(source, out, has_classes=num_labels is None)}",
         *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
@@ -248,13 +249,6 @@ def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
     if match is None:
         raise ValueError(f"{option} {text!r} is not a size in pixels: give 224, or 224x384 for height x width")
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
-
-
-def _describe(config: AFTConfig) -> str:
-    """The name of a model as in the paper, for example AFT-conv 11/16."""
-    types = sorted(set(config.layer_aft_types))
-    sizes = f" {config.kernel_size}/{config.num_heads}" if "conv" in types else ""
-    return f"AFT-{'/'.join(types)}{sizes}"
 
 
 def main() -> None:

@@ -210,13 +210,8 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     if {record.target for record in report.with_status("copied")} != copies.keys():
         raise ConversionError(f"{directory}: {REPORT_NAME} does not list the tensors that are copied")
     for name, copy in copies.items():
-        if not _equal_bits(copy.tensor, saved[name]):
+        # By their bits, -0.0 differs from 0.0, and NaN equals itself.
+        first, second = (tensor.contiguous().view(torch.uint8) for tensor in (copy.tensor, saved[name]))
+        if copy.tensor.dtype != saved[name].dtype or not torch.equal(first, second):
             raise ConversionError(f"{directory}: {name} is not what {REPORT_NAME} says was copied")
     return len(copies)
-
-
-def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether tensors have the same dtype, shape and bits: -0.0 differs from 0.0, and NaN equals itself."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, second)))
