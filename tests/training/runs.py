@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from aft_hf.data.checksums import sha256
 from aft_hf.training.loop import train
-from aft_hf.training.manifest import MANIFEST, file_checksum, read_manifest, write_manifest
+from aft_hf.training.manifest import MANIFEST, read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 
 
@@ -254,7 +255,7 @@ def plant(checkpoint: Path, name: str, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
-    sums = {str(path.relative_to(checkpoint)): file_checksum(path) for path in files}
+    sums = {str(path.relative_to(checkpoint)): sha256(path) for path in files}
     write_manifest(checkpoint, read_manifest(checkpoint).model_copy(update={"files": sums}))
 
 

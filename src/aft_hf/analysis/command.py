@@ -22,7 +22,6 @@ from transformers.image_processing_utils import BaseImageProcessor
 from ..configuration_aft import AFTConfig
 from ..conversion.images import pixel_batches, read_images
 from ..conversion.source import read_source
-from ..data.image_files import check_resizing
 from ..data.image_size import pixel_values
 from ..loading import find_file, load
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
@@ -126,10 +125,7 @@ def _completions(
 ) -> "Figure":
     model: Any = _load(checkpoint)  # `image_side` refuses other models
     side = image_side(model)
-    pictures = [
-        check_resizing(image, side, side).resize((side, side), Image.Resampling.BOX)
-        for image in _images(images, num_images or 8)
-    ]
+    pictures = [image.resize((side, side), Image.Resampling.BOX) for image in _images(images, num_images or 8)]
     originals = torch.from_numpy(np.stack([np.asarray(image) for image in pictures]))
     given = originals.clone()
     given[:, side // 2 if rows is None else rows :] = 0

@@ -28,7 +28,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
-from ..data.fingerprint import sum_images, sum_samples
+from ..data.fingerprint import sum_arrays, sum_images
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation, check_augmentation
 from ..data.order import GlobalBatches
@@ -408,7 +408,7 @@ def distillation_identity(
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
         "source": source.name,
-        "source_tensors": sum_samples([{str(i): tensor for i, tensor in enumerate(tensors)}]),
+        "source_tensors": sum_arrays(tensors),
         "conversion": conversion,
     }
     for name, config in {"source_config": source.config, "model": model.config}.items():

@@ -11,7 +11,6 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from .image_files import check_resizing
 from .rand_augment import RandAugment
 from .samples import Row, Sample, SampleKey
 
@@ -46,9 +45,7 @@ class TrainingImages:
         box = None
         if self.crop_scale is not None and key is not None:
             box = crop_box(image.size, self.crop_scale, key.random(self.seed))
-        image = check_resizing(image, self.size, self.size).resize(
-            (self.size, self.size), Image.Resampling.BICUBIC, box=box
-        )
+        image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return {"pixel_values": pixels, "labels": torch.tensor(self.numbers[row[self.label_column]])}
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import pandas
@@ -21,7 +21,6 @@ from datasets import (
     List,
     Value,
     load_dataset,
-    load_dataset_builder,
 )
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.features.features import require_decoding
@@ -206,23 +205,6 @@ def _rows(**columns: list[Any]) -> Iterator[dict[str, Any]]:
 def _read_document(path: Path) -> Dataset:
     """Return a text file as one row; the text reader of `datasets` would change line breaks (CR and CRLF to LF)."""
     return Dataset.from_dict({"text": [path.read_bytes().decode()]}, Features({"text": Value("large_string")}))
-
-
-def local_files(
-    dataset_name: str | None = None, dataset_config_name: str | None = None, train: str | None = None
-) -> list[Path]:
-    """Return the files of the split "train" as `load_splits` reads it; none if they are on the Hub.
-
-    Their order does not depend on the path of their folder.
-    """
-    place = Path(cast(str, dataset_name or train))
-    if place.is_file() or dataset_name is None:
-        return list_images(place)
-    if not place.is_dir():
-        return []
-    check_named(dataset_name)
-    files = load_dataset_builder(dataset_name, dataset_config_name).config.data_files or {}
-    return [Path(file) for file in files.get("train", [])]
 
 
 def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

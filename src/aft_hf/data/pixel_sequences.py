@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .image_files import check_resizing
 from .samples import Row, Sample, SampleKey
 
 
@@ -60,7 +59,7 @@ class PixelSequences:
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
         image = row[self.image_column].convert("RGB")
         if image.size != self.size:
-            image = check_resizing(image, *self.size).resize(self.size, Image.Resampling.BOX)
+            image = image.resize(self.size, Image.Resampling.BOX)
         pixels = np.asarray(image)
         if key is not None:
             pixels = self._augment(pixels, key.random(self.seed))

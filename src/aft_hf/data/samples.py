@@ -4,7 +4,6 @@ A sample is made by a function of its row and, in training, of its `SampleKey`, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +12,11 @@ from datasets import Dataset as Rows
 from datasets import IterableDataset as StreamedRows
 from torch.utils.data import Dataset, IterableDataset
 
-from .fingerprint import spread, sum_files, sum_rows, sum_samples
+from .fingerprint import sum_rows
 from .image_files import ImageError
 
 
-SHARDS = 4  # shards of a remote stream whose first row enters the fingerprint
+FIRST = 1000  # rows of a stream that enter the fingerprint
 
 Row = dict[str, Any]
 Sample = dict[str, torch.Tensor]
@@ -78,32 +77,25 @@ class StreamedSamples(Dataset[Sample]):
     Args:
         rows: streamed dataset of the library `datasets`.
         make: function that returns the sample of a decoded row.
-        files: the local files that the rows are read from, if any (see `loading.local_files`).
+        columns: the columns whose content is the fingerprint, that of the images first.
     """
 
-    def __init__(self, rows: StreamedRows, make: Maker, files: Sequence[Path] = ()):
-        self.rows, self.make, self.features, self.files = rows, make, rows.features, files
+    def __init__(self, rows: StreamedRows, make: Maker, columns: Sequence[str] = ()):
+        self.rows, self.make, self.features, self.columns = rows, make, rows.features, columns
 
     def __getitem__(self, streamed: StreamedKey) -> Sample:
         return self.make(self.features.decode_example(streamed.row), streamed.key)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data.
-
-        It covers the local files. A remote stream would have to be read completely, so its fingerprint covers the
-        number of shards and the first samples of up to `SHARDS` of them.
+        """Return the fingerprint of the columns in the first rows; the others would have to be read completely.
 
         Raises:
             ValueError: the stream has no rows.
         """
-        if self.files:
-            return sum_files(self.files)
-        count = self.rows.num_shards
-        parts = [self.rows.shard(count, i) for i in spread(count, SHARDS)] if count > 1 else [self.rows]
-        first = [self.make(row, SampleKey(0, 0)) for part in parts for row in part.take(1)]
+        first = list(self.rows.decode(False).take(FIRST))
         if not first:
             raise ValueError("the stream of training data has no rows")
-        return f"{count} shards, {sum_samples(first)}"
+        return f"{self.rows.num_shards} shards, {sum_rows(Rows.from_list(first), *self.columns)}"
 
 
 class StreamedEvaluation(IterableDataset[Sample]):

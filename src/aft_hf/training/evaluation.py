@@ -38,17 +38,6 @@ from .metrics import accuracy_and_loss, bits_per_token
 logger = logging.get_logger(__name__)
 
 
-def usable_device(name: str | None) -> torch.device:
-    """Return the device `name`, if it can be used here; by default the accelerator, else the CPU."""
-    if name is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        torch.zeros(1, device=name).item()  # which the meta device refuses
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from error
-    return torch.device(name)
-
-
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the maximum length of a language model: the lesser of its config's (default 1024) and its tokenizer's."""
     longest = getattr(config, "max_position_embeddings", None) or 1024
@@ -204,7 +193,4 @@ def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str)
             f"the tokenizer does not reproduce {changed} of {len(dataset)} texts (as if it lowercases): "
             "what it drops costs no bits, so do not compare bits_per_byte with that of another tokenizer"
         )
-    joined = np.asarray(tokens, dtype=TOKEN_DTYPE)
-    if special := int(np.isin(joined, tokenizer.all_special_ids).sum()):
-        logger.warning(f"the text has {special} special tokens: each is scored as a single token")
-    return joined, num_bytes
+    return np.asarray(tokens, dtype=TOKEN_DTYPE), num_bytes

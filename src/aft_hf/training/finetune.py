@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from datasets import DatasetDict, Image
-from peft import LoraConfig, get_peft_model
+from datasets import DatasetDict
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
-from ..data.loading import ImageColumn, hold_out, load_splits, require_column
+from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples
 from ..data.text import group_into_blocks
 from ..loading import load
@@ -63,10 +62,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         options: the options of `finetune_command` by name.
         arguments: the options of Trainer.
     """
-    if any(count is not None and count < 1 for count in (options.max_train_samples, options.max_eval_samples)):
-        raise ValueError("--max-train-samples and --max-eval-samples must be at least 1")
-    with explained(f"the seed {arguments.seed} cannot be used; give a number below 2**32"):
-        set_seed(arguments.seed)
+    set_seed(arguments.seed)
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, options.model_name_or_path, **hub)
     build = _classification if is_image_classifier(config) else _language_modeling
@@ -77,8 +73,6 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         model, parts = build(options, splits, config, hub)
     if arguments.do_eval and parts["eval_dataset"] is None:
         raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
-    if options.lora_rank:
-        model = _with_adapters(model, options)
 
     trainer = FineTuner(
         model=model,
@@ -90,9 +84,6 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
             "weight": options.distillation_weight,
             "temperature": options.distillation_temperature,
         },
-        mixup=options.mixup,
-        cutmix=options.cutmix,
-        ema_decay=options.ema_decay,
         **parts,
     )
     for callback in trainer.callback_handler.callbacks:
@@ -123,9 +114,8 @@ def _train(trainer: FineTuner, arguments: TrainingArguments) -> dict[str, float]
         if checkpoint is not None:
             read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
             # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
-            for name in (
-                () if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled else (OPTIMIZER_NAME, SCHEDULER_NAME)
-            ):
+            sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+            for name in () if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not Path(checkpoint, name).is_file():
                     raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
         with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
@@ -138,26 +128,15 @@ def _train(trainer: FineTuner, arguments: TrainingArguments) -> dict[str, float]
 
 
 def _checkpoint(arguments: TrainingArguments) -> str | None:
-    """The checkpoint to resume from: a given directory, or the newest one for `--resume_from_checkpoint true`.
-
-    Prints a line if a run begins at step 0 although there are checkpoints.
-    """
+    """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any."""
     wanted = str(arguments.resume_from_checkpoint)
-    if wanted.lower() not in ("none", "false", "true"):
-        return wanted
+    if wanted.lower() != "true":
+        return None if wanted.lower() in ("none", "false") else wanted
     # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
     states = Path(str(arguments.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
     newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    if wanted.lower() == "true":
-        return None if newest is None else str(newest)
-    if newest is not None:
-        _say(
-            f"begins at step 0, although {newest} exists: --resume-from-checkpoint true resumes from it, another "
-            "--output-dir keeps the two runs apart",
-            arguments,
-        )
-    return None
+    return None if newest is None else str(newest)
 
 
 def _say(message: str, arguments: TrainingArguments) -> None:
@@ -173,7 +152,7 @@ def _classification(
     require_column(splits, options.image_column, "--image-column")
     require_column(splits, options.label_column, "--label-column")
     names = class_names(splits.get("train", splits.get("validation")), options.label_column)
-    splits = first_rows(hold_out(_decoded(splits, options.image_column), options.validation_share), options)
+    splits = first_rows(hold_out(splits, options.validation_share), options)
     of_model: dict[Any, str] = config.id2label or {}
     if sorted(names) == sorted(of_model.values()):
         names = [of_model[number] for number in range(len(names))]  # in the order of the weights
@@ -205,22 +184,12 @@ def _classification(
     }
 
 
-def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
-    """`splits` with a column of images, which may be bytes or paths in a file."""
-    if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
-        return splits
-    try:
-        return splits.cast_column(column, ImageColumn())
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(f"--image-column: {column!r} holds no images, and no bytes or paths of images") from error
-
-
 def _language_modeling(
     options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A language model, and the options of its Trainer."""
-    if options.teacher is not None or options.augmentation != "none" or options.mixup or options.cutmix:
-        raise ValueError("--teacher, --augmentation, --mixup and --cutmix are for image classifiers")
+    if options.teacher is not None or options.augmentation != "none":
+        raise ValueError("--teacher and --augmentation are for image classifiers")
     require_column(splits, options.text_column, "--text-column")
     loading: dict[str, Any] = {"dtype": "float32", "attn_implementation": options.attn_implementation, **hub}
     model = load(AutoModelForCausalLM, options.model_name_or_path, **loading)
@@ -245,16 +214,3 @@ def _language_modeling(
             torch.tensor(p.predictions).flatten(), torch.tensor(p.label_ids[:, 1:]).flatten()
         ),
     }
-
-
-def _with_adapters(model: PreTrainedModel, options: SimpleNamespace) -> PreTrainedModel:
-    """Add LoRA to the projections of the mixers; the classifier of images is trained without it."""
-    lora = LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        modules_to_save=["classifier"] if hasattr(model, "classifier") else None,
-    )
-    adapted: Any = get_peft_model(model, lora)
-    adapted.print_trainable_parameters()
-    return adapted

@@ -137,13 +137,7 @@ def resume(
     checkpoints.remove_partial()
     if checkpoints.accelerator.is_main_process:
         remove_unfinished(Path(recipe.output_dir))
-    if recipe.resume == "never":
-        if earlier := checkpoints.steps():
-            raise ValueError(
-                f"{earlier[0][1]} is from an earlier run, and resume=never: remove it, or give another output_dir"
-            )
-        return 0, ()
-    if recipe.resume == "auto":
+    if recipe.resume is None:
         path = checkpoints.newest()
     elif damage := find_damage(path := Path(recipe.resume)):
         raise ValueError(f"{path} is not a complete checkpoint: {damage}")

@@ -28,7 +28,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
 from ..data.bytes import IGNORED, Windows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
-from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
+from ..data.loading import hold_out, load_named, load_splits, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples, StreamedEvaluation, StreamedSamples
 from ..data.text import TOKEN_DTYPE, join_texts, tokenize_file
@@ -366,12 +366,9 @@ def build_samples(
     """Return the training samples and those of the other splits, made by the maker of each split."""
     rows = first_rows(splits, data)
     training = rows.pop("train")
-    evaluation = StreamedEvaluation if data.streaming else RowSamples
-    evaluated: dict[str, Dataset[Any]] = {split: evaluation(rows[split], makers[split]) for split in rows}
-    if not data.streaming:
-        return RowSamples(training, makers["train"], columns), evaluated
-    files = [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
-    return StreamedSamples(training, makers["train"], files), evaluated
+    kinds = (StreamedSamples, StreamedEvaluation) if data.streaming else (RowSamples, RowSamples)
+    evaluated: dict[str, Dataset[Any]] = {split: kinds[1](rows[split], makers[split]) for split in rows}
+    return kinds[0](training, makers["train"], columns), evaluated
 
 
 def first_rows(splits: DatasetDict | IterableDatasetDict, limits: Any) -> dict[str, Rows | StreamedRows]:
