@@ -364,7 +364,7 @@ class _Run(Training):
         assert self.means is not None and self.checkpoints is not None
         means = {str(i): value for i, value in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
-        state = {"recipe": self.identity, "record": record, "data": "", "position": ()}
+        state = {"recipe": self.identity, "record": record, "data": ""}
         path = self.checkpoints.save(self.step, state)
         self.saved_at = self.step
         return path

@@ -108,8 +108,8 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`; return its path and the bytes of the text.
 
     The file lies in the cache of `datasets` and is written only if it does not exist yet. No special tokens are added;
-    one that is written in the text is a single token. About `PART` bytes are tokenized at a time, up to a space or the
-    end of a line. The first byte and the end, `span`, are moved to the next character that begins there or later.
+    one that is written in the text is a single token. Lines of about `PART` bytes are tokenized at a time. The first
+    byte and the end, `span`, are moved to the next character that begins there or later.
     """
     start, stop = (_character_start(source, byte) for byte in span)
     path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), _rules(tokenizer)), "tokens")
@@ -130,13 +130,8 @@ def _character_start(path: Path, byte: int) -> int:
 
 
 def _read_parts(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes of a file in parts of about `PART` that end before a space or a line break."""
-    left = b""
+    """Yield the bytes of a file in parts of lines, of about `PART` bytes each."""
     with path.open("rb") as file:
         file.seek(start)
-        while block := file.read(min(PART, stop - file.tell())):
-            block = left + block
-            cut = max(block.rfind(b" "), block.rfind(b"\n"), 0)
-            yield block[:cut]
-            left = block[cut:]
-    yield left
+        while left := max(stop - file.tell(), 0):
+            yield b"".join(file.readlines(min(PART, left)))[:left]

@@ -95,7 +95,6 @@ class Checkpoints:
             self.accelerator.step = 0
         except UnsafeCheckpointError:
             raise
-        # DeepSpeed raises errors of its own types, for example for another number of processes.
         except (Exception, CheckpointException) as error:
             reason = first_line(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error

@@ -55,7 +55,7 @@ def finetune_command(
     attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT, GPT-2 ...: sdpa, eager ...")] = None,
     train: Annotated[str | None, in_data(help="Training data: a folder of images, or a file.")] = None,
     validation: Annotated[str | None, in_data(help="Validation data: a folder of images, or a file.")] = None,
-    validation_share: Annotated[float, in_data(help="Share held out without --validation. 0: none.")] = 0.05,
+    validation_share: Annotated[float, in_data(min=0, max=0.99, help="Share to hold out. 0: none.")] = 0.05,
     dataset_name: Annotated[str | None, in_data(help="Instead: a dataset of the Hub, or a local one.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
     max_train_samples: Annotated[int | None, in_data(min=1, help="Train on the first images or blocks only.")] = None,
@@ -78,8 +78,12 @@ def finetune_command(
     ] = 1.0,
     teacher: Annotated[str | None, in_distillation(help="ViT or DeiT of the same classes and normalization.")] = None,
     distillation: Annotated[str, in_distillation(help="Loss, as in DeiT: soft or hard.")] = "soft",
-    distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
-    distillation_temperature: Annotated[float, in_distillation(help="Temperature of soft distillation.")] = 3.0,
+    distillation_weight: Annotated[
+        float, in_distillation(min=0, max=1, help="Weight of the teacher in the loss.")
+    ] = 0.5,
+    distillation_temperature: Annotated[
+        float, in_distillation(min=0.01, help="Temperature of soft distillation.")
+    ] = 3.0,
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any model of transformers, on labeled images or on text.
 

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from ..conversion.resizing import adapt_to_image_size
 from ..data.bytes import IGNORED, Windows
-from ..data.classes import are_names, order_by_class_number, shortened
+from ..data.classes import are_names, shortened
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.samples import RowSamples
@@ -87,7 +87,7 @@ def evaluate_classifier(
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
-    names, numbers = [labels[number] for number in range(len(labels))], None
+    names = [labels[number] for number in range(len(labels))]
     given = class_names(dataset, label_column)
     if set(given) <= set(names):
         numbers = class_numbers(dataset, label_column, names)
@@ -100,7 +100,9 @@ def evaluate_classifier(
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
     else:
         logger.warning(f"classes are matched by number: the data has {shortened(given)}, the model {shortened(names)}")
-        numbers = class_numbers(dataset, label_column, order_by_class_number(given, len(names)))
+        # Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
+        known = given if are_names(given) else [str(number) for number in range(len(names))]
+        numbers = class_numbers(dataset, label_column, known)
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}

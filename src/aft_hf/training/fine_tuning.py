@@ -48,7 +48,7 @@ class FineTuner(Trainer):
         **options: arguments of `Trainer`.
 
     Raises:
-        ValueError: the teacher has other classes or numbers them differently, or options exclude each other.
+        ValueError: the teacher has other classes or numbers them differently.
     """
 
     model: Any
@@ -63,25 +63,13 @@ class FineTuner(Trainer):
         **options: Any,
     ):
         super().__init__(**options)
-        config = self.model.config
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
-        multiplier = getattr(config, "position_bias_multiplier", 1.0)
-        if position_bias_scale > 1 and multiplier > 1:
-            logger.warning(
-                f"position_bias_scale={position_bias_scale:g} raises the learning rate of position biases, which the "
-                f"model's position_bias_multiplier={multiplier:g} already does: leave out position_bias_scale"
-            )
         if teacher is not None:
             # The loss is then a mean over the micro-batch, which Trainer must scale when it accumulates gradients.
             self.model_accepts_loss_kwargs = False
             _require_same_classes(teacher, self.model)
             teacher.eval().requires_grad_(False).to(self.args.device)
-        if self.label_smoother is not None and getattr(config, "position_bias_entropy_weight", 0) > 0:
-            raise ValueError(
-                "label_smoothing_factor replaces the model's own loss, including the term of "
-                "position_bias_entropy_weight: set one of the two to 0"
-            )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer named by `args.optim`, with the groups of `parameter_groups`."""

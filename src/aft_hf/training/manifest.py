@@ -38,8 +38,6 @@ class Manifest(Document):
     record: RecordState
     recipe: dict[str, Any]
     data: str  # the fingerprint of the training data
-    # Position of the sampler: empty, or for a stream the `Block` from which it resumes.
-    position: tuple[()] | tuple[Count, Count, Count, dict[str, Any] | None]
     files: Annotated[dict[FileName, str], Field(min_length=1)]  # name to SHA-256
 
 

@@ -78,8 +78,6 @@ class ImageRowsData(Data):
     """Datasets with an image in each row."""
 
     image_column: str = Field("image", description="Column of the images.")
-    streaming: bool = Field(False, description="Read rows during training, without a copy on the disk.")
-    shuffle_buffer: Count = Field(1000, description="Rows per shuffled block of a stream.")
 
 
 class PixelsData(ImageRowsData):
@@ -239,27 +237,11 @@ class TokensRecipe(BytesRecipe):
     data: TokensData
 
 
-class ImageRowsRecipe(Recipe):
-    """A recipe whose data may be streamed."""
-
-    data: ImageRowsData
-
-    @model_validator(mode="after")
-    def _no_epochs_of_a_stream(self) -> "ImageRowsRecipe":
-        warms_up_by_epochs = self.schedule.warmup_epochs is not None
-        if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
-            raise complete_message(
-                "the length of an epoch is unknown with data.streaming: give steps, evaluate_every and save_every, "
-                "and the schedule's warmup_steps in place of warmup_epochs"
-            )
-        return self
-
-
-class PixelsRecipe(ImageRowsRecipe):
+class PixelsRecipe(Recipe):
     data: PixelsData = PixelsData()
 
 
-class ImagesRecipe(ImageRowsRecipe):
+class ImagesRecipe(Recipe):
     data: ImagesData = ImagesData()
 
 

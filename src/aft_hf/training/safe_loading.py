@@ -1,12 +1,11 @@
 """Loading of checkpoints without running code from them.
 
-Accelerate, `torch.distributed.checkpoint` and DeepSpeed save optimizer states, random states and shard tables as
-pickles, which can name any function to be called while they are loaded. Here pickles may contain only tensors, numbers
-and the few types that these libraries need.
+Accelerate and `torch.distributed.checkpoint` save optimizer states, random states and shard tables as pickles, which
+can name any function to be called while they are loaded. Here pickles may contain only tensors, numbers and the few
+types that these libraries need.
 """
 
 import pickle  # nosec B403  # for an unpickler that refuses every name but a few
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +48,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
     Raises:
         UnsafeCheckpointError: a file is not restricted to data, or is a symlink. No code from it has been run.
     """
-    with torch.serialization.safe_globals([*TORCH_SAFE_GLOBALS, *_deepspeed_types()]):
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         for path in sorted(checkpoint.rglob("*")):
             if path.is_symlink():  # its target may change after the check
                 raise UnsafeCheckpointError(f"{path} is not read: it is a symlink, which checkpoints never contain")
@@ -103,13 +102,3 @@ class _ShardTable(pickle.Unpickler):
         if not (is_dtype or is_part or (module, name) in TABLE_TYPES):
             raise UnsafeCheckpointError(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-def _deepspeed_types() -> list[type]:
-    """Return the types that DeepSpeed saves besides tensors and numbers, none if it is not imported."""
-    if "deepspeed" not in sys.modules:
-        return []
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum]

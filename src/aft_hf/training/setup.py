@@ -8,7 +8,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from transformers import PreTrainedModel, get_scheduler
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import flatten_dict
 
@@ -16,8 +15,8 @@ from ..data.atomic_files import remove_unfinished
 from ..reading import explained
 from .checkpoints import Checkpoints, find_damage
 from .manifest import find_changes, read_manifest
-from .optimization import keep_average, parameter_groups
-from .recipe import Optimizer, Recipe, build_recipe
+from .optimization import build_optimizer, keep_average
+from .recipe import Recipe, build_recipe
 from .records import Record, portable
 
 
@@ -40,7 +39,7 @@ def join_processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) -> Accelerator:
+def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
     trackers = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     if recipe.tracker not in (None, *trackers):
@@ -56,15 +55,7 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
         project_dir=recipe.output_dir,
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        if recipe.ema_decay is not None:
-            raise ValueError("ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own")
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = micro_batch_size
-        config["gradient_accumulation_steps"] = accumulation
-        config["gradient_clipping"] = recipe.max_grad_norm or 0.0  # DeepSpeed clips in its own step
-        # Otherwise transformers would build the model in shards, from other random numbers, and one process could not
-        # save it. `prepare` makes the shards.
-        unset_hf_deepspeed_config()
+        raise ValueError("recipes do not train with DeepSpeed: use FSDP2 (configs/accelerate/fsdp2.yaml)")
     if recipe.tracker is not None:
         # Trackers write files beside the model, which may be published: paths are reduced to file names.
         values = flatten_dict(portable(recipe.model_dump()))
@@ -75,9 +66,7 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
 def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerator) -> None:
     """Apply the settings of a recipe to its model: gradient checkpointing, compilation, and shards by blocks."""
     if recipe.gradient_checkpointing:
-        # New releases of transformers deprecate the old name of this method; old releases lack the new name.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
         # By default FSDP wraps all classes in `_no_split_modules`. These include the embeddings, which Accelerate
@@ -88,22 +77,12 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
         model.compile()  # in place: the weights keep their names
 
 
-def build_adamw(model: torch.nn.Module, settings: Optimizer, ema_decay: float | None = None) -> torch.optim.AdamW:
-    """Build the optimizer of a recipe, whose weight decay acts on the weights of `linear_weights` only.
-
-    With `ema_decay`, it also keeps an average of the weights (`keep_average`).
-    """
-    groups = parameter_groups(
-        model,
-        settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        position_bias_scale=settings.position_bias_scale,
-        only_linear=True,
-    )
-    first, second = settings.betas
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(first, second), eps=settings.eps)
-    if ema_decay is not None:
-        keep_average(optimizer, ema_decay)
+def build_adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Build the optimizer of a recipe; with `ema_decay`, it also keeps an average of the weights (`keep_average`)."""
+    options = recipe.optimizer.model_dump(exclude={"name"})
+    optimizer = build_optimizer(model, **options | {"betas": tuple(options["betas"])})
+    if recipe.ema_decay is not None:
+        keep_average(optimizer, recipe.ema_decay)
     return optimizer
 
 
@@ -126,10 +105,10 @@ def resume(
     checkpoints: Checkpoints,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     record: Record,
-) -> tuple[int, tuple[Any, ...]]:
+) -> int:
     """Load the checkpoint that the recipe asks for, after removing partial files of a killed process.
 
-    Returns the number of completed steps and the position of the sampler.
+    Returns the number of completed steps.
 
     Raises:
         ValueError: the checkpoint is damaged, or comes from another recipe or other data.
@@ -143,7 +122,7 @@ def resume(
         raise ValueError(f"{path} is not a complete checkpoint: {damage}")
     if path is None:
         checkpoints.set_aside(0)
-        return 0, ()
+        return 0
     manifest = read_manifest(path)
     check_same_run(recipe, manifest.recipe, path)
     if manifest.data != data:
@@ -158,7 +137,7 @@ def resume(
     checkpoints.set_aside(manifest.step)
     record.restore(manifest.record)
     checkpoints.accelerator.print(f"resuming from {path}")
-    return manifest.step, manifest.position
+    return manifest.step
 
 
 def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
