@@ -86,12 +86,6 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
     return {label: numbers[name] for label, name in own.items()}
 
 
-def check_augmentation(name: str) -> None:
-    """Raise a `ValueError` if there is no augmentation of this name."""
-    if name not in AUGMENTATIONS:
-        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
-
-
 def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     """Build the augmentation of batches of (height, width) images; None for "none".
 
@@ -102,7 +96,8 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     Raises:
         ValueError: the name is unknown.
     """
-    check_augmentation(name)
+    if name not in AUGMENTATIONS:
+        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
     if name == "none":
         return None
     height, width = size

@@ -209,17 +209,16 @@ def _opens_files(feature: Any) -> bool:
     return require_decoding(feature) and not isinstance(feature, Json)
 
 
-def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:
+def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     """Return `splits` with a split "validation", held out from the training rows, with a message, if it is missing.
 
     Args:
         splits: the splits of a dataset, with a split "train".
-        share: the share of rows to hold out, less than 1; 0 holds out none.
-        shuffle: whether to hold out random rows (with a fixed seed) or the last ones.
+        share: the share of rows to hold out, less than 1; 0 holds out none. They are drawn with a fixed seed.
     """
     if "validation" in splits or share == 0:
         return splits
-    parts = splits["train"].train_test_split(share, seed=0, shuffle=shuffle)
+    parts = splits["train"].train_test_split(share, seed=0)
     logger.warning(
         f"there is no validation data: {len(parts['test'])} of the {len(splits['train'])} training samples are held "
         f"out for it (validation_share={share})"

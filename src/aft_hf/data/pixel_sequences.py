@@ -24,12 +24,9 @@ def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int]) ->
 class PixelSequences:
     """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
-    Args:
-        image_size: side in pixels; images of another size are resized (mean over areas).
-        image_column: name of the column of images.
-        seed: seed of the augmentation of samples with a key.
-        flip: whether to flip them horizontally with probability 1/2.
-        brightness_shift: the largest random shift of their brightness. Sub-pixels are clipped to 0 .. 255.
+    The arguments are keys of `PixelsData` and the seed of the augmentation, which samples with a key get: a horizontal
+    flip with probability 1/2, and a random shift of the brightness, clipped to 0 .. 255. Images of another size are
+    resized (mean over areas).
     """
 
     def __init__(

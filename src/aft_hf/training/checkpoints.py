@@ -99,11 +99,6 @@ class Checkpoints:
             reason = first_line(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
 
-    def remove_partial(self) -> None:
-        """Remove what a killed process left of a checkpoint; only one run at a time writes to a directory."""
-        if self.accelerator.is_main_process:
-            remove_unfinished(self.directory)
-
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints beyond `step`, the step from which the run resumes.
 

@@ -49,21 +49,19 @@ LISTED += ["per_device_train_batch_size", "resume_from_checkpoint"]
 
 def finetune_command(
     context: typer.Context,
-    model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT, a GPT-2 ...")] = None,
+    model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT ...")] = None,
     revision: Annotated[str, in_model(help="Branch, tag or commit on the Hub.")] = "main",
     trust_remote_code: Annotated[bool, in_model("--trust-remote-code", help="Run code of the model.")] = False,
-    attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT, GPT-2 ...: sdpa, eager ...")] = None,
-    train: Annotated[str | None, in_data(help="Training data: a folder of images, or a file.")] = None,
-    validation: Annotated[str | None, in_data(help="Validation data: a folder of images, or a file.")] = None,
+    attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT: sdpa, eager ...")] = None,
+    train: Annotated[str | None, in_data(help="Training data: a folder of images, or a parquet file.")] = None,
+    validation: Annotated[str | None, in_data(help="Validation data, as for --train.")] = None,
     validation_share: Annotated[float, in_data(min=0, max=0.99, help="Share to hold out. 0: none.")] = 0.05,
     dataset_name: Annotated[str | None, in_data(help="Instead: a dataset of the Hub, or a local one.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
-    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on the first images or blocks only.")] = None,
-    max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate the first images or blocks only.")] = None,
+    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on the first images only.")] = None,
+    max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate the first images only.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
-    text_column: Annotated[str, in_data(help="Column of the texts.")] = "text",
-    block_size: Annotated[int | None, in_data(help="Tokens per block. Default: the model's, at most 1024.")] = None,
     augmentation: Annotated[str, in_data(help="Of images: none, shift, crop or resized_crop.")] = "none",
     output_dir: Annotated[str | None, in_training(help="Output directory.")] = None,
     do_train: Annotated[bool, in_training("--do-train", help="Train.")] = False,
@@ -85,7 +83,7 @@ def finetune_command(
         float, in_distillation(min=0.01, help="Temperature of soft distillation.")
     ] = 3.0,
 ) -> dict[str, float]:
-    """Fine-tune an AFT, or any model of transformers, on labeled images or on text.
+    """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 
     All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
     """

@@ -32,7 +32,7 @@ from ..data.samples import RowSamples
 from ..data.text import TOKEN_DTYPE, read_texts
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
-from .metrics import accuracy_and_loss, bits_per_token
+from .metrics import accuracy_and_loss, code_length
 
 
 logger = logging.get_logger(__name__)
@@ -77,7 +77,6 @@ def evaluate_classifier(
         stretch_kernels, enlarge_patches: False keeps the kernels or the patch size of an AFT-conv as trained. They
             then cover another part of the image.
         batch_size: images per forward pass.
-        image_column, label_column: names of the columns in the dataset.
 
     Raises:
         ValueError: the data has classes that the model does not have.
@@ -159,7 +158,6 @@ def evaluate_language_model(
         stride: tokens from the start of one block to the start of the next. The others, `block_size - stride`, are
             only context. Default: `block_size`.
         batch_size: blocks per forward pass.
-        text_column: name of the text column in the dataset.
 
     Raises:
         ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.
@@ -174,9 +172,10 @@ def evaluate_language_model(
             inputs, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
             logits = model(input_ids=inputs, use_cache=False).logits.float().transpose(1, 2)
             losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
-            found.append((losses.flatten().cpu(), batch["labels"].flatten()))
-    result = bits_per_token(*map(torch.cat, zip(*found)))
-    return {"bits_per_byte": result["bits_per_token"] * len(tokens) / num_bytes, **result}
+            found.append((losses.double().sum(1).cpu(), (batch["labels"] != IGNORED).sum(1, keepdim=True)))
+    bits = code_length(*map(torch.cat, zip(*found)), ["token"])["bits_per_token"]
+    perplexity = torch.tensor(bits).exp2().item()  # infinite for a diverged model
+    return {"bits_per_byte": bits * len(tokens) / num_bytes, "bits_per_token": bits, "perplexity": perplexity}
 
 
 def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[np.ndarray, int]:

@@ -1,4 +1,4 @@
-"""Fine-tuning of an AFT, or of any model of transformers, on labeled images or on text: `aft-hf finetune`."""
+"""Fine-tuning of an AFT, or of any image classifier of transformers, on labeled images: `aft-hf finetune`."""
 
 import sys
 from collections.abc import Sequence
@@ -11,14 +11,11 @@ import torch
 from datasets import DatasetDict
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageClassification,
-    AutoTokenizer,
     HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
     TrainingArguments,
-    default_data_collator,
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
@@ -31,12 +28,11 @@ from ..conversion.source import load_image_processor
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples
-from ..data.text import group_into_blocks
 from ..loading import load
-from ..reading import explained, read_json
-from .evaluation import is_image_classifier, own_block_size
+from ..reading import read_json
+from .evaluation import is_image_classifier
 from .fine_tuning import FineTuner, SavedState
-from .metrics import accuracy, bits_per_token, token_losses
+from .metrics import accuracy
 from .ownership import RUN, owned
 from .safe_loading import data_only
 from .tasks import first_rows
@@ -65,12 +61,16 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
     set_seed(arguments.seed)
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, options.model_name_or_path, **hub)
-    build = _classification if is_image_classifier(config) else _language_modeling
+    if not is_image_classifier(config):
+        raise ValueError(
+            f"{options.model_name_or_path}: is no image classifier; to train a language model further, give it as "
+            "model.pretrained of a recipe to aft-hf train"
+        )
     with arguments.main_process_first():
         splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
         if "train" not in splits and (arguments.do_train or "validation" not in splits):
             raise ValueError("there is no training data: give --train, or a dataset with a split named train")
-        model, parts = build(options, splits, config, hub)
+        model, parts = _classification(options, splits, config, hub)
     if arguments.do_eval and parts["eval_dataset"] is None:
         raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
 
@@ -98,10 +98,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         trainer.log_metrics("eval", result)
         trainer.save_metrics("eval", result)
     if arguments.push_to_hub:
-        name = options.dataset_name
-        on_hub = [name] if name is not None and not Path(name).exists() else []
-        task = "image-classification" if build is _classification else "text-generation"
-        trainer.push_to_hub(tasks=task, dataset=on_hub, dataset_tags=on_hub)
+        trainer.push_to_hub()
     if arguments.do_train:
         _say(f"the model is in {arguments.output_dir}", arguments)
     return metrics
@@ -181,36 +178,4 @@ def _classification(
         "processing_class": processor,
         "augment": build_augmentation(options.augmentation, (height, width)),
         "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
-    }
-
-
-def _language_modeling(
-    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A language model, and the options of its Trainer."""
-    if options.teacher is not None or options.augmentation != "none":
-        raise ValueError("--teacher and --augmentation are for image classifiers")
-    require_column(splits, options.text_column, "--text-column")
-    loading: dict[str, Any] = {"dtype": "float32", "attn_implementation": options.attn_implementation, **hub}
-    model = load(AutoModelForCausalLM, options.model_name_or_path, **loading)
-    tokenizer = load(AutoTokenizer, options.model_name_or_path, **hub)
-    block_size = options.block_size
-    if block_size is None:
-        block_size = min(1024, own_block_size(config, tokenizer))
-    blocks = DatasetDict()
-    for split, rows in splits.items():
-        with explained(f"the {split} data cannot be used"):
-            blocks[split] = group_into_blocks(rows, tokenizer, block_size, column=options.text_column)
-        if len(blocks[split]) == 0:
-            raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block-size")
-    blocks = first_rows(hold_out(blocks, options.validation_share, shuffle=False), options)
-    return model, {
-        "train_dataset": blocks.get("train"),
-        "eval_dataset": blocks.get("validation"),
-        "processing_class": tokenizer,
-        "data_collator": default_data_collator,
-        "preprocess_logits_for_metrics": token_losses,
-        "compute_metrics": lambda p: bits_per_token(
-            torch.tensor(p.predictions).flatten(), torch.tensor(p.label_ids[:, 1:]).flatten()
-        ),
     }

@@ -29,10 +29,7 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
     a file besides the lock.
 
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
-    when that process ends, however it ends, so a killed run leaves no lock behind.
-
-    The `folders` that the run will write to are created and tested at once, so that it does not compute for hours
-    before its first checkpoint fails.
+    when that process ends, however it ends. The `folders` that the run will write to are created and tested at once.
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders

@@ -63,7 +63,6 @@ class BytesData(Data):
 
     test: str | None = Field(None, description="Test data: a file.")
     text_column: str = Field("text", description="Column of the dataset with the texts.")
-    text_separator: str = Field("\n", description="Text between the texts of a dataset.")
     seq_len: Count = Field(1024, description="Predicted tokens (bytes) per sample.")
     eval_stride: Count | None = Field(None, description="New tokens per evaluated sample. null: seq_len, no overlap.")
 
@@ -159,19 +158,15 @@ class Paper(Section):
 
 
 class Recipe(Section):
-    """The configuration of one training run; `aft-hf train --explain` lists the keys.
-
-    `model` holds fields of the model's config and either `architecture`, a `model_type` of transformers such as "aft",
-    or `pretrained`, a directory or Hub id to start from. Fields that follow from the data (vocabulary size, lengths,
-    labels) are filled in unless `model` sets them.
-    """
+    """The configuration of one training run; `aft-hf train --explain` lists the keys."""
 
     task: Literal["bytes", "tokens", "pixels", "images"] = Field(description="What is predicted.")
     notes: str = Field("", description="Values that the paper does not give, and reasons for the choice.")
     paper: Paper | None = None
     model: dict[str, Any] = Field(
         description="Either `architecture`, a model type of transformers such as aft, or `pretrained`, a directory or "
-        "Hub id; and fields of the model's config. Those that follow from the data may be left out."
+        "Hub id; and fields of the model's config. Those that follow from the data (vocabulary size, lengths, labels) "
+        "may be left out."
     )
     data: Data
     optimizer: Optimizer

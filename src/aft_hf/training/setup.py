@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import flatten_dict
 
-from ..data.atomic_files import remove_unfinished
 from ..reading import explained
 from .checkpoints import Checkpoints, find_damage
 from .manifest import find_changes, read_manifest
@@ -106,16 +105,11 @@ def resume(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     record: Record,
 ) -> int:
-    """Load the checkpoint that the recipe asks for, after removing partial files of a killed process.
-
-    Returns the number of completed steps.
+    """Load the checkpoint that the recipe asks for, if there is any, and return the number of completed steps.
 
     Raises:
         ValueError: the checkpoint is damaged, or comes from another recipe or other data.
     """
-    checkpoints.remove_partial()
-    if checkpoints.accelerator.is_main_process:
-        remove_unfinished(Path(recipe.output_dir))
     if recipe.resume is None:
         path = checkpoints.newest()
     elif damage := find_damage(path := Path(recipe.resume)):

@@ -322,7 +322,7 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         with PartialState().local_main_process_first():
             for split, rows in splits.items():
                 with explained(f"data.dataset={data.dataset}: the {split} data cannot be used"):
-                    files[split] = join_texts(rows, data.text_column, data.text_separator)
+                    files[split] = join_texts(rows, data.text_column)
             return files
     if data.train is None:
         raise ValueError(
