@@ -67,7 +67,7 @@ def test_labels_are_numbered_by_name():
         (dataset(["a", "c"]), "'c'"),
         (dataset([0, 1], ClassLabel(names=["a", "c"])), "'c'"),
         (dataset(["a", None]), "'None'"),
-        (dataset([0, -1], ClassLabel(names=["a"])), "-1"),
+        (dataset([0, -1], ClassLabel(names=["a"])), "'-1'"),  # a missing label
     ],
 )
 def test_labels_of_other_classes_are_named(rows, named):
