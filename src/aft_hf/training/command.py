@@ -76,12 +76,8 @@ def finetune_command(
     ] = 1.0,
     teacher: Annotated[str | None, in_distillation(help="ViT or DeiT of the same classes and normalization.")] = None,
     distillation: Annotated[str, in_distillation(help="Loss, as in DeiT: soft or hard.")] = "soft",
-    distillation_weight: Annotated[
-        float, in_distillation(min=0, max=1, help="Weight of the teacher in the loss.")
-    ] = 0.5,
-    distillation_temperature: Annotated[
-        float, in_distillation(min=0.01, help="Temperature of soft distillation.")
-    ] = 3.0,
+    distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
+    distillation_temperature: Annotated[float, in_distillation(help="Temperature of soft distillation.")] = 3.0,
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 

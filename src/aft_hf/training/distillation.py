@@ -30,10 +30,12 @@ def distillation_loss(
         temperature: the temperature of soft distillation, > 0. DeiT uses 3.
 
     Raises:
-        ValueError: `kind` is unknown.
+        ValueError: `kind` is unknown, or a number is out of range.
     """
     if kind not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {', '.join(DISTILLATIONS)}, got {kind!r}")
+    if not 0 <= weight <= 1 or temperature <= 0:
+        raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
     if kind == "hard":
         return (1 - weight) * loss + weight * F.cross_entropy(logits, teacher_logits.argmax(-1))
