@@ -77,10 +77,11 @@ class Run(Training):
         optimizer = build_adamw(model, recipe)
         self.scheduler = build_scheduler(recipe, optimizer, epoch, self.total)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.accelerator.register_for_checkpointing(self.scheduler)
         self.checkpoints = Checkpoints(self.accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
         self.record = Record(self.accelerator, recipe.log_every)
         self.data = task.train.fingerprint()
-        self.step = resume(recipe, self.data, self.checkpoints, self.scheduler, self.record)
+        self.step = resume(recipe, self.data, self.checkpoints, self.record)
         if self.step > self.total:
             raise ValueError(
                 f"the checkpoint has {self.step} steps, the recipe only {self.total}: give more steps, or another "

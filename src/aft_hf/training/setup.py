@@ -1,7 +1,6 @@
 """Parts of a run that follow from its recipe: accelerator, optimizer and schedule; resuming from a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -98,17 +97,12 @@ def build_scheduler(
         raise ValueError(f"schedule: {error}") from error
 
 
-def resume(
-    recipe: Recipe,
-    data: str,
-    checkpoints: Checkpoints,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    record: Record,
-) -> int:
+def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) -> int:
     """Load the checkpoint that the recipe asks for, if there is any, and return the number of completed steps.
 
     Raises:
-        ValueError: the checkpoint is damaged, or comes from another recipe or other data.
+        ValueError: the checkpoint is damaged, or comes from other data or from a recipe that differs in a key that is
+            not in `FREE_TO_CHANGE`.
     """
     if recipe.resume is None:
         path = checkpoints.newest()
@@ -118,29 +112,20 @@ def resume(
         checkpoints.set_aside(0)
         return 0
     manifest = read_manifest(path)
-    check_same_run(recipe, manifest.recipe, path)
-    if manifest.data != data:
-        raise ValueError(
-            f"{path} was made with other training data: give the same data, or another output_dir for a new run"
-        )
-    checkpoints.load(path)
-    # Schedules are functions of the step; the checkpoint of the optimizer has their learning rates.
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    done = {"last_epoch": manifest.step, "_step_count": manifest.step + 1, "_last_lr": rates}
-    scheduler.load_state_dict(scheduler.state_dict() | done)
-    checkpoints.set_aside(manifest.step)
-    record.restore(manifest.record)
-    checkpoints.accelerator.print(f"resuming from {path}")
-    return manifest.step
-
-
-def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
-    """Raise a ValueError if the recipe of a checkpoint differs in a key that is not in `FREE_TO_CHANGE`."""
     with explained(f"{path}: its recipe cannot be read"):
-        then = build_recipe(earlier)  # keys that are newer than the checkpoint take their defaults
-    for key, (old, new) in find_changes(then.model_dump(), recipe.model_dump()).items():
+        earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
+    for key, (old, new) in find_changes(earlier.model_dump(), recipe.model_dump()).items():
         if key not in FREE_TO_CHANGE:
             raise ValueError(
                 f"{path} was made with {key}={old!r}, and the recipe has {new!r}: "
                 "give the same value, or another output_dir for a new run"
             )
+    if manifest.data != data:
+        raise ValueError(
+            f"{path} was made with other training data: give the same data, or another output_dir for a new run"
+        )
+    checkpoints.load(path)
+    checkpoints.set_aside(manifest.step)
+    record.restore(manifest.record)
+    checkpoints.accelerator.print(f"resuming from {path}")
+    return manifest.step
