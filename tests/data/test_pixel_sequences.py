@@ -36,14 +36,6 @@ def test_tokens_become_the_image_again(pixels):
     assert np.array_equal(np.asarray(tokens_to_image(torch.tensor(pixels_to_tokens(wide)), (2, 5))), wide)
 
 
-def test_larger_images_are_averaged_over_areas(pixels):
-    sample = sample_of(pixels, 2)
-    expected = pixels.reshape(2, 2, 2, 2, 3).mean((1, 3))
-    assert (
-        np.abs(sample["labels"].reshape(2, 2, 3).numpy() - expected).max() < 1
-    )  # the mean is rounded after each of two passes
-
-
 @pytest.mark.parametrize("shape", ((2, 4, 3), (4, 2, 3), (8, 4, 3)))
 def test_an_image_that_is_not_square_becomes_square(shape):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)

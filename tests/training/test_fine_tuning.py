@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.testing_utils import CaptureLogger
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf import AFTConfig, AFTForImageClassification
 from aft_hf.training.distillation import distillation_loss
 from aft_hf.training.fine_tuning import FineTuner, logger
 
@@ -166,19 +165,6 @@ def test_images_are_augmented_in_training_and_not_in_evaluation(tmp_path):
     assert trainer.compute_loss(model.train(), batch).item() == plain.compute_loss(model, flipped).item()
     assert trainer.compute_loss(model.eval(), batch).item() == plain.compute_loss(model, batch).item()
     assert seen == [(4, 3, 8, 8)]
-
-
-# Label smoothing
-
-
-def test_label_smoothing_of_a_language_model_is_about_the_next_token(tmp_path):
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, aft_type="simple", vocab_size=11))
-    tokens = torch.randint(0, 11, (2, 9))
-    trainer = tuner(model, tmp_path, label_smoothing_factor=0.2)
-    loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
-    logits = model(tokens).logits[:, :-1].flatten(0, 1).double()
-    expected = F.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.2)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(tmp_path):

@@ -157,43 +157,35 @@ def test_a_vit_for_larger_images_teaches(classifier, vit, images, tmp_path):
     assert np.isfinite(start(classifier, tmp_path, *options, *smoothed)["train_loss"])
 
 
-def test_the_attention_of_a_vit_is_the_one_that_was_asked_for(vit, images, tmp_path, monkeypatch):
-    def noted(self, original, model, **options):
-        assert model.config._attn_implementation == "eager"  # transformers' default is sdpa
-        original(self, model=model, **options)
-
-    tuner_with(monkeypatch, __init__=noted)
-    start(vit, tmp_path, "--do_train", "--train", images, "--max_steps", 1, "--attn-implementation", "eager")
-
-
 # Held-out data
 
 
 @pytest.fixture
-def sizes(monkeypatch):
-    """The number of training and evaluation samples that the last Trainer was given."""
+def given(monkeypatch):
+    """The number of training and evaluation samples that the last Trainer was given, and its model's attention."""
     seen = []
 
-    def noted(self, original, train_dataset, eval_dataset, **options):
-        seen[:] = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
-        original(self, train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
+    def noted(self, original, model, train_dataset, eval_dataset, **options):
+        sizes = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
+        seen[:] = *sizes, model.config._attn_implementation
+        original(self, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
 
     tuner_with(monkeypatch, __init__=noted)
     return seen
 
 
-def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(classifier, images, sizes, tmp_path):
+def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(vit, images, given, tmp_path):
     options = ["--train", images, "--max_steps", 1]
     with CaptureLogger(loading.logger) as log:
-        start(classifier, tmp_path, "--do_train", *options)
-    assert sizes == [38, 2] and "2 of the 40 training samples are held out" in log.out
+        start(vit, tmp_path, "--do_train", *options)
+    assert given == [38, 2, "sdpa"] and "2 of the 40 training samples are held out" in log.out
     with CaptureLogger(loading.logger) as log:
-        start(classifier, tmp_path, "--do_train", *options, "--validation_share", 0)
-    assert sizes == [40, None] and log.out == ""
-    start(classifier, tmp_path, "--do_train", *options, "--max_train_samples", 7, "--max-eval-samples", 1)
-    assert sizes == [7, 1]
+        start(vit, tmp_path, "--do_train", *options, "--validation_share", 0, "--attn-implementation", "eager")
+    assert given == [40, None, "eager"] and log.out == ""
+    start(vit, tmp_path, "--do_train", *options, "--max_train_samples", 7, "--max-eval-samples", 1)
+    assert given[:2] == [7, 1]
     with pytest.raises(ValueError, match="no validation data: give --validation, or a --validation-share above 0"):
-        start(classifier, tmp_path, *BOTH, *options, "--validation_share", 0)
+        start(vit, tmp_path, *BOTH, *options, "--validation_share", 0)
 
 
 # Resuming
@@ -238,12 +230,8 @@ def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path
 
 def test_a_second_run_in_the_same_directory_is_refused(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 1]
-    start(classifier, tmp_path, *options)
-    with owned(tmp_path):
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on "):
-            start(classifier, tmp_path, *options)
-        assert sorted(tmp_path.rglob("*")) == before
+    with owned(tmp_path), pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on "):
+        start(classifier, tmp_path, *options)
     start(classifier, tmp_path, *options)  # the directory is free again
     assert RUN in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
@@ -316,29 +304,23 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "nothing to do"),
-        (["--do_train", "--image_column", "label"], "holds no images|has no image"),
-        (["--do_train", "--learning_rates", "1"], "not used"),
-        (["--do_train", "--augmentation", "flip"], "augmentation must be one of"),
-        (["--do_train", "--fp16"], "--fp16 needs a GPU"),
+        (["--train", "{images}"], "nothing to do"),
+        (["--do_train"], "either the dataset, or train"),
+        (["--do_train", "--validation", "{images}"], "no training data"),
+        (["--do_train", "--train", "{images}", "--image_column", "label"], "has no image in column 'label'"),
+        (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
+        (["--do_train", "--train", "{images}", "--augmentation", "flip"], "augmentation must be one of"),
+        (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
 )
 def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
     with pytest.raises(ValueError, match=message):
-        start(classifier, tmp_path, "--train", images, *options)
+        start(classifier, tmp_path, *(option.format(images=images) for option in options))
 
 
 def test_a_language_model_is_refused_with_the_command_that_trains_it(language_model, images, tmp_path):
     with pytest.raises(ValueError, match=r"is no image classifier; .* model.pretrained of a recipe to aft-hf train"):
         start(language_model, tmp_path, "--do_train", "--train", images)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [([], "either the dataset, or train"), (["--validation", "{images}"], "no training data")]
-)
-def test_a_training_without_data_is_refused(options, message, classifier, images, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        start(classifier, tmp_path, "--do_train", *(option.format(images=images) for option in options))
 
 
 def test_errors_of_options_are_short(tmp_path, run_command):

@@ -44,20 +44,6 @@ def test_the_processes_of_one_launch_share_the_directory_and_a_second_launch_is_
     assert results_of(values)["processes"] == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "name"),
-    [(b"", "another process"), (b"\xff", "another process"), (b"\x1b[31m\n" + b"h" * 10_000, " ?.31m hhh")],
-)
-def test_who_holds_a_directory_is_told_in_a_line_and_may_be_unreadable(tmp_path, content, name):
-    with owned(tmp_path / "run"):
-        (tmp_path / "run" / OWNER).write_bytes(content)
-        with pytest.raises(OSError, match=f"{tmp_path}/run is in use by {name}") as refused, owned(tmp_path / "run"):
-            pass
-    assert str(refused.value).isprintable() and len(str(refused.value)) < 600 + len(str(tmp_path))
-    with owned(tmp_path / "run"):
-        assert f"process {os.getpid()} on " in (tmp_path / "run" / OWNER).read_text()
-
-
 def test_a_folder_that_cannot_be_written_is_refused_and_leaves_the_directory_free(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     refused = pytest.raises(OSError, match=rf"cannot write to {tmp_path} \(.*checkpoints")

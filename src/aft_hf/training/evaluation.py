@@ -173,7 +173,8 @@ def evaluate_language_model(
             logits = model(input_ids=inputs, use_cache=False).logits.float().transpose(1, 2)
             losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
             found.append((losses.double().sum(1).cpu(), (batch["labels"] != IGNORED).sum(1, keepdim=True)))
-    bits = code_length(*map(torch.cat, zip(*found)), ["token"])["bits_per_token"]
+    nats, counts = map(torch.cat, zip(*found))
+    bits = code_length(nats, counts, ["token"])["bits_per_token"]
     perplexity = torch.tensor(bits).exp2().item()  # infinite for a diverged model
     return {"bits_per_byte": bits * len(tokens) / num_bytes, "bits_per_token": bits, "perplexity": perplexity}
 

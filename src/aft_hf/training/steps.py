@@ -38,7 +38,8 @@ class Training(Protocol):
         """
 
     def close(self) -> None:
-        """Free what has to be freed before the process stops."""
+        """Free what has to be freed before the process stops; by default nothing."""
+        return None
 
 
 def take_steps(training: Training) -> None:
