@@ -30,8 +30,7 @@ def test_tokens_are_the_channels_of_each_pixel_in_raster_order(pixels):
     assert (sample_of(grey)["labels"].reshape(4, 4, 3) == torch.tensor(grey)[..., None]).all()
 
 
-def test_tokens_become_the_image_again(pixels):
-    assert np.array_equal(np.asarray(tokens_to_image(pixels_to_tokens(pixels), (4, 4))), pixels)
+def test_tokens_become_the_image_again():
     wide = np.arange(2 * 5 * 3, dtype=np.uint8).reshape(2, 5, 3)
     assert np.array_equal(np.asarray(tokens_to_image(torch.tensor(pixels_to_tokens(wide)), (2, 5))), wide)
 

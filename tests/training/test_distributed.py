@@ -38,9 +38,3 @@ def test_a_run_of_two_processes_goes_on_in_one(tmp_path, single):
     results = run(values)
     assert results["processes"] == 1
     assert_same_run(results, single[1])
-
-
-def test_a_global_batch_that_the_processes_cannot_share_is_an_error_before_training(tmp_path):
-    assert finish(start(bytes_recipe(tmp_path, micro_batch_size=8), 2)) == [1, 1]
-    message = (tmp_path / "run.error").read_text()
-    assert "global_batch_size=8 is not a multiple of processes x micro_batch_size, 2 x 8" in message

@@ -54,11 +54,10 @@ def test_position_biases_have_a_rate_of_their_own_and_no_weight_decay_through_th
     trainer = tuner(classifier(), tmp_path, position_bias_scale=20, **options)
     trainer.create_optimizer_and_scheduler(num_training_steps=12)
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.5, 0, 0]
-    for factor in (0, 0.25, 0.5, 0.75, 1.0):
-        rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        assert rates == pytest.approx([0.1 * factor, 0.1 * factor, 2.0 * factor])
+    for _ in range(2):  # half of the warm-up
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.05, 0.05, 1.0])
 
 
 # The teacher
