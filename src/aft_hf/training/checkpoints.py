@@ -24,7 +24,7 @@ ASIDE = "set-aside-"
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/step-000000123`.
 
-    A checkpoint is written in a temporary directory, with a manifest of the sizes and checksums of its files, and then
+    A checkpoint is written in a temporary directory, with a manifest of the checksums of its files, and then
     renamed. However the process ends, a directory with the final name is complete; damage after that is detected.
     No checkpoint is removed or renamed before another one has been written or loaded.
 

@@ -261,8 +261,9 @@ def explain_keys() -> str:
     sections = {"Keys of every recipe": {key: _entry(key, *entry) for key, *entry in FILE_KEYS} | shared}
     for task, entries in keys.items():
         sections[f"Other keys with task: {task}"] = {key: entries[key] for key in entries.keys() - shared.keys()}
-    texts = ((title, (entries[key] for key in sorted(entries))) for title, entries in sections.items())
-    return "\n\n".join("\n".join([f"{title}\n", *keys_of_it]) for title, keys_of_it in texts)
+    return "\n\n".join(
+        f"{title}\n\n" + "\n".join(entries[key] for key in sorted(entries)) for title, entries in sections.items()
+    )
 
 
 def _entries(section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = "") -> dict[str, str]:
