@@ -207,8 +207,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
         tuner_with(patch, _save_checkpoint=stopped)
         start(model, tmp_path / "parts", *options)
-    unfinished = tmp_path / "parts" / "checkpoint-100"  # as of a run that was stopped while writing
-    unfinished.mkdir()
+    for name in ("checkpoint-0", "checkpoint-100"):
+        (tmp_path / "parts" / name).mkdir()  # the last one as of a run that was stopped while writing
+    (tmp_path / "parts" / "checkpoint-0" / "trainer_state.json").write_text("{}")  # not the newest one
     torch.rand(7)
     start(model, tmp_path / "parts", *options)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

@@ -91,3 +91,10 @@ def test_a_folder_of_shards_that_lies_elsewhere_is_not_followed(tmp_path):
     ):
         sharded.load({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "checkpoint" / "pytorch_model_fsdp_0"))
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("name", ["torch load", "torch.distributed.checkpoint.metadata Enum", "collections Counter"])
+def test_a_table_of_shards_names_only_the_types_of_such_tables(tmp_path, name):
+    (tmp_path / ".metadata").write_bytes(f"c{name.replace(' ', chr(10))}\n.".encode())
+    with pytest.raises(UnsafeCheckpointError, match=f"it names {name.replace(' ', '.')}, "), data_only(tmp_path):
+        pass
