@@ -51,6 +51,28 @@ static void require_finite(const std::vector<S>& x, const char* what) {
     }
 }
 
+// The sizes and inputs of a problem, all contiguous, a quarter of the time without a query.
+template <class S>
+static void set(aft::Problem& p, bool is_bf16, int64_t queries, int64_t length, int64_t width, int64_t heads,
+                std::vector<S>& query, std::vector<S>& key, std::vector<S>& value, std::vector<float>& bias,
+                std::vector<S>& output) {
+  p.is_bf16 = is_bf16, p.batch = value.size() / (length * width), p.queries = queries, p.length = length;
+  p.width = width, p.heads = heads, p.key_width = p.batch ? key.size() / (p.batch * length) : width;
+  p.query = generator() % 4 ? query.data() : nullptr, p.key = key.data(), p.value = value.data();
+  p.query_batch = p.gradient_batch = queries * width, p.value_batch = length * width;
+  p.query_row = p.value_row = p.gradient_row = width, p.key_batch = length * p.key_width, p.key_row = p.key_width;
+  p.bias = bias.data(), p.output = output.data();
+}
+
+// The tensors of the backward pass, three quarters of the time with a gradient of w.
+template <class S>
+static void set_gradients(aft::Problem& p, std::vector<S>& gradient, std::vector<S>& dquery, std::vector<S>& dkey,
+                          std::vector<S>& dvalue, std::vector<float>& dbias) {
+  p.gradient = gradient.data(), p.query_gradient = p.query ? dquery.data() : nullptr;
+  p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
+  p.bias_gradient = p.bias && generator() % 4 ? dbias.data() : nullptr;
+}
+
 // Eq. 2 for one feature of one query, in double precision.
 template <class S>
 static double average(const aft::CausalProblem& p, int64_t row, int64_t t, int64_t feature) {
@@ -109,23 +131,17 @@ static void run(bool is_bf16) {
     first[i] = begin == T ? t + 1 : begin;
   }
   aft::CausalProblem p = {};
-  p.is_bf16 = is_bf16, p.batch = B, p.length = T, p.width = d, p.heads = heads, p.key_width = key_width, p.window = s;
-  p.bias_batch = batches, p.bias_rows = with_bias ? rows : 1, p.hides_outside = with_bias && generator() % 2;
-  p.query = generator() % 4 ? query.data() : nullptr, p.key = key.data(), p.value = value.data();
-  p.query_batch = p.value_batch = p.gradient_batch = T * d, p.query_row = p.value_row = p.gradient_row = d;
-  p.key_batch = T * key_width, p.key_row = key_width;
-  p.bias = with_bias ? bias.data() : nullptr, p.slopes = slopes ? slope.data() : nullptr;
-  p.first = generator() % 2 ? first.data() : nullptr;
-  p.output = output.data();
+  set(p, is_bf16, T, T, d, heads, query, key, value, bias, output);
+  p.window = s, p.bias_batch = batches, p.bias_rows = with_bias ? rows : 1, p.hides_outside = with_bias && generator() % 2;
+  if (!with_bias) p.bias = nullptr;
+  p.slopes = slopes ? slope.data() : nullptr, p.first = generator() % 2 ? first.data() : nullptr;
   aft_causal(&p);
   require_finite(output, "an output");
   require_exact<S>(p, scale, is_bf16 ? 4e-3 : 0);
 
   aft::CausalProblem b = p;
   b.output = nullptr;
-  b.gradient = gradient.data(), b.query_gradient = p.query ? dquery.data() : nullptr;
-  b.key_gradient = dkey.data(), b.value_gradient = dvalue.data();
-  b.bias_gradient = with_bias && generator() % 4 ? dbias.data() : nullptr;
+  set_gradients(b, gradient, dquery, dkey, dvalue, dbias);
   aft_causal_backward(&b);
   require_finite(dkey, "a gradient of a key");
   require_finite(dvalue, "a gradient of a value");
@@ -139,7 +155,7 @@ static void run(bool is_bf16) {
     for (int64_t t = 0, count = generator() % (T + 1); t < T; ++t) first[row * T + t] = t < count ? 0 : t + 1;
   aft_causal(&p);
   require_finite(output, "an output with a state");
-  p.length = 1, p.first = nullptr, p.bias_rows = std::min<int64_t>(p.bias_rows, 1);
+  p.queries = p.length = 1, p.first = nullptr, p.bias_rows = std::min<int64_t>(p.bias_rows, 1);
   aft_causal_step(&p);
   require_finite(output, "an output of a step");
 }
@@ -154,16 +170,12 @@ static void run_grid(bool is_bf16) {
   std::vector<float> kernels = numbers<float>(h * kernel_rows * kernel_columns, float(choose({1, 300})));
   std::vector<float> dkernels(kernels.size());
   aft::GridProblem p = {};
-  p.is_bf16 = is_bf16, p.batch = B, p.rows = rows, p.columns = columns, p.width = d, p.heads = h, p.key_width = key_width;
-  p.kernel_rows = kernel_rows, p.kernel_columns = kernel_columns, p.hides_outside = generator() % 2;
-  p.query = generator() % 4 ? query.data() : nullptr, p.key = key.data(), p.value = value.data();
-  p.query_batch = p.value_batch = p.gradient_batch = T * d, p.query_row = p.value_row = p.gradient_row = d;
-  p.key_batch = T * key_width, p.key_row = key_width, p.kernels = kernels.data(), p.output = output.data();
+  set(p, is_bf16, T, T, d, h, query, key, value, kernels, output);
+  p.rows = rows, p.columns = columns, p.kernel_rows = kernel_rows, p.kernel_columns = kernel_columns;
+  p.hides_outside = generator() % 2;
   aft_grid(&p);
   require_finite(output, "an output on a grid");
-  p.gradient = gradient.data(), p.query_gradient = p.query ? dquery.data() : nullptr;
-  p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
-  p.kernel_gradient = generator() % 4 ? dkernels.data() : nullptr;
+  set_gradients(p, gradient, dquery, dkey, dvalue, dkernels);
   aft_grid_backward(&p);
   require_finite(dkey, "a gradient of a key on a grid");
   require_finite(dvalue, "a gradient of a value on a grid");
@@ -182,16 +194,11 @@ static void run_table(bool is_bf16) {
   const int64_t biases = columns ? (2 * (T / columns) - 1) * (2 * columns - 1) : queries * T;
   std::vector<float> bias = numbers<float>(h * biases, float(choose({1, 300}))), dbias(bias.size());
   aft::TableProblem p = {};
-  p.is_bf16 = is_bf16, p.batch = B, p.queries = queries, p.keys = T, p.heads = h, p.width = d, p.key_width = key_width;
-  p.columns = columns, p.causal = causal, p.query = generator() % 4 ? query.data() : nullptr;
-  p.key = key.data(), p.value = value.data(), p.bias = bias.data(), p.output = output.data();
-  p.query_batch = p.gradient_batch = queries * d, p.query_row = p.value_row = p.gradient_row = d;
-  p.key_batch = T * key_width, p.key_row = key_width, p.value_batch = T * d;
+  set(p, is_bf16, queries, T, d, h, query, key, value, bias, output);
+  p.columns = columns, p.causal = causal;
   aft_table(&p);
   require_finite(output, "an output of a table");
-  p.gradient = gradient.data(), p.query_gradient = p.query ? dquery.data() : nullptr;
-  p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
-  p.bias_gradient = generator() % 4 ? dbias.data() : nullptr;
+  set_gradients(p, gradient, dquery, dkey, dvalue, dbias);
   aft_table_backward(&p);
   require_finite(dkey, "a gradient of a key of a table");
   require_finite(dvalue, "a gradient of a value of a table");

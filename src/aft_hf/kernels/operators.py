@@ -244,22 +244,20 @@ def _forward(name: str, *problem: Any) -> torch.Tensor:
 def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
     *problem, needed = arguments
     value, biases, sizes = problem[2], problem[3], SIZES[name](*problem)
-    output = _new_output(name, *problem)
-    if gradient.shape != output.shape or gradient.dtype != output.dtype:
-        raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
+    _check_gradient(gradient, _new_output(name, *problem))
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
     new = torch.Tensor.new_empty if gradient.numel() else torch.Tensor.new_zeros
     found = [None if x is None else new(x, x.shape) for x in problem[:3]]
     found.append(biases.new_zeros(biases.shape) if needed else None)
-    _call(f"{name}_backward", sizes, problem, None, gradients=(_dense_rows(gradient), *found))
+    _call(f"{name}_backward", sizes, problem, None, (_dense_rows(gradient), *found))
     return tuple(value.new_empty(0) if x is None else x for x in found)
 
 
 def _state(*arguments: Any) -> torch.Tensor:
-    problem, state = arguments[:7], arguments[7:]
+    problem = arguments[:7]
     sizes, output = _sizes_of_causal(*arguments), _new_output("causal", *problem)
     one_token = output.shape[1] == 1 and problem[5] is None
-    _call("causal_step" if one_token else "causal", sizes, problem, output, state)
+    _call("causal_step" if one_token else "causal", sizes, problem, output)
     return output
 
 
@@ -272,25 +270,31 @@ def _band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, windo
 
 
 def _band_backward(gradient, query, key, start, length, window):  # type: ignore[no-untyped-def]
-    output = _new_band(query, key, start, length, window)
-    if gradient.shape != output.shape or gradient.dtype != output.dtype:
-        raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
+    _check_gradient(gradient, _new_band(query, key, start, length, window))
     found = _new_factors(query, key)
-    _call_band("band_backward", query, key, start, gradient.contiguous(), found)
+    _call_band("band_backward", query, key, start, gradient.contiguous(), *found)
     return found
 
 
-def _call_band(kernel, query, key, start, band, gradients=(None, None)):  # type: ignore[no-untyped-def]
+def _check_gradient(gradient: torch.Tensor, output: torch.Tensor) -> None:
+    if gradient.shape != output.shape or gradient.dtype != output.dtype:
+        raise ValueError(f"the gradient must be {tuple(output.shape)}, {output.dtype}, got {tuple(gradient.shape)}")
+
+
+def _call_band(kernel, query, key, start, band, *gradients):  # type: ignore[no-untyped-def]
     (_, length, heads, window), (*_, positions, features) = band.shape, query.shape
     if query.shape != key.shape or query.dtype != key.dtype or window < 1 or positions < 1:
         raise ValueError(f"factors do not match: {tuple(query.shape)}, {query.dtype}, {tuple(key.shape)}, {key.dtype}")
-    query, key = _dense_rows(query), _dense_rows(key)
+    factors = [_dense_rows(query), _dense_rows(key)]
     sizes = query.dtype == torch.bfloat16, heads, positions, features, start, length, window
-    strides = *query.stride()[:2], *key.stride()[:2]
-    _run(kernel, [*sizes, *map(_address, (query, key)), *strides, *map(_address, (band, *gradients))])
+    _run(kernel, [*sizes, *factors, *_strides(factors), band, *(gradients or (None, None))])
 
 
-def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *state):  # type: ignore[no-untyped-def]
+# The fields of a problem, in the order of the structs in kernels/cpu: its sizes, and what only one operator has.
+Fields = tuple[tuple[int, ...], list[Any]]
+
+
+def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *state) -> Fields:  # type: ignore[no-untyped-def]
     batch, length, width = value.shape
     rows, positions, of_bias, size = (0, 0, 0, 1) if bias is None else bias.shape
     heads = state[0].shape[1] if state else num_heads(bias, slopes)
@@ -304,35 +308,36 @@ def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *sta
         last_keys, last_values = (batch, heads, size - 1, per_head), (batch, heads, size - 1, features)
         fits = [x.shape for x in state] == [last_keys, last_values, of_sums, shared, shared]
         fits = fits and all(x.is_contiguous() and x.dtype == torch.float32 for x in state)
-    _check((query, key, value, bias, slopes, first, *state), heads, length, fits)
-    return batch, length, width, heads, key.shape[2], size, rows, positions, hides_outside
+    sizes = _checked_sizes((query, key, value, bias, slopes, first, *state), heads, length, fits)
+    given = [x if x is None else x.contiguous() for x in (slopes, first)]
+    return sizes, [size, rows, positions, hides_outside, *given, *(state or (None,) * 5)]
 
 
-def _sizes_of_grid(query, key, value, kernels, rows, columns, hides_outside):  # type: ignore[no-untyped-def]
-    (batch, length, width), (heads, *size) = value.shape, kernels.shape
+def _sizes_of_grid(query, key, value, kernels, rows, columns, hides_outside) -> Fields:  # type: ignore[no-untyped-def]
+    length, (heads, *size) = value.shape[1], kernels.shape
     fits = length == rows * columns and len(size) == 2 and all(x % 2 for x in size)
-    _check((query, key, value, kernels, rows, columns), heads, length, fits)
-    return batch, rows, columns, width, heads, key.shape[2], *size, hides_outside
+    sizes = _checked_sizes((query, key, value, kernels, rows, columns), heads, length, fits)
+    return sizes, [rows, columns, *size, hides_outside]
 
 
-def _sizes_of_table(query, key, value, bias, columns, causal):  # type: ignore[no-untyped-def]
-    (batch, keys, width), heads = value.shape, len(bias)
+def _sizes_of_table(query, key, value, bias, columns, causal) -> Fields:  # type: ignore[no-untyped-def]
+    keys, heads = value.shape[1], len(bias)
     queries = keys if columns else bias.shape[1]
     of_grid = (heads, 2 * (keys // columns) - 1, 2 * columns - 1) if columns else None
     fits = bias.shape == (of_grid or (heads, queries, keys)) and not (causal and (columns or queries != keys))
-    _check((query, key, value, bias, columns, causal), heads, queries, fits and (not columns or keys % columns == 0))
-    return batch, queries, keys, heads, width, key.shape[2], columns, causal
+    fits = fits and (not columns or keys % columns == 0)
+    return _checked_sizes((query, key, value, bias, columns, causal), heads, queries, fits), [columns, causal]
 
 
-SIZES: dict[str, Callable[..., tuple[int, ...]]] = {
+SIZES: dict[str, Callable[..., Fields]] = {
     "causal": _sizes_of_causal,
     "grid": _sizes_of_grid,
     "table": _sizes_of_table,
 }
 
 
-def _check(arguments: Sequence[Any], heads: int, queries: int, fits: bool) -> None:
-    """Check the tensors of a problem, given whether its w fits the other arguments.
+def _checked_sizes(arguments: Sequence[Any], heads: int, queries: int, fits: bool) -> tuple[int, ...]:
+    """Return the sizes of a problem, given whether its w fits the other arguments.
 
     Raises:
         TypeError, ValueError: the kernels would read or write other memory than that of the tensors.
@@ -346,40 +351,40 @@ def _check(arguments: Sequence[Any], heads: int, queries: int, fits: bool) -> No
     if not fits or (biases is not None and biases.dtype != torch.float32):
         given = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
         raise ValueError(f"arguments of the operator do not match: {given}")
+    return batch, queries, keys, width, heads, key.shape[2]
 
 
 def _call(
     kernel: str,
-    sizes: tuple[int, ...],
+    fields: Fields,
     problem: Sequence[Any],
     output: torch.Tensor | None,
-    state: Sequence[torch.Tensor] = (),
     gradients: Sequence[torch.Tensor | None] = (None,) * 5,
 ) -> None:
-    """Call a kernel with the fields of its problem, in the order of the structs in kernels/cpu.
+    """Call a kernel for Eq. 2, given the gradients of the output, the query, the key, the value and w."""
+    sizes, others = fields
+    inputs, bias = [x if x is None else _dense_rows(x) for x in problem[:3]], problem[3]
+    tensors = *inputs, *_strides(inputs), bias if bias is None else bias.contiguous(), output
+    of_output, *found = gradients
+    _run(
+        kernel,
+        [problem[2].dtype == torch.bfloat16, *sizes, *tensors, of_output, *_strides([of_output]), *found, *others],
+    )
+
+
+def _run(kernel: str, fields: Sequence[Any]) -> None:
+    """Call a kernel with the fields of its problem: numbers, and tensors or None.
 
     Raises:
         RuntimeError: the kernel failed.
     """
-    inputs = [x if x is None else _dense_rows(x) for x in problem[:3]]  # copies must live until the kernel returns
-    is_causal = kernel.startswith("causal")
-    biases = [x if x is None else x.contiguous() for x in problem[3 : 6 if is_causal else 4]]
-    fields = [problem[2].dtype == torch.bfloat16, *sizes, *map(_address, inputs)]
-    for x in inputs:
-        fields += (0, 0) if x is None else x.stride()[:2]
-    fields += map(_address, (*biases, output, *(state or (None,) * 5 if is_causal else ()), gradients[0]))
-    fields += (0, 0) if gradients[0] is None else gradients[0].stride()[:2]
-    fields += map(_address, gradients[1:])
-    _run(kernel, fields)
-
-
-def _run(kernel: str, fields: Sequence[int]) -> None:
-    if getattr(KERNELS, f"aft_{kernel}")(struct.pack(f"{len(fields)}q", *fields)):
+    numbers = [0 if x is None else x.data_ptr() if isinstance(x, torch.Tensor) else x for x in fields]
+    if getattr(KERNELS, f"aft_{kernel}")(struct.pack(f"{len(numbers)}q", *numbers)):
         raise RuntimeError(f"the kernel {kernel} failed, probably for lack of memory")
 
 
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _strides(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return [stride for x in tensors for stride in ((0, 0) if x is None else x.stride()[:2])]
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:

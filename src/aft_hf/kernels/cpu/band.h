@@ -3,7 +3,7 @@
 //   w_tj = u_t . v_t'  with t' = t - (s - 1) + j,    dL/du_t = sum_j g_tj v_t',    dL/dv_t' = sum_t g_tj u_t
 #pragma once
 
-#include "columns.h"
+#include "problem.h"
 
 namespace aft {
 

@@ -47,7 +47,9 @@ class Forward : public CausalColumn<S> {
   }
 
   void write(int64_t token, vf output) const {
-    store((S*)p.output + (row * p.length + token) * p.width + at.first, output, at.count);
+    S* to = (S*)p.output + (row * p.length + token) * p.width + at.first;
+    __builtin_prefetch(to + AHEAD * p.width, 1);
+    store(to, output, at.count);
   }
 
   // -------------------------------------------------------------------------------------------------------- the state
@@ -117,7 +119,7 @@ void forward(const CausalProblem& p) {
   const std::vector<Column> columns = columns_of(p);
   CausalProblem before = p;
   std::vector<std::vector<float>> copies;
-  if (p.numerator && p.key_width != p.width) {  // the columns of a head read them, and one writes them
+  if (p.numerator && p.key_per_head()) {  // the columns of a head read them, and one writes them
     before.denominator = copies.emplace_back(p.denominator, p.denominator + p.batch * p.heads).data();
     before.maximum = copies.emplace_back(p.maximum, p.maximum + p.batch * p.heads).data();
   }

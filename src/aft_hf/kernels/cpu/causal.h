@@ -15,38 +15,24 @@
 
 #include <vector>
 
-#include "columns.h"
+#include "problem.h"
 
 namespace aft {
 
-constexpr int CHUNK = 64;       // queries per chunk
+constexpr int CHUNK = 128;      // queries per chunk
 constexpr int PAD = TILE - 1;   // zeros on both sides of a row of weights
 
-// All fields have 64 bits, so that Python can pack them. Rows of features are contiguous, other strides are free.
-struct CausalProblem {
-  int64_t is_bf16;  // query, key, value and result are bfloat16, otherwise float32
-  int64_t batch, length, width, heads;
-  int64_t key_width;                    // width, or heads for one key per head
-  int64_t window;                       // s
-  int64_t bias_batch, bias_rows;        // bias is (1 or B, 1 or more, h, s); its last key is the query's own
-  int64_t hides_outside;                // whether keys before the window are hidden
-  const void *query, *key, *value;      // (B, T, d), (B, T, d or h), (B, T, d); query may be null
-  int64_t query_batch, query_row, key_batch, key_row, value_batch, value_row;  // strides
-  const float *bias, *slopes;           // slopes: (h,) if far keys have w = -slope (t - t'); either may be null
-  const int64_t* first;                 // (B, T), the first token that each token sees, a later one for padding
-  void* output;                         // (B, T, d), contiguous
+struct CausalProblem : Problem {
+  int64_t window;                 // s
+  int64_t bias_batch, bias_rows;  // bias is (1 or B, 1 or more, h, s); its last key is the query's own; null for w = 0
+  int64_t hides_outside;          // whether keys before the window are hidden
+  const float* slopes;            // (h,) if w = -slope (t - t'); or null
+  const int64_t* first;           // (B, T), the first token that each token sees, a later one for padding; or null
   // The state before the first token and after the last one; null pointers without one.
-  float *keys, *values;                 // (B, h, s - 1, 1 or c), (B, h, s - 1, c): the last tokens
+  float *keys, *values;           // (B, h, s - 1, 1 or c), (B, h, s - 1, c): the last tokens
   float *numerator, *denominator, *maximum;  // (B, h, c), (B, h, 1 or c) twice: far sums, divided by exp(maximum)
-  // The backward pass.
-  const void* gradient;                 // (B, T, d) of the output
-  int64_t gradient_batch, gradient_row;
-  void *query_gradient, *key_gradient, *value_gradient;  // contiguous
-  float* bias_gradient;                 // filled with 0 by the caller; null if it is not needed
 
-  int64_t numbers() const { return batch * length * width; }
-  int64_t features() const { return width / heads; }  // c
-  bool has_table() const { return bias_rows > 1; }     // whether w depends on the position of the query
+  bool has_table() const { return bias_rows > 1; }  // whether w depends on the position of the query
   // Whether vectors of features may have several heads: narrow ones, with the same w for all queries.
   bool mixes_heads() const { return !has_table() && heads > 1 && features() % VL != 0; }
   int64_t bias_row(int64_t row, int64_t head, int64_t position) const {  // index of a row of w
@@ -92,27 +78,25 @@ void keep_last(float* kept, int64_t count, int64_t features, const S* tokens, in
   }
 }
 
-// exp(w) for each row of w, in three forms: exp(w - M), where M is a multiple of ln 2, at least the largest w of the
-// row, and the mantissa and exponent of exp(w). An entry is a number, or a vector if columns mix heads.
+// exp(w - M) for each row of w, where M is a multiple of ln 2, at least the largest w of the row. An entry is a number,
+// or a vector if columns mix heads.
 class Weights {
  public:
   explicit Weights(const CausalProblem& problem)
       : p(problem), vectors(p.mixes_heads()), stride(p.window + 2 * PAD + 1),
         rows_(std::max<int64_t>(1, p.bias_batch * p.bias_rows) * p.heads), columns_((p.width + VL - 1) / VL),
-        table_(3 * rows_ * stride, 0.0f) {
+        table_(rows_ * stride, 0.0f) {
     parallel_for(rows_, p.bias ? rows_ * p.window * 8 : 0, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) fill(r);
     });
     if (vectors) spread();
   }
 
-  // The first form of a row: PAD zeros, the window, PAD zeros, and the weight of far keys, exp(-M). The mantissas come
-  // `form` numbers later, the exponents twice as many.
+  // A row: PAD zeros, the window, PAD zeros, and the weight of far keys, exp(-M).
   const float* row(int64_t row, const Column& at, int64_t position) const {
     if (vectors) return &table_[((p.bias_batch > 1 ? row : 0) * columns_ + at.first / VL) * stride * VL];
     return &table_[(p.bias ? p.bias_row(row, at.head, position) : at.head) * stride];
   }
-  int64_t form() const { return table_.size() / 3; }
 
   const CausalProblem& p;
   const bool vectors;    // whether entries are vectors
@@ -129,8 +113,6 @@ class Weights {
       const int count = int(std::min<int64_t>(VL, p.window - i));
       const Scaled e = split_exp(load(w + i, count));
       store(first + i, scaled(e.m, e.n - most), count);
-      store(first + form() + i, e.m, count);
-      store(first + 2 * form() + i, e.n, count);
     }
     weights[stride - 1] = p.hides_outside ? 0.0f : scaled(splat(1.0f), -most)[0];
   }
@@ -150,22 +132,6 @@ class Weights {
   std::vector<float> table_;
 };
 
-// Sums of exp(K + w) V and of exp(K + w), divided by 2^n.
-struct Sums {
-  vf numerator = vf{}, denominator = vf{}, n = splat(NEVER);
-
-  void take_exponent(vf exponent) {
-    numerator = scaled(numerator, n - exponent);
-    denominator = scaled(denominator, n - exponent);
-    n = exponent;
-  }
-  vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
-  void divide(Scaled growth) {
-    numerator /= growth.m, denominator /= growth.m, n -= growth.n;
-  }
-  void renormalize(vf size) { take_exponent(n + exponent_of(size)); }
-};
-
 // One vector of features of one row: a buffer of keys and values, which holds the tokens of a chunk and, before them,
 // the `reach` = window - 1 tokens that the first query of the chunk sees. Token i of the chunk is entry i + reach of
 // the buffer; its window are the entries i .. i + reach; entry i - 1 is the last far one.
@@ -173,7 +139,7 @@ template <class S>
 class CausalColumn {
  public:
   static int64_t entries(const CausalProblem& p) { return std::min<int64_t>(CHUNK, p.length) + p.window + 2 * TILE; }
-  static int64_t vectors(const CausalProblem& p) { return 7 * entries(p); }  // needed of the scratch memory
+  static int64_t vectors(const CausalProblem& p) { return 7 * entries(p) + 2 * p.window; }  // needed of the scratch memory
 
   CausalColumn(const CausalProblem& problem, const Weights& weights, int64_t row, Column column, Scratch scratch)
       : p(problem), at(column), row(row), reach(int(p.window) - 1), weights_(weights) {
@@ -181,6 +147,7 @@ class CausalColumn {
     m = scratch.take(size), n = scratch.take(size), v = scratch.take(size);
     e = scratch.take(size), ev = scratch.take(size);
     growth_m_ = scratch.take(size), growth_n_ = scratch.take(size);
+    w_m_ = scratch.take(p.window), w_n_ = scratch.take(p.window);
     if (!p.slopes) return;
     vf slope = {};
     for (int lane = 0; lane < at.count; ++lane) slope[lane] = p.slopes[head(lane)];
@@ -222,11 +189,13 @@ class CausalColumn {
 
   template <class X>
   vf of_token(const void* x, int64_t batch_stride, int64_t row_stride, int64_t token) const {
-    return load((const X*)x + row * batch_stride + token * row_stride + at.first, at.count);
+    const X* from = (const X*)x + row * batch_stride + token * row_stride + at.first;
+    __builtin_prefetch(from + AHEAD * row_stride);
+    return load(from, at.count);
   }
 
   vf key_of(int64_t token) const {
-    if (p.key_width == p.width) return of_token<S>(p.key, p.key_batch, p.key_row, token);
+    if (!p.key_per_head()) return of_token<S>(p.key, p.key_batch, p.key_row, token);
     const S* keys = (const S*)p.key + row * p.key_batch + token * p.key_row;
     vf x = splat(to_float(keys[at.head]));
     if (!at.one_head)
@@ -246,6 +215,7 @@ class CausalColumn {
   // then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and `emit` is called again.
   template <class Emit>
   bool queries(int64_t position, int count, vf center, const Emit& emit) {
+    position_ = position, split_ = nullptr;  // columns of a group share the memory
     for (int i = 0; i < count + PAD; ++i) weights_of_[i] = weights_.row(row, at, position + i);
     bool exact = false;
     Sums later = far;
@@ -255,7 +225,10 @@ class CausalColumn {
       exact = weights_.vectors ? tiles<true>(count, later, emit) : tiles<false>(count, later, emit);
     }
     for (int i = 0; i < count && !exact; ++i) {
-      emit(i, careful_sums(i, center));
+      split_weights(i);
+      emit(i, careful_sums(far, [&](auto visit) {
+        for (int j = 0; j <= reach; ++j) visit(careful_weight(i, j), load(v + (i + j) * VL) - center);
+      }));
       take_in(i, i + 1, center);
     }
     if (exact && any(later.denominator < SMALLEST))
@@ -283,25 +256,34 @@ class CausalColumn {
     return weight<VECTORS>(weights, p.window + PAD);
   }
 
-  // exp(K + w) of entry i + j for query i, whose row of weights is given.
-  Scaled careful_weight(const float* weights, int i, int j) const {
-    const float *of_m = weights + weights_.form(), *of_n = of_m + weights_.form();
-    const vf w = weights_.vectors ? weight<true>(of_m, j) : weight<false>(of_m, j);
-    const vf exponent = weights_.vectors ? weight<true>(of_n, j) : weight<false>(of_n, j);
-    return {load(m + (i + j) * VL) * w, load(n + (i + j) * VL) + exponent};
+  // Prepares `careful_weight` of query i.
+  void split_weights(int i) {
+    if (std::exchange(split_, weights_of(i)) == weights_of(i)) return;
+    for (int64_t j = 0; j < p.window; j += weights_.vectors ? 1 : VL) {
+      const int count = weights_.vectors ? VL : int(std::min<int64_t>(VL, p.window - j));
+      vf w = {};
+      if (p.bias && !weights_.vectors) w = load(p.bias + p.bias_row(row, at.head, position_ + i) * p.window + j, count);
+      for (int lane = 0; lane < at.count && p.bias && weights_.vectors; ++lane)
+        w[lane] = p.bias[p.bias_row(row, head(lane), 0) * p.window + j];
+      const Scaled e = split_exp(w);
+      const int64_t place = weights_.vectors ? j * VL : j;
+      store(w_m_ + place, e.m, count), store(w_n_ + place, e.n, count);
+    }
+  }
+
+  // exp(K + w) of entry i + j for query i.
+  Scaled careful_weight(int i, int j) const {
+    const vf w_m = weights_.vectors ? load(w_m_ + j * VL) : splat(w_m_[j]);
+    const vf w_n = weights_.vectors ? load(w_n_ + j * VL) : splat(w_n_[j]);
+    return {load(m + (i + j) * VL) * w_m, load(n + (i + j) * VL) + w_n};
   }
 
   // Adds the entries begin .. end - 1 to the far sums.
   void take_in(int begin, int end, vf center) {
     if (p.hides_outside) return;
-    vf most = far.n;
-    for (int i = begin; i < end; ++i) most = max(most, load(n + i * VL));
-    far.take_exponent(most);
-    for (int i = begin; i < end; ++i) {
-      const vf weight = scaled(load(m + i * VL), load(n + i * VL) - most);
-      far.numerator += weight * (load(v + i * VL) - center);
-      far.denominator += weight;
-    }
+    far = careful_sums(far, [&](auto visit) {
+      for (int i = begin; i < end; ++i) visit({load(m + i * VL), load(n + i * VL)}, load(v + i * VL) - center);
+    });
   }
 
   const CausalProblem& p;
@@ -365,25 +347,12 @@ class CausalColumn {
     return true;
   }
 
-  // The sums of query i, with an exponent of its own.
-  Sums careful_sums(int i, vf center) const {
-    const float* weights = weights_of(i);
-    Sums sums = far;
-    vf most = far.n;
-    for (int j = 0; j <= reach; ++j) most = max(most, careful_weight(weights, i, j).n);
-    sums.take_exponent(most);
-    for (int j = 0; j <= reach; ++j) {
-      const Scaled key = careful_weight(weights, i, j);
-      const vf weight = scaled(key.m, key.n - most);
-      sums.numerator += weight * (load(v + (i + j) * VL) - center);
-      sums.denominator += weight;
-    }
-    return sums;
-  }
-
   const Weights& weights_;
   const float* weights_of_[CHUNK + PAD];
+  int64_t position_ = 0;         // of the first query of the chunk in its document
   float *growth_m_, *growth_n_;  // exp(slope i) = m 2^n
+  float *w_m_, *w_n_;            // exp(w) = m 2^n of the query whose weights are `split_`
+  const float* split_ = nullptr;
 };
 
 }  // namespace aft

@@ -146,6 +146,7 @@ class Backward {
     if (!p.query) return gradient;
     const vf gate = sigmoid(sums.template of_token<S>(p.query, p.query_batch, p.query_row, token));
     S* of_query = (S*)p.query_gradient + (row_ * p.length + token) * p.width + sums.at.first;
+    __builtin_prefetch(of_query + AHEAD * p.width, 1);
     store(of_query, gradient * average * gate * (1.0f - gate), sums.at.count);
     return gradient * gate;
   }
@@ -196,15 +197,15 @@ class Backward {
 
   // The same, and the gradients of w, if queries have exponents of their own.
   void careful_gradients(BackwardColumn<S>& column, int64_t position, int count) {
-    const CausalColumn<S>& sums = column.sums;
+    CausalColumn<S>& sums = column.sums;
     Sums& later = column.later;
     clear(dkey_, count), clear(dvalue_, count);
     for (int i = 0; i < count; ++i) {
-      const float* weights = sums.weights_of(i);
+      sums.split_weights(i);
       const vf a = load(column.a + i * VL), b = load(column.b + i * VL), n = load(n_ + i * VL);
       for (int j = 0; j < window_; ++j) {
         const int64_t at = (i + j) * VL;
-        const Scaled key = sums.careful_weight(weights, i, j);
+        const Scaled key = sums.careful_weight(i, j);
         const vf weight = scaled(key.m, key.n - n), of_logit = weight * (a * (load(sums.v + at) - column.center) + b);
         add(dvalue_ + at, weight * a);
         add(dkey_ + at, of_logit);
@@ -231,10 +232,12 @@ class Backward {
   void write(const BackwardColumn<S>& column, int64_t token, vf of_key, vf of_value) const {
     const Column& at = column.sums.at;
     const int64_t place = (row_ * p.length + token) * p.width + at.first;
+    __builtin_prefetch((S*)p.value_gradient + place + AHEAD * p.width, 1);
     store((S*)p.value_gradient + place, of_value, at.count);
-    if (p.key_width == p.width)
+    if (!p.key_per_head()) {
+      __builtin_prefetch((S*)p.key_gradient + place + AHEAD * p.width, 1);
       store((S*)p.key_gradient + place, of_key, at.count);
-    else if (at.one_head)
+    } else if (at.one_head)
       key_gradient_[token * p.heads + at.head] += sum_of(of_key);
     else
       for (int lane = 0; lane < at.count; ++lane)
@@ -322,7 +325,7 @@ void backward(const CausalProblem& p) {
     if (!joins) groups.push_back(&column);
   }
   // If features share keys, a unit of work is a head, or a row if columns mix heads. All heads have as many groups.
-  const bool key_per_head = p.key_width != p.width;
+  const bool key_per_head = p.key_per_head();
   const int64_t heads_of_unit = weights.vectors ? p.heads : 1, count = groups.size();
   const int64_t per_unit = key_per_head ? count * heads_of_unit / p.heads : 1, units = p.batch * count / per_unit;
   groups.push_back(columns.data() + columns.size());

@@ -8,8 +8,8 @@ namespace {
 // sums, which then are relative to the larger of the two exponents.
 template <class S>
 void step(const CausalProblem& p, int64_t row, int64_t head) {
-  const int64_t features = p.width / p.heads, kept = p.window - 1;
-  const bool key_per_head = p.key_width != p.width;
+  const int64_t features = p.features(), kept = p.window - 1;
+  const bool key_per_head = p.key_per_head();
   const int64_t key_features = key_per_head ? 1 : features, index = row * p.heads + head;
   const float* w = p.bias ? p.bias + p.bias_row(row, head, 0) * p.window : nullptr;
   const float slope = p.slopes ? p.slopes[head] : 0.0f;

@@ -15,7 +15,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "columns.h"
 
 namespace aft {
 namespace {
@@ -33,11 +32,11 @@ void for_tiles(int64_t count, const Use& use) {
 struct Kernel {
   Kernel(const GridProblem& p, int64_t feature)
       : first(feature), count(int(std::min<int64_t>(VL, p.width - first))), weights(p.taps()), m(weights), n(weights) {
-    for (int lane = 0; lane < count; ++lane) head[lane] = (first + lane) / (p.width / p.heads);
+    for (int lane = 0; lane < count; ++lane) head[lane] = (first + lane) / (p.features());
     vf most = p.hides_outside ? splat(NEVER) : vf{};
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
       vf w = {};
-      for (int lane = 0; lane < count; ++lane) w[lane] = p.kernels[head[lane] * p.taps() + tap];
+      for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head[lane] * p.taps() + tap];
       const Scaled e = split_exp(w);
       m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }
@@ -65,18 +64,18 @@ class Task {
  public:
   Task(const GridProblem& problem, bool backward)
       : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1),
-        m_(p.length()), n_(m_), v_(m_), beside_x_(m_), beside_y_(m_), row_x_(p.rows), row_y_(p.rows) {
+        m_(p.length), n_(m_), v_(m_), beside_x_(m_), beside_y_(m_), row_x_(p.rows), row_y_(p.rows) {
     make(keys_);
     if (!backward) return;
     make(queries_);
-    dkey_.resize(p.length()), dvalue_.resize(p.length());
+    dkey_.resize(p.length), dvalue_.resize(p.length);
   }
 
   void forward(int64_t batch, const Kernel& kernel) {
     begin(batch, kernel);
     products();
     sums(keys_, kernel.weights, [&](int64_t query, vf numerator, vf denominator) {
-      if (any(denominator < SMALLEST)) numerator = careful_sums(query).average(), denominator = splat(1.0f);
+      if (any(denominator < SMALLEST)) numerator = all_sums(query).average(), denominator = splat(1.0f);
       if (p.query)  // 1 / sigmoid(q)
         denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, p.query_batch, p.query_row, query)));
       write(p.output, query, numerator / denominator);
@@ -103,7 +102,7 @@ class Task {
     sums(queries_, kernel.flipped, [&](int64_t key, vf a, vf b) {
       const vf weight = keys_.y[at(key)], of_key = dkey_[key] + weight * (a * (v_[key] - center_) + b);
       write(p.value_gradient, key, dvalue_[key] + weight * a);
-      if (p.key_width == p.width) return write(p.key_gradient, key, of_key);
+      if (!p.key_per_head()) return write(p.key_gradient, key, of_key);
       for (int lane = 0; lane < kernel.count; ++lane)
         key_gradient[key * heads + kernel.head[lane] - first_head] += of_key[lane];
     });
@@ -118,19 +117,21 @@ class Task {
   void make(Images& images) const { images.x.assign(p.rows * stride_ + 2, vf{}), images.y = images.x; }
 
   vf read(const void* x, int64_t batch_stride, int64_t row_stride, int64_t position) const {
-    return load((const S*)x + batch_ * batch_stride + position * row_stride + kernel_->first, kernel_->count);
+    const S* from = (const S*)x + batch_ * batch_stride + position * row_stride + kernel_->first;
+    __builtin_prefetch(from + AHEAD * row_stride);
+    return load(from, kernel_->count);
   }
   void write(void* x, int64_t position, vf y) const {
-    store((S*)x + (batch_ * p.length() + position) * p.width + kernel_->first, y, kernel_->count);
+    store((S*)x + (batch_ * p.length + position) * p.width + kernel_->first, y, kernel_->count);
   }
 
   // Reads keys and values.
   void begin(int64_t batch, const Kernel& kernel) {
     batch_ = batch, kernel_ = &kernel;
     top_ = splat(NEVER), center_ = vf{};
-    for (int64_t i = 0; i < p.length(); ++i) {
+    for (int64_t i = 0; i < p.length; ++i) {
       vf key = {};
-      if (p.key_width == p.width)
+      if (!p.key_per_head())
         key = read(p.key, p.key_batch, p.key_row, i);
       else
         for (int lane = 0; lane < kernel.count; ++lane)
@@ -145,12 +146,12 @@ class Task {
   // are finite, so that nothing spreads to queries that do not see it.
   void set_center() {
     for (vf value : v_) center_ += value - value == 0.0f ? value : vf{};
-    center_ /= float(p.length());
+    center_ /= float(p.length);
   }
 
   // Sets x to exp(K) V and y to exp(K), divided by 2^top.
   void products() {
-    for (int64_t i = 0; i < p.length(); ++i) {
+    for (int64_t i = 0; i < p.length; ++i) {
       const vf weight = scaled(m_[i], n_[i] - top_);
       keys_.x[at(i)] = weight * (v_[i] - center_), keys_.y[at(i)] = weight;
     }
@@ -211,7 +212,7 @@ class Task {
 
   // ------------------------------------------------------------------------------------ queries with an own exponent
 
-  // Calls visit(key, tap, exp(K + w)) for all keys that a query sees; tap is -1 outside of the kernel.
+  // Calls visit(exp(K + w), V, key, tap) for all keys that a query sees; tap is -1 outside of the kernel.
   template <class Visit>
   void each_key(int64_t query, const Visit& visit) const {
     const int64_t row = query / p.columns, column = query % p.columns;
@@ -223,34 +224,23 @@ class Task {
       const bool inside = std::min(tap_row, tap_column) >= 0 && tap_row < p.kernel_rows && tap_column < p.kernel_columns;
       const int64_t tap = tap_row * p.kernel_columns + tap_column;
       if (inside)
-        visit(key, tap, Scaled{m_[key] * kernel_->m[tap], n_[key] + kernel_->n[tap]});
+        visit(Scaled{m_[key] * kernel_->m[tap], n_[key] + kernel_->n[tap]}, v_[key] - center_, key, tap);
       else if (!p.hides_outside)
-        visit(key, int64_t(-1), Scaled{m_[key], n_[key]});
+        visit(Scaled{m_[key], n_[key]}, v_[key] - center_, key, int64_t(-1));
     }
   }
 
-  struct Sums {
-    vf numerator = vf{}, denominator = vf{}, n = splat(NEVER);
-    vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
-  };
-  Sums careful_sums(int64_t query) const {
-    Sums sums;
-    each_key(query, [&](int64_t, int64_t, Scaled e) { sums.n = max(sums.n, e.n); });
-    each_key(query, [&](int64_t key, int64_t, Scaled e) {
-      const vf weight = scaled(e.m, e.n - sums.n);
-      sums.numerator += weight * (v_[key] - center_);
-      sums.denominator += weight;
-    });
-    return sums;
+  Sums all_sums(int64_t query) const {
+    return careful_sums({}, [&](auto visit) { each_key(query, visit); });
   }
 
   void add_careful_gradients(int64_t query) {
-    const Sums sums = careful_sums(query);
+    const Sums sums = all_sums(query);
     const vi empty = sums.denominator == 0.0f;
     const vf average = sums.average(), gradient = gradient_of_average(query, empty ? vf{} : average + center_);
     const vf a = empty ? vf{} : gradient / sums.denominator;
-    each_key(query, [&](int64_t key, int64_t tap, Scaled e) {
-      const vf weight = scaled(e.m, e.n - sums.n), of_logit = weight * a * (v_[key] - center_ - average);
+    each_key(query, [&](Scaled e, vf value, int64_t key, int64_t tap) {
+      const vf weight = scaled(e.m, e.n - sums.n), of_logit = weight * a * (value - average);
       dvalue_[key] += weight * a, dkey_[key] += of_logit;
       if (tap >= 0 && dkernel_) dkernel_[tap] += of_logit;
     });
@@ -301,8 +291,8 @@ class Task {
 
 template <class S>
 void run(const GridProblem& p, bool backward) {
-  const bool key_per_head = p.key_width != p.width;
-  const int64_t numbers = p.batch * p.length() * p.width * p.taps(), of_head = p.width / p.heads;
+  const bool key_per_head = p.key_per_head();
+  const int64_t numbers = p.batch * p.length * p.width * p.taps(), of_head = p.features();
   std::vector<Kernel> kernels;
   std::vector<int64_t> groups;  // the first vector of features of each group; keys are not shared with other groups
   for (int64_t column = 0; column * VL < p.width; ++column) {
@@ -311,12 +301,12 @@ void run(const GridProblem& p, bool backward) {
   }
   const int64_t count = groups.size(), tasks = p.batch * count, parts = std::min(tasks, num_threads(numbers));
   groups.push_back(kernels.size());
-  std::vector<std::vector<vf>> dkernels(p.kernel_gradient ? parts : 0);
+  std::vector<std::vector<vf>> dkernels(p.bias_gradient ? parts : 0);
   parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
     Task<S> task(p, backward);
     for (int64_t part = begin; part < end; ++part) {
-      if (p.kernel_gradient) dkernels[part].resize(kernels.size() * p.taps());
+      if (p.bias_gradient) dkernels[part].resize(kernels.size() * p.taps());
       for (int64_t i = tasks * part / parts; i < tasks * (part + 1) / parts; ++i) {
         const int64_t batch = i / count, from = groups[i % count], to = groups[i % count + 1];
         if (!backward) {
@@ -325,12 +315,12 @@ void run(const GridProblem& p, bool backward) {
         }
         const Kernel& last = kernels[to - 1];
         const int64_t head = kernels[from].head[0], heads = last.head[last.count - 1] + 1 - head;
-        std::vector<float> of_keys(key_per_head ? p.length() * heads : 0);
+        std::vector<float> of_keys(key_per_head ? p.length * heads : 0);
         for (int64_t j = from; j < to; ++j)
-          task.backward(batch, kernels[j], p.kernel_gradient ? &dkernels[part][j * p.taps()] : nullptr, of_keys.data(),
+          task.backward(batch, kernels[j], p.bias_gradient ? &dkernels[part][j * p.taps()] : nullptr, of_keys.data(),
                         head, heads);
         for (int64_t j = 0; j < int64_t(of_keys.size()); ++j)
-          store((S*)p.key_gradient + (batch * p.length() + j / heads) * p.heads + head + j % heads, splat(of_keys[j]), 1);
+          store((S*)p.key_gradient + (batch * p.length + j / heads) * p.heads + head + j % heads, splat(of_keys[j]), 1);
       }
     }
   });
@@ -338,7 +328,7 @@ void run(const GridProblem& p, bool backward) {
     for (int64_t i = 0; i < int64_t(part.size()); ++i) {
       const Kernel& kernel = kernels[i / p.taps()];
       for (int lane = 0; lane < kernel.count; ++lane)
-        p.kernel_gradient[kernel.head[lane] * p.taps() + i % p.taps()] += part[i][lane];
+        p.bias_gradient[kernel.head[lane] * p.taps() + i % p.taps()] += part[i][lane];
     }
 }
 

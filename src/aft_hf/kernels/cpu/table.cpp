@@ -21,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "columns.h"
 #include "pairs.h"
 
 namespace aft {
@@ -35,7 +34,6 @@ constexpr float MARGIN = 8;                      // of N of a causal problem, so
 constexpr float MOST_GROWTH = 60;                // of N in a block of BLOCK queries
 constexpr int64_t FEWEST_KEYS = 128;   // of products in bfloat16: with fewer, roundings do not average out
 constexpr int64_t CACHE = 1 << 20;     // numbers of W that are computed at once
-constexpr int64_t AHEAD = 4;           // tokens to prefetch: rows of a task are far apart in memory
 
 static int64_t whole(int64_t count) { return (count + VL - 1) / VL * VL; }
 static int part(int64_t count) { return int(std::min<int64_t>(VL, count)); }
@@ -152,7 +150,7 @@ template <class U>
 class WeightsOfHeads {
  public:
   WeightsOfHeads(const TableProblem& problem, int64_t heads, bool backward)
-      : p(problem), stride_(whole(p.keys)), pairs_((p.queries + 1) / 2), rows_(new Number[heads * 2 * pairs_ * stride_]),
+      : p(problem), stride_(whole(p.length)), pairs_((p.queries + 1) / 2), rows_(new Number[heads * 2 * pairs_ * stride_]),
         columns_(PAIRS && backward ? new U[heads * pairs_ * stride_] : nullptr) {}
 
   Weights<U> operator[](int64_t i) const {
@@ -160,7 +158,7 @@ class WeightsOfHeads {
   }
 
   void compute(int64_t first, int64_t heads) {
-    parallel_for(heads * pairs_, heads * p.queries * p.keys, [&](int64_t begin, int64_t end) {
+    parallel_for(heads * pairs_, heads * p.queries * p.length, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
       std::vector<float> exps(p.columns ? p.biases_of_head() : 0), numbers(stride_);
       for (int64_t pair = begin; pair < end; ++pair) {
@@ -205,8 +203,8 @@ class WeightsOfHeads {
 
 // How a head is divided into tasks of some rows of the batch, and some features; all features, if the head has one key.
 struct Division {
-  explicit Division(const TableProblem& p) : of_head(p.width / p.heads), one_key(p.key_width != p.width) {
-    const int64_t most = std::min(MOST_NUMBERS, LARGEST_X / p.keys) / (of_head + 1);
+  explicit Division(const TableProblem& p) : of_head(p.features()), one_key(p.key_per_head()) {
+    const int64_t most = std::min(MOST_NUMBERS, LARGEST_X / p.length) / (of_head + 1);
     features = one_key ? of_head : std::min(of_head, MOST_FEATURES);
     rows = one_key ? std::max<int64_t>(1, most) : 1;
     of_features = (of_head + features - 1) / features, of_rows = (p.batch + rows - 1) / rows;
@@ -232,9 +230,9 @@ class Task {
   Task(const TableProblem& problem, const Division& division, bool backward)
       : p(problem), d(division), block_(p.causal ? std::min(BLOCK, p.queries) : p.queries),
         wide_(whole(d.rows * d.features)), narrow_(d.one_key ? whole(d.rows) : wide_), stride_(wide_ + narrow_),
-        row_(whole(p.keys)), m_(p.keys * narrow_ + VL), n_(m_), top_(narrow_ + VL), v_(p.keys * wide_ + VL),
-        center_(wide_), x_(p.keys * stride_ + VL), sums_(block_ * stride_ + VL), query_(block_ * wide_ + VL) {
-    if (PAIRS) pairs_.resize(units(p.keys) * stride_);
+        row_(whole(p.length)), m_(p.length * narrow_ + VL), n_(m_), top_(narrow_ + VL), v_(p.length * wide_ + VL),
+        center_(wide_), x_(p.length * stride_ + VL), sums_(block_ * stride_ + VL), query_(block_ * wide_ + VL) {
+    if (PAIRS) pairs_.resize(units(p.length) * stride_);
     for (int64_t i = 0; i < wide_ && d.one_key; i += VL) {
       first_.push_back(key_of(i)), lanes_.emplace_back();
       for (int lane = 0; lane < VL; ++lane) lanes_.back()[lane] = int(key_of(i + lane) - key_of(i));
@@ -244,7 +242,7 @@ class Task {
     if (PAIRS) pairs_of_sums_.resize(units(block_) * stride_);
     if (!p.bias_gradient) return;
     of_weights_.resize(p.queries * row_), transposed_.resize(stride_ / TERMS * row_);
-    if (PAIRS) rounded_.resize(std::max(p.keys, block_) * stride_);
+    if (PAIRS) rounded_.resize(std::max(p.length, block_) * stride_);
   }
 
   void forward(const Weights<U>& weights, int64_t head, int64_t index) {
@@ -254,7 +252,7 @@ class Task {
         for (int64_t t = first; t < last; ++t) {
           float* to = &query_[(t - first) * wide_ + f];
           Average y = average(t - first, f);
-          if (y.lost) y = {careful_sums(t, f).average(), splat(1.0f), false};
+          if (y.lost) y = {all_sums(t, f).average(), splat(1.0f), false};
           if (p.query) y.denominator *= 1.0f + exp(min(splat(60.0f), -load(to)));  // 1 / sigmoid(q)
           store(to, y.numerator / y.denominator);
         }
@@ -289,8 +287,8 @@ class Task {
       multiply_gradients(weights, first, last, end);
     });
     add_gradients();
-    write(of_v_.data(), features(p.value_gradient, p.keys * p.width, p.width), 0, p.keys);
-    write(of_key_.data(), keys(p.key_gradient, p.keys * p.key_width, p.key_width), 0, p.keys);
+    write(of_v_.data(), features(p.value_gradient, p.length * p.width, p.width), 0, p.length);
+    write(of_key_.data(), keys(p.key_gradient, p.length * p.key_width, p.key_width), 0, p.length);
   }
 
   // The gradient of w, (T, whole vectors of keys), of all tasks since the last call: W dW, with 0 where W = 0, which
@@ -365,9 +363,9 @@ class Task {
     head_ = head, batch_ = index % d.of_rows * d.rows, rows_ = std::min(d.rows, p.batch - batch_);
     const int64_t of_head = index / d.of_rows * d.features;
     feature_ = head * d.of_head + of_head, c_ = std::min(d.features, d.of_head - of_head);
-    read(keys(p.key, p.key_batch, p.key_row), 0, p.keys, m_.data());
-    read(features(p.value, p.value_batch, p.value_row), 0, p.keys, v_.data());
-    for (int64_t i = 0; i < p.keys * narrow_; i += VL) {
+    read(keys(p.key, p.key_batch, p.key_row), 0, p.length, m_.data());
+    read(features(p.value, p.value_batch, p.value_row), 0, p.length, v_.data());
+    for (int64_t i = 0; i < p.length * narrow_; i += VL) {
       const Scaled e = split_exp(load(&m_[i]));
       store(&m_[i], e.m), store(&n_[i], e.n);
     }
@@ -380,7 +378,7 @@ class Task {
   void find_center() {
     for (int64_t f = 0; f < wide_; f += VL) {
       vf sum = {}, seen = {};
-      for (int64_t t = 0; t < (p.causal ? 1 : p.keys); ++t) {
+      for (int64_t t = 0; t < (p.causal ? 1 : p.length); ++t) {
         const vi hidden = of_keys(&m_[t * narrow_], f) == 0.0f;
         sum += hidden ? vf{} : load(&v_[t * wide_ + f]);
         seen += hidden ? vf{} : splat(1.0f);
@@ -398,7 +396,7 @@ class Task {
     for (int64_t first = 0, last; first < p.queries; first = last) {
       last = std::min(first + block_, p.queries);
       if (p.causal && grows(first, last)) last = std::min(first + STEP, last);
-      const int64_t end = p.causal ? last : p.keys;
+      const int64_t end = p.causal ? last : p.length;
       see(end);
       const U* right = PAIRS ? pairs_.data() : (const U*)x_.data();
       const int64_t step = p.causal ? STEP : block_;
@@ -496,23 +494,17 @@ class Task {
 
   // ------------------------------------------------------------------------------------------------- lost queries
 
-  // The sums of one query and vector of features, divided by 2^most.
-  struct Sums {
-    vf numerator, denominator, most;
-    vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
-  };
-
-  // Calls visit(key, exp(K + w), V') for all keys that are visible to a query, with its w in `w_m_` and `w_n_`.
+  // Calls visit(exp(K + w), V', key) for all keys that are visible to a query, with its w in `w_m_` and `w_n_`.
   template <class Visit>
   void each_key(int64_t t, int64_t f, const Visit& visit) const {
     for (int64_t j = 0; j < p.seen(t); ++j) {
       const vf m = of_keys(&m_[j * narrow_], f), v = load(&v_[j * wide_ + f]) - load(&center_[f]);
       if (w_m_[j] != 0.0f)  // otherwise it is hidden from this query, and may be NaN
-        visit(j, Scaled{m * w_m_[j], of_keys(&n_[j * narrow_], f) + w_n_[j]}, m == 0.0f ? vf{} : v);
+        visit(Scaled{m * w_m_[j], of_keys(&n_[j * narrow_], f) + w_n_[j]}, m == 0.0f ? vf{} : v, j);
     }
   }
 
-  Sums careful_sums(int64_t t, int64_t f) {
+  Sums all_sums(int64_t t, int64_t f) {
     for (auto* x : {&w_m_, &w_n_}) x->resize(row_);
     p.for_each_run(p.bias + head_ * p.biases_of_head(), t, [&](int64_t key, const float* run, int64_t count) {
       for (int64_t j = 0; j < count; j += VL) {
@@ -520,25 +512,18 @@ class Task {
         store(&w_m_[key + j], e.m, part(count - j)), store(&w_n_[key + j], e.n, part(count - j));
       }
     });
-    Sums sums = {vf{}, vf{}, splat(NEVER)};
-    each_key(t, f, [&](int64_t, Scaled e, vf) { sums.most = max(e.n, sums.most); });
-    each_key(t, f, [&](int64_t, Scaled e, vf v) {
-      const vf weight = scaled(e.m, e.n - sums.most);
-      sums.numerator += weight * v;
-      sums.denominator += weight;
-    });
-    return sums;
+    return careful_sums({}, [&](auto visit) { each_key(t, f, visit); });
   }
 
   // With p_t' = exp(K_t' + w_tt') / denominator:  dV_t' += p_t' g,    dK_t' and dw_tt' += p_t' g (V_t' - Y).
   void add_careful_gradients(int64_t t, int64_t f, int64_t place) {
-    const Sums sums = careful_sums(t, f);
+    const Sums sums = all_sums(t, f);
     const vi empty = sums.denominator == 0.0f;
     const vf y = sums.average(), gradient = gradient_of_average(place, empty ? vf{} : y + load(&center_[f]));
     const vf a = empty ? vf{} : gradient / sums.denominator;
     of_lost_.resize(of_weights_.size());
-    each_key(t, f, [&](int64_t j, Scaled e, vf v) {
-      const vf from_value = scaled(e.m, e.n - sums.most) * a, from_key = from_value * (v - y);
+    each_key(t, f, [&](Scaled e, vf v, int64_t j) {
+      const vf from_value = scaled(e.m, e.n - sums.n) * a, from_key = from_value * (v - y);
       store(&of_v_[j * wide_ + f], load(&of_v_[j * wide_ + f]) + from_value);
       for (int lane = 0; lane < VL; ++lane) of_key_[j * narrow_ + key_of(f + lane)] += from_key[lane];
       if (p.bias_gradient) of_lost_[t * row_ + j] += sum_of(from_key);
@@ -616,9 +601,9 @@ class Task {
 // Computes all tasks, for as many heads at once as the cache holds W of.
 template <class S, class U>
 void run(const TableProblem& p, bool backward) {
-  if (p.batch == 0 || p.queries == 0 || p.keys == 0) return;
+  if (p.batch == 0 || p.queries == 0 || p.length == 0) return;
   const Division division(p);
-  const int64_t row = whole(p.keys), of_head = division.of_rows * division.of_features;
+  const int64_t row = whole(p.length), of_head = division.of_rows * division.of_features;
   const int64_t numbers = p.batch * p.queries * p.width * 8;
   const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.queries * row);
   const int64_t at_once = std::min(p.heads, std::max(in_cache / threads, int64_t(1)) * threads);
@@ -653,7 +638,7 @@ void run(const TableProblem& p, bool backward) {
 
 template <class S, bool backward>
 void table(const TableProblem& p) {
-  const bool pairs = p.is_bf16 && p.keys >= FEWEST_KEYS && has_pairs();
+  const bool pairs = p.is_bf16 && p.length >= FEWEST_KEYS && has_pairs();
   pairs ? run<S, Pair>(p, backward) : run<S, float>(p, backward);
 }
 
