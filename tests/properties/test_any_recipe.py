@@ -100,7 +100,6 @@ FOUND = {
     "a base that is empty": ("base: ''", (), "base=''"),
     "a missing base": ("base: other.yaml", (), "other.yaml: no such file"),
     "no text": (b"\xff\xfe\x00", (), "is not UTF-8 text"),
-    "an override without a key": ("{}", (".=1",), "'.=1' is not an override"),
     "an override of 10,000 levels": ("{}", ("a." * 10_000 + "a=1",), "is not an override"),
 }
 

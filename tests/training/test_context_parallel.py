@@ -502,7 +502,6 @@ def test_shards_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
     ("changes", "message"),
     [
         ({"context_parallel": 3}, "context_parallel=3 does not divide the 2 processes"),
-        ({"compile": True}, "context_parallel=2 needs compile=False"),
         ({"task": "images"}, "needs compile=False and a task of sequences, not images"),
     ],
 )

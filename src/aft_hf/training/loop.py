@@ -106,11 +106,10 @@ class Run(Training):
             split: self.accelerator.prepare_data_loader(DataLoader(dataset, micro_batch_size, **loading))
             for split, dataset in task.evaluated.items()
         }
-        shared = f", where {group.size} processes that share each sample count as one" if group.size > 1 else ""
         self.accelerator.print(
             f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {self.total:,} steps; "
             f"{self.parameters / 1e6:.2f} M parameters; a step is "
-            f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples){shared}"
+            f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples)"
         )
         self.model.train()
         self.record.lap()
