@@ -11,12 +11,12 @@ void forward(const BandProblem& p) {
   p.for_each_span(p.start, p.start + p.length, [&](int64_t head, int64_t begin, int64_t end) {
     const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
     // Tiles reach beyond both ends of u and v; what they read there is not used.
-    const auto place = [&](int64_t t) { return std::min(std::max<int64_t>(t, 0), p.positions - 1); };
+    const auto inside = [&](int64_t t) { return std::min(std::max<int64_t>(t, 0), p.positions - 1); };
     for (int64_t t = begin; t < end; t += ROWS)
       for (int64_t from = t - p.window + 1; from < t + ROWS; from += SIDE) {
         const S *queries[ROWS], *keys[SIDE];
-        for (int i = 0; i < ROWS; ++i) queries[i] = u + place(t + i) * p.query_row;
-        for (int j = 0; j < SIDE; ++j) keys[j] = v + place(from + j) * p.key_row;
+        for (int i = 0; i < ROWS; ++i) queries[i] = u + inside(t + i) * p.query_row;
+        for (int j = 0; j < SIDE; ++j) keys[j] = v + inside(from + j) * p.key_row;
         vf sums[VL] = {};
         const auto add = [&](int64_t f, int count) {
           vf of_keys[SIDE];
@@ -34,7 +34,7 @@ void forward(const BandProblem& p) {
         const vf products = sums_of_rows((const float*)sums);
         for (int64_t i = t; i < std::min(t + ROWS, end); ++i)
           for (int64_t j = from; j < from + SIDE; ++j)
-            if (p.holds(i, j)) p.at(head, i, j) = j < 0 || i >= p.positions ? 0.0f : products[(i - t) * SIDE + j - from];
+            if (p.holds(i, j)) p.band[p.place(head, i, j)] = j < 0 || i >= p.positions ? 0.0f : products[(i - t) * SIDE + j - from];
       }
   });
 }
@@ -42,7 +42,7 @@ void forward(const BandProblem& p) {
 // The gradient of u for positions begin .. end - 1, if x is v, or that of v, if x is u.
 template <bool OF_QUERY, class S>
 void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, const S* x, int64_t stride, S* output) {
-  const int64_t reach = p.window - 1;
+  const int64_t reach = p.window - 1, next_row = p.heads * p.window - 1;  // from (t, t') to (t + 1, t')
   for (int64_t t = begin; t < end; t += ROWS) {
     const int64_t first = OF_QUERY ? std::max<int64_t>(t - reach, 0) : t;
     const int64_t last = std::min(OF_QUERY ? t + ROWS : t + ROWS + reach, p.positions);
@@ -52,18 +52,20 @@ void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, co
       for (int c = 0; c < SIDE; ++c)
         counts[c] = int(std::min<int64_t>(VL, std::max<int64_t>(0, p.features - f - c * VL)));
       vf sums[ROWS][SIDE] = {};
-      for (int64_t other = first; other < last; ++other) {
+      int64_t place = OF_QUERY ? p.place(head, t, first) : p.place(head, first, t);
+      for (int64_t other = first; other < last; ++other, place += OF_QUERY ? 1 : next_row) {
         const auto holds = [&](int i) { return OF_QUERY ? p.holds(t + i, other) : p.holds(other, t + i); };
-        const auto g = [&](int i) { return splat(OF_QUERY ? p.at(head, t + i, other) : p.at(head, other, t + i)); };
         const S* next = x + other * stride + f;
         vf of_other[SIDE];
         for (int c = 0; c < SIDE; ++c) of_other[c] = is_full ? load(next + c * VL) : load(next + c * VL, counts[c]);
         const bool all = holds(0) && holds(ROWS - 1);  // others may be NaN, so they are not multiplied by 0
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
-          if (all || holds(i))
+          if (all || holds(i)) {
+            const vf g = splat(p.band[place + (OF_QUERY ? i * next_row : i)]);
 #pragma GCC unroll 8
-            for (int c = 0; c < SIDE; ++c) sums[i][c] += g(i) * of_other[c];
+            for (int c = 0; c < SIDE; ++c) sums[i][c] += g * of_other[c];
+          }
       }
       for (int i = 0; i < ROWS && t + i < end; ++i)
         for (int c = 0; c < SIDE; ++c)

@@ -22,8 +22,8 @@ struct BandProblem {
   bool holds(int64_t query, int64_t key) const {
     return start <= query && query < start + length && key <= query && query < key + window;
   }
-  float& at(int64_t head, int64_t query, int64_t key) const {
-    return band[((query - start) * heads + head) * window + window - 1 + key - query];
+  int64_t place(int64_t head, int64_t query, int64_t key) const {
+    return ((query - start) * heads + head) * window + window - 1 + key - query;
   }
 
   // Calls run(head, first, last) for spans of the positions begin .. end - 1.
