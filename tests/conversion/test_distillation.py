@@ -155,7 +155,7 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path,
         ({"minutes": 1}, "takes steps or minutes"),
         ({"steps": 0}, "steps=0: must be greater than 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be"),
-        ({"augmentation": "rotate"}, "augmentation='rotate': augmentation must be one of none, shift"),
+        ({"augmentation": "rotate"}, "augmentation='rotate': must be 'none', 'shift'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(vit, images, options, message):

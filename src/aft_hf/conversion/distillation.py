@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
 from torch.utils.data import DataLoader, Dataset
@@ -28,9 +28,9 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
-from ..data.fingerprint import sum_images, sum_samples
+from ..data.fingerprint import sum_arrays, sum_images
 from ..data.image_size import pixel_values, processor_for
-from ..data.images import build_augmentation, check_augmentation
+from ..data.images import build_augmentation
 from ..data.order import GlobalBatches
 from ..data.samples import SampleKey
 from ..modeling_aft import AFTForImageClassification
@@ -50,11 +50,6 @@ WINDOW = 0.95  # decay of the running means of the losses
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-def _known_augmentation(name: str) -> str:
-    check_augmentation(name)
-    return name
 
 
 class DistillationOptions(Document):
@@ -83,7 +78,7 @@ class DistillationOptions(Document):
     learning_rate: Positive = 1e-3
     weight_decay: NotNegative = 0.0
     hidden_states: NotNegative = 5.0
-    augmentation: Annotated[str, AfterValidator(_known_augmentation)] = "shift"
+    augmentation: Literal["none", "shift", "crop", "resized_crop"] = "shift"
     augmentation_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
@@ -357,7 +352,7 @@ class _Run(Training):
         assert self.means is not None and self.checkpoints is not None
         means = {str(i): value for i, value in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
-        state = {"recipe": self.identity, "record": record, "data": "", "position": ()}
+        state = {"recipe": self.identity, "record": record, "data": ""}
         path = self.checkpoints.save(self.step, state)
         self.saved_at = self.step
         return path
@@ -366,7 +361,6 @@ class _Run(Training):
         """Resume from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             return
-        self.checkpoints.remove_partial()
         path = self.checkpoints.newest()
         if path is not None:
             manifest = read_manifest(path)
@@ -397,7 +391,7 @@ def _identity(
     identity = settings.model_dump() | {
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
-        "source_tensors": sum_samples([tensors]),
+        "source_tensors": sum_arrays(tensors),
         "conversion": conversion,
         "model": {**model.config.to_dict(), "transformers_version": None},
     }
