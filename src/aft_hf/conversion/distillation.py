@@ -387,7 +387,7 @@ def _identity(
     conversion: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what determines the result, except the initial weights of the student, as a JSON object."""
-    tensors = {name: part.tensor.reshape(-1).view(torch.uint8) for name, part in sorted(source.parts.items())}
+    tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
     identity = settings.model_dump() | {
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
